@@ -1,0 +1,198 @@
+"""Every option of hybrid training with its help text. Standard library only, so that `--help` costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+# What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
+PRESETS: dict[str, dict[str, float | int]] = {
+    "conservative": {
+        "leap_gain": 1.0,
+        "leap_worth": 0.02,
+        "full_phase_steps": 8,
+        "correct_phase_steps": 4,
+        "confidence_threshold": 0.6,
+        "divergence_threshold": 4.0,
+    },
+    "balanced": {
+        "leap_gain": 2.0,
+        "leap_worth": 0.05,
+        "full_phase_steps": 4,
+        "correct_phase_steps": 2,
+        "confidence_threshold": 0.5,
+        "divergence_threshold": 5.0,
+    },
+    "aggressive": {
+        "leap_gain": 4.0,
+        "leap_worth": 0.1,
+        "full_phase_steps": 2,
+        "correct_phase_steps": 1,
+        "confidence_threshold": 0.3,
+        "divergence_threshold": 6.0,
+    },
+}
+
+
+def _option(default, help_text: str, **metadata):
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass
+class HybridArguments:
+    """
+    Options of phase-aware training; every field is also a command-line flag and a YAML key.
+
+    `None` means "decided by `preset`" or "by the length of the run", as the help text says. `hf_hybrid` adds these to
+    `transformers.TrainingArguments` in [`HybridConfig`]; none of them changes a default of `TrainingArguments`.
+    """
+
+    # Phases
+    enable_predict: bool = _option(
+        True, "Train in phases with predicted, verified weight leaps. False: bit-identical to transformers.Trainer."
+    )
+    preset: Literal["conservative", "balanced", "aggressive"] = _option(
+        "balanced",
+        "How far leaps go, what they are trusted to be worth and how often they are made. Decides every option below "
+        "whose help says 'from the preset'.",
+    )
+    warmup_phase_steps: Optional[int] = _option(
+        None, "Real steps before the first leap. Default: 5%% of the run, at least 2 and at most 100."
+    )
+    full_phase_steps: Optional[int] = _option(
+        None, "Real steps of a Full phase. Default: from the preset (8, 4, 2), shorter in runs under 40 steps."
+    )
+    correct_phase_steps: Optional[int] = _option(
+        None, "Real steps after a leap in which it is judged. Default: from the preset (4, 2, 1)."
+    )
+    max_predict_steps: Optional[int] = _option(
+        None, "Most steps that one leap may stand for. Default: 5%% of the run, at least 1 and at most 10."
+    )
+    max_consecutive_leaps: int = _option(5, "Leaps that may follow each other before a Full phase is due.")
+    confidence_threshold: Optional[float] = _option(
+        None, "A leap needs at least this confidence, between 0 and 1. Default: from the preset (0.6, 0.5, 0.3)."
+    )
+
+    # Leaps
+    direction: Literal["gradient_memory", "drift", "none"] = _option(
+        "gradient_memory",
+        "Where a leap goes: along a slow average of the gradients through the optimizer's own preconditioner, along "
+        "the low-pass drift of the weights, or nowhere (frozen control: predicted steps change nothing).",
+    )
+    leap_gain: Optional[float] = _option(
+        None,
+        "Largest gain of a leap, in units of the real steps since the last one. Default: from the preset (1, 2, 4).",
+    )
+    leap_worth: Optional[float] = _option(
+        None,
+        "Predicted steps granted per real step when leaps run at full gain; credit adds up and is redeemed as whole "
+        "steps. Default: from the preset (0.02, 0.05, 0.1).",
+    )
+    leap_memory_steps: Optional[int] = _option(
+        None, "Memory of the slow averages in real steps. Default: a sixth of the run, at least 5 and at most 200."
+    )
+    max_leap_norm: float = _option(
+        0.05, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
+    )
+    extend_leaps: bool = _option(
+        True, "Let a probed leap go beyond the schedule when held-out loss pays for it (extended leaps)."
+    )
+    buffers_device: Literal["auto", "cpu"] = _option(
+        "auto",
+        "Where the slow buffers and the leap snapshot live: beside the weights, or in host memory. Two fp32 values "
+        "per trainable parameter, one more with direction=drift.",
+    )
+
+    # Verification
+    probe_samples: int = _option(
+        64,
+        "Sequences held out of the training set to verify leaps on (at most 5%% of it); ignored with probe_dataset.",
+    )
+    probe_batch_size: Optional[int] = _option(
+        None, "Sequences per probe, rotating through the held-out ones. Default: 16, at most what is held out."
+    )
+    probe_budget: float = _option(0.02, "Share of the run's compute that probes may cost.")
+    acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")
+    rollback_margin: float = _option(0.0, "Rise of held-out loss that a leap within the schedule may cause, in nats.")
+
+    # Learning-rate rescue
+    lr_rescue: Literal["auto", "on", "off"] = _option(
+        "auto",
+        "Raise a learning rate that is far too small for the run. auto: only when learning_rate was left at its "
+        "default; a rate that you chose is respected.",
+    )
+    lr_rescue_max_scale: float = _option(512.0, "Most that the rescue may multiply the learning rate by.")
+
+    # Divergence
+    divergence_threshold: Optional[float] = _option(
+        None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6)."
+    )
+    gradient_explosion_factor: float = _option(
+        100.0, "Gradient norm over its running median that is a warning; ten times that skips the batch."
+    )
+    max_bad_steps: int = _option(10, "Non-finite batches in a row after which training is aborted.")
+
+    def __post_init__(self):
+        check_hybrid_arguments(self)
+
+    def preset_value(self, name: str):
+        """The option as given, else what the preset says."""
+        given = getattr(self, name)
+        return PRESETS[self.preset][name] if given is None else given
+
+
+_CHOICES = {
+    "preset": tuple(PRESETS),
+    "direction": ("gradient_memory", "drift", "none"),
+    "buffers_device": ("auto", "cpu"),
+    "lr_rescue": ("auto", "on", "off"),
+}
+_AT_LEAST = {
+    "warmup_phase_steps": 0,
+    "full_phase_steps": 1,
+    "correct_phase_steps": 1,
+    "max_predict_steps": 1,
+    "max_consecutive_leaps": 1,
+    "leap_memory_steps": 1,
+    "leap_gain": 0,
+    "leap_worth": 0,
+    "probe_samples": 2,
+    "probe_batch_size": 2,
+    "acceptance_z": 0,
+    "rollback_margin": 0,
+    "lr_rescue_max_scale": 1,
+    "max_bad_steps": 1,
+}
+_POSITIVE = ("max_leap_norm", "divergence_threshold", "gradient_explosion_factor")
+_FRACTIONS = ("confidence_threshold", "probe_budget")
+
+
+def check_hybrid_arguments(arguments: HybridArguments) -> None:
+    """
+    Refuse values that cannot work.
+
+    Raises:
+        ValueError: If an option is outside its range; the message names the option, the value and the range.
+    """
+    for name, choices in _CHOICES.items():
+        value = getattr(arguments, name)
+        if value not in choices:
+            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
+    for name, least in _AT_LEAST.items():
+        value = getattr(arguments, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}. {_off_switch(name)}")
+    for name in _POSITIVE:
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"`{name}` must be greater than 0, got {value}.")
+    for name in _FRACTIONS:
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+
+
+def _off_switch(name: str) -> str:
+    if name.endswith("_steps") or name.startswith("leap"):
+        return "To train without leaps set `enable_predict=False`."
+    return ""

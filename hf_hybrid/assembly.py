@@ -1,0 +1,86 @@
+"""Translates options and a Trainer that is ready to run into the parts of the prediction engine, which take plain values."""
+
+from __future__ import annotations
+
+from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.phases import PhaseController
+from hf_hybrid.prediction.divergence import DivergenceMonitor
+from hf_hybrid.prediction.engine import PredictionEngine
+from hf_hybrid.prediction.leaps import LeapPlanner
+from hf_hybrid.prediction.rescue import LearningRateRescue
+from hf_hybrid.prediction.signals import SignalObserver
+from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.prediction.verifier import HeldOutProbe
+from hf_hybrid.probing import SequenceLosses
+from hf_hybrid.records import RunRecord
+
+
+def build_engine(trainer) -> PredictionEngine:
+    """
+    Build the engine for the run that `trainer` is about to start.
+
+    Raises:
+        ValueError: If the held-out set gives fewer than two sequences.
+    """
+    args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
+    return PredictionEngine(
+        controller=PhaseController(phase_lengths(options, max_steps), options.preset_value("confidence_threshold")),
+        trajectory=_trajectory(trainer),
+        planner=LeapPlanner(
+            peak_gain=options.preset_value("leap_gain"),
+            worth_per_step=options.preset_value("leap_worth"),
+            probe_budget=options.probe_budget,
+            max_steps=max_steps,
+            z=options.acceptance_z,
+            margin=options.rollback_margin,
+            extend=options.extend_leaps,
+        ),
+        monitor=DivergenceMonitor(
+            options.preset_value("divergence_threshold"), options.gradient_explosion_factor, options.max_bad_steps
+        ),
+        signals=SignalObserver(),
+        probe=_probe(trainer),
+        rescue=LearningRateRescue(max_scale=options.lr_rescue_max_scale, max_steps=max_steps)
+        if rescue_is_on(args, options)
+        else None,
+        record=RunRecord(),
+        max_steps=max_steps,
+        max_grad_norm=args.max_grad_norm,
+        on_phase_change=lambda old, new: trainer.plugins.call("on_phase_change", old, new),
+    )
+
+
+def _trajectory(trainer) -> Trajectory:
+    options = trainer.hybrid_args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return Trajectory(
+        [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad],
+        getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        direction=options.direction,
+        memory_steps=leap_memory_steps(options, trainer.state.max_steps),
+        max_relative_norm=options.max_leap_norm,
+        host=options.buffers_device == "cpu",
+    )
+
+
+def _probe(trainer) -> HeldOutProbe:
+    args, options = trainer.args, trainer.hybrid_args
+    batches = list(trainer.get_eval_dataloader(trainer.probe_dataset))
+    losses = SequenceLosses(trainer, trainer.plugins)
+    processes = trainer.accelerator.num_processes
+    sizes = [losses.size(batch) * processes for batch in batches]
+    if sum(sizes) < 2:
+        raise ValueError(
+            f"`probe_dataset` gave {sum(sizes)} sequences; at least 2 are needed to verify a leap. Pass more, lower "
+            "`per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or set `enable_predict=False`."
+        )
+    per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
+    # Four evaluations must fit the budget of the whole run, or a short run could not afford to look twice.
+    affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
+    return HeldOutProbe(
+        batches,
+        losses,
+        sizes=sizes,
+        sequences_per_probe=options.probe_batch_size or max(min(16, affordable), 2),
+        sequences_per_step=per_step,
+    )

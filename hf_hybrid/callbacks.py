@@ -1,0 +1,43 @@
+"""Callbacks that the trainer installs. They hold no training state: everything that must survive lives in the engine."""
+
+from __future__ import annotations
+
+from transformers import ProgressCallback, TrainerCallback
+
+
+class HookRouter(TrainerCallback):
+    """Calls the trainer where `Trainer` has no method to override."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._start()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer._enter_epoch()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._before_update()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._after_update()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer._end_step()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.trainer._finish()
+
+
+class HybridProgressCallback(ProgressCallback):
+    """The usual bar, with the phase and the last real loss behind it."""
+
+    def __init__(self, trainer, max_str_len: int = 100):
+        super().__init__(max_str_len)
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.set_postfix_str(self.trainer.progress_text(), refresh=False)
+        super().on_step_end(args, state, control, **kwargs)

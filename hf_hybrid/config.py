@@ -1,0 +1,126 @@
+"""`HybridConfig`: TrainingArguments plus the hybrid options, and what can be checked or derived without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
+from hf_hybrid.phases import PhaseLengths
+
+CONFIG_NAME = "hybrid_config.json"
+
+
+@dataclass
+class HybridConfig(HybridArguments, TrainingArguments):
+    """
+    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]. No default of `TrainingArguments` differs.
+
+    Raises:
+        ValueError: If an option is out of range or the combination cannot be trained in phases.
+    """
+
+    # transformers places `output_dir` first; keep `HybridConfig("out")` working with the mixin in front.
+    def __post_init__(self):
+        check_hybrid_arguments(self)
+        TrainingArguments.__post_init__(self)
+        check_training_arguments(self, self)
+
+    @classmethod
+    def from_json(cls, path: str | Path, **overrides) -> HybridConfig:
+        """
+        Read back what a run wrote as `hybrid_config.json` (a file, or the folder that holds it).
+
+        Secrets are never written; pass them again. `overrides` win over the file.
+        """
+        path = Path(path)
+        values = json.loads((path / CONFIG_NAME if path.is_dir() else path).read_text(encoding="utf-8"))
+        known = {field.name for field in dataclasses.fields(cls) if field.init}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
+        return cls(**{**values, **overrides})
+
+
+def config_values(args: TrainingArguments) -> dict:
+    """The options of `args` that differ from their defaults and survive JSON; tokens are left out."""
+    values = {}
+    for field in dataclasses.fields(args):
+        if not field.init or field.name.endswith("_token") or field.name == "logging_dir":
+            continue
+        value = getattr(args, field.name)
+        default = (
+            field.default_factory()
+            if field.default is dataclasses.MISSING and callable(field.default_factory)
+            else field.default
+        )
+        value = getattr(value, "value", value)
+        if field.name == "output_dir" or value != getattr(default, "value", default):
+            try:
+                json.dumps(value)
+            except TypeError:
+                continue
+            values[field.name] = value
+    return values
+
+
+def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
+    """
+    Refuse what phases cannot be combined with.
+
+    Raises:
+        ValueError: With the option to change.
+    """
+    if not options.enable_predict:
+        return
+    off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
+    if args.fp16:
+        raise ValueError(
+            "`fp16=True` cannot be combined with predicted steps: the gradient scaler fails on a step without "
+            f"gradients. Use `bf16=True`. {off}"
+        )
+    if args.deepspeed or args.fsdp:
+        name = "deepspeed" if args.deepspeed else "fsdp"
+        raise ValueError(
+            f"`{name}` cannot be combined with leaps yet: they need whole parameters on every process. Launch with "
+            f"DDP (drop `{name}`). {off}"
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "layerwise" in optim or "lomo" in optim:
+        raise ValueError(
+            f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients. Choose "
+            f"another optimizer, for example `adamw_torch_fused`. {off}"
+        )
+
+
+def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
+    """Lengths for a run of `max_steps`: as given, else what suits the run's length and the preset."""
+
+    def pick(name: str, default: int) -> int:
+        given = getattr(options, name)
+        return default if given is None else given
+
+    short = max(max_steps // 10, 1)  # a 50-step run must reach every phase several times
+    return PhaseLengths(
+        warmup=pick("warmup_phase_steps", min(max(round(0.05 * max_steps), 2), 100)),
+        full=pick("full_phase_steps", min(options.preset_value("full_phase_steps"), short)),
+        correct=pick("correct_phase_steps", min(options.preset_value("correct_phase_steps"), short)),
+        max_predict=pick("max_predict_steps", min(max(round(0.05 * max_steps), 1), 10)),
+        max_consecutive_leaps=options.max_consecutive_leaps,
+    )
+
+
+def leap_memory_steps(options: HybridArguments, max_steps: int) -> int:
+    return options.leap_memory_steps or min(max(max_steps // 6, 5), 200)
+
+
+def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
+    """`auto` asks whether `learning_rate` is still what the class of `args` ships as default."""
+    if options.lr_rescue != "auto":
+        return options.lr_rescue == "on"
+    default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
+    return args.learning_rate == default

@@ -1,0 +1,150 @@
+"""The four phases of a run and the state machine that moves between them. Standard library only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict, dataclass
+
+
+class Phase(str, enum.Enum):
+    """What a step of the run is for."""
+
+    WARMUP = "warmup"
+    """Real steps that gather statistics; no leaps."""
+    FULL = "full"
+    """Real steps between leaps."""
+    PREDICT = "predict"
+    """The weights leap; steps that the leap is worth pass without forward or backward."""
+    CORRECT = "correct"
+    """Real steps at the new point; the leap is judged and can still be rolled back."""
+
+    @property
+    def index(self) -> int:
+        return list(Phase).index(self)
+
+
+LEGAL_TRANSITIONS = {
+    Phase.WARMUP: {Phase.FULL},
+    Phase.FULL: {Phase.PREDICT},
+    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
+    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
+}
+
+
+@dataclass(frozen=True)
+class PhaseLengths:
+    """Lengths in steps, and how many leaps may follow each other without a Full block in between."""
+
+    warmup: int
+    full: int
+    correct: int
+    max_predict: int
+    max_consecutive_leaps: int = 5
+
+    def __post_init__(self):
+        for name, least in (
+            ("warmup", 0),
+            ("full", 1),
+            ("correct", 1),
+            ("max_predict", 1),
+            ("max_consecutive_leaps", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {getattr(self, name)}.")
+
+
+class PhaseController:
+    """
+    Decides the phase of the next step. Pure bookkeeping: no tensors, no clock, no randomness.
+
+    After every step call [`finish_step`]; when it returns `PREDICT` a leap is pending: make it before the next step
+    and report it with [`leap_kept`] or [`leap_rejected`].
+    """
+
+    def __init__(self, lengths: PhaseLengths, confidence_threshold: float):
+        self.lengths = lengths
+        self.confidence_threshold = confidence_threshold
+        self.phase = Phase.WARMUP if lengths.warmup > 0 else Phase.FULL
+        self.remaining = lengths.warmup or lengths.full
+        self.steps_in_phase = 0
+        self.consecutive_leaps = 0
+        self.leap_pending = False
+
+    def finish_step(self, *, confidence: float, leap_allowed: bool) -> Phase:
+        """
+        Count the step that just ended and choose the phase of the next one.
+
+        Args:
+            confidence (`float`): Trust in the next leap, in `[0, 1]`.
+            leap_allowed (`bool`): `False` while rejected leaps back off or nothing could be gained.
+        """
+        self.remaining -= 1
+        self.steps_in_phase += 1
+        if self.remaining > 0:
+            return self.phase
+        if self.phase is Phase.PREDICT:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        elif self.phase is Phase.WARMUP:
+            self._enter(Phase.FULL, self.lengths.full)
+        else:
+            self._leap_or_full(leap_allowed and confidence >= self.confidence_threshold)
+        return self.phase
+
+    def _leap_or_full(self, leap: bool) -> None:
+        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.lengths.max_consecutive_leaps:
+            leap = False
+        if leap:
+            self.consecutive_leaps += 1
+            self._enter(Phase.PREDICT, 0)
+            self.leap_pending = True
+        else:
+            self.consecutive_leaps = 0
+            self._enter(Phase.FULL, self.lengths.full)
+
+    def leap_kept(self, horizon: int) -> Phase:
+        """The pending leap stays; the next `horizon` steps are predicted (0: straight on to Correct)."""
+        self.leap_pending = False
+        if horizon > 0:
+            self.remaining = min(horizon, self.lengths.max_predict)
+        else:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        return self.phase
+
+    def leap_rejected(self, full_steps: int | None = None) -> Phase:
+        """The pending leap was undone: go on with real steps."""
+        self.force_full(full_steps)
+        return self.phase
+
+    def force_full(self, steps: int | None = None) -> None:
+        """Real steps from here on, whatever was planned. Warmup is never cut short."""
+        self.leap_pending = False
+        self.consecutive_leaps = 0
+        if self.phase is Phase.WARMUP:
+            return
+        length = max(steps or self.lengths.full, 1)
+        if self.phase is Phase.FULL:
+            self.remaining = max(self.remaining, length)
+        else:
+            self._enter(Phase.FULL, length)
+
+    def _enter(self, phase: Phase, length: int) -> None:
+        if phase is not self.phase and phase not in LEGAL_TRANSITIONS[self.phase]:
+            raise RuntimeError(f"Illegal phase transition from `{self.phase.value}` to `{phase.value}`.")
+        self.phase, self.remaining, self.steps_in_phase = phase, length, 0
+
+    def state_dict(self) -> dict:
+        return {
+            "phase": self.phase.value,
+            "remaining": self.remaining,
+            "steps_in_phase": self.steps_in_phase,
+            "consecutive_leaps": self.consecutive_leaps,
+            "leap_pending": self.leap_pending,
+            "lengths": asdict(self.lengths),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.phase = Phase(state["phase"])
+        self.remaining = state["remaining"]
+        self.steps_in_phase = state["steps_in_phase"]
+        self.consecutive_leaps = state["consecutive_leaps"]
+        self.leap_pending = state["leap_pending"]

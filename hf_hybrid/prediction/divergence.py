@@ -1,0 +1,199 @@
+"""The watch over training: from per-step numbers to a level with its reason, and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+
+class Level(enum.IntEnum):
+    NORMAL = 0
+    CAUTION = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+class Action(str, enum.Enum):
+    """The recovery ladder, mildest first."""
+
+    NONE = "none"
+    SHORTEN = "shorten"
+    """Halve the next leap."""
+    FORCE_FULL = "force_full"
+    """No leaps for a while."""
+    ROLL_BACK = "roll_back"
+    """Put back the weights of before the last leap and lower the gain."""
+    SKIP_BATCH = "skip_batch"
+    """Drop these gradients: the optimizer does not step."""
+    RESET_PREDICTOR = "reset_predictor"
+    """Forget slow memory and residuals."""
+    ABORT = "abort"
+    """Stop; point to the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    level: Level
+    reason: str
+    action: Action
+
+
+NORMAL = Verdict(Level.NORMAL, "", Action.NONE)
+
+
+class TrainingDivergedError(RuntimeError):
+    """Training cannot go on; the message says what was seen and where the last good checkpoint is."""
+
+
+class DivergenceMonitor:
+    """
+    Judges the gradients of every real step before they are used ([`judge_gradients`]) and its loss after it
+    ([`judge_step`]). Thresholds are relative to what this run does normally.
+
+    Args:
+        threshold (`float`): Deviation of the loss from its trend, in standard deviations, that is a warning.
+        explosion_factor (`float`): Gradient norm over the running median that is a warning; ten times it is critical.
+        max_bad_steps (`int`): Non-finite steps in a row after which training is aborted.
+    """
+
+    MIN_HISTORY = 20
+    """Steps before relative thresholds mean anything."""
+    VANISHING = 1e-3
+    """Gradient norm over the running median that counts as vanished."""
+    BAD_BEFORE_RESET = 3
+    """Non-finite steps in a row after which the last leap and the slow memory are suspected."""
+
+    def __init__(self, threshold: float, explosion_factor: float, max_bad_steps: int):
+        self.threshold = threshold
+        self.explosion_factor = explosion_factor
+        self.max_bad_steps = max_bad_steps
+        self.losses: deque[float] = deque(maxlen=64)
+        self.norms: deque[float] = deque(maxlen=64)
+        self.errors: deque[float] = deque(maxlen=16)
+        self.bad_steps = 0
+        self.warnings_in_a_row = 0
+
+    def judge_gradients(self, loss: float, norm: float, *, leap_open: bool) -> Verdict:
+        """Before the optimizer's step. `leap_open`: a leap was made that can still be rolled back."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.bad_steps += 1
+            what = "loss" if not math.isfinite(loss) else "gradient norm"
+            reason = f"{what} is not finite ({self.bad_steps} in a row)"
+            if self.bad_steps >= self.max_bad_steps:
+                return Verdict(Level.CRITICAL, reason, Action.ABORT)
+            if self.bad_steps == self.BAD_BEFORE_RESET:
+                return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK if leap_open else Action.RESET_PREDICTOR)
+            return Verdict(Level.CRITICAL, reason, Action.SKIP_BATCH)
+        self.bad_steps = 0
+        if len(self.norms) >= self.MIN_HISTORY:
+            ratio = norm / max(statistics.median(self.norms), 1e-12)
+            if ratio > 10 * self.explosion_factor:
+                action = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH
+                return Verdict(Level.CRITICAL, f"gradient norm {norm:.3g} is {ratio:.0f} times its median", action)
+        self.norms.append(norm)
+        return NORMAL
+
+    def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
+        """After a real step with finite numbers. `predicted_loss`: what the loss was forecast to be, if it was."""
+        level, reason = max(
+            (
+                self._loss_deviation(loss),
+                self._norm(norm),
+                self._prediction(loss, predicted_loss),
+                self._oscillation(),
+            ),
+            key=lambda pair: pair[0],
+        )
+        if level < Level.CRITICAL or not leap_open:
+            # A loss that is rolled back must not become part of what counts as normal.
+            self.losses.append(loss)
+        self.warnings_in_a_row = self.warnings_in_a_row + 1 if level >= Level.WARNING else 0
+        if self.warnings_in_a_row >= 3:
+            level, reason = Level.CRITICAL, f"{reason} (third warning in a row)"
+            self.warnings_in_a_row = 0
+        return Verdict(level, reason, self._action(level, leap_open))
+
+    def _action(self, level: Level, leap_open: bool) -> Action:
+        if level is Level.CRITICAL:
+            return Action.ROLL_BACK if leap_open else Action.FORCE_FULL
+        if level is Level.WARNING:
+            return Action.FORCE_FULL
+        return Action.SHORTEN if level is Level.CAUTION else Action.NONE
+
+    def _loss_deviation(self, loss: float) -> tuple[Level, str]:
+        if len(self.losses) < self.MIN_HISTORY:
+            return Level.NORMAL, ""
+        trend, deviation = linear_trend(list(self.losses))
+        score = (loss - trend) / max(deviation, 1e-3 * abs(trend), 1e-8)
+        reason = f"loss {loss:.4g} is {score:.1f} standard deviations above its trend {trend:.4g}"
+        if score > 2 * self.threshold:
+            return Level.CRITICAL, reason
+        if score > self.threshold:
+            return Level.WARNING, reason
+        return (Level.CAUTION, reason) if score > 0.8 * self.threshold else (Level.NORMAL, "")
+
+    def _norm(self, norm: float) -> tuple[Level, str]:
+        if len(self.norms) < self.MIN_HISTORY:
+            return Level.NORMAL, ""
+        ratio = norm / max(statistics.median(self.norms), 1e-12)
+        if ratio > self.explosion_factor:
+            return Level.WARNING, f"gradient norm {norm:.3g} is {ratio:.0f} times its median"
+        if ratio < self.VANISHING:
+            return Level.WARNING, f"gradient norm {norm:.3g} vanished ({ratio:.1g} of its median)"
+        return Level.NORMAL, ""
+
+    def _prediction(self, loss: float, predicted: float | None) -> tuple[Level, str]:
+        if predicted is None or len(self.losses) < self.MIN_HISTORY:
+            return Level.NORMAL, ""
+        # Only errors on the bad side: a loss below the forecast is what everybody hopes for.
+        self.errors.append(max(loss - predicted, 0.0))
+        _, deviation = linear_trend(list(self.losses))
+        mean = sum(self.errors) / len(self.errors)
+        if len(self.errors) == self.errors.maxlen and mean > self.threshold * max(deviation, 1e-8):
+            return Level.WARNING, f"losses after leaps are {mean:.3g} above their forecasts on average"
+        return Level.NORMAL, ""
+
+    def _oscillation(self) -> tuple[Level, str]:
+        # Independent noise changes direction in 2/3 of the steps; only nearly every step is a sign of bouncing.
+        if len(self.losses) < self.losses.maxlen:
+            return Level.NORMAL, ""
+        values = list(self.losses)
+        changes = [b - a for a, b in zip(values, values[1:])]
+        turns = sum(a * b < 0 for a, b in zip(changes, changes[1:])) / (len(changes) - 1)
+        return (Level.CAUTION, f"loss turns in {turns:.0%} of the steps") if turns > 0.9 else (Level.NORMAL, "")
+
+    def forget_history(self) -> None:
+        """After a roll-back or a change of the learning rate, what was normal is no longer."""
+        self.losses.clear()
+        self.errors.clear()
+        self.warnings_in_a_row = 0
+
+    def state_dict(self) -> dict:
+        return {
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "errors": list(self.errors),
+            "bad_steps": self.bad_steps,
+            "warnings_in_a_row": self.warnings_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("losses", "norms", "errors"):
+            getattr(self, name).clear()
+            getattr(self, name).extend(state[name])
+        self.bad_steps = state["bad_steps"]
+        self.warnings_in_a_row = state["warnings_in_a_row"]
+
+
+def linear_trend(values: list[float]) -> tuple[float, float]:
+    """Least-squares line through the values: its continuation to the next one, and the deviation around it."""
+    count = len(values)
+    centre = (count - 1) / 2
+    mean = sum(values) / count
+    spread = sum((i - centre) ** 2 for i in range(count))
+    slope = sum((i - centre) * (v - mean) for i, v in enumerate(values)) / spread if spread else 0.0
+    residuals = sum((v - mean - slope * (i - centre)) ** 2 for i, v in enumerate(values))
+    return mean + slope * (count - centre), math.sqrt(residuals / max(count - 2, 1))

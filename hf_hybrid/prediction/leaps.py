@@ -1,0 +1,271 @@
+"""Whether to leap, how far, whether to look, and how many real steps a leap stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from hf_hybrid.prediction.divergence import Level
+from hf_hybrid.prediction.verifier import (
+    HeldOutProbe,
+    Paired,
+    ResidualStore,
+    accept_extended,
+    keep_scheduled,
+    paired_decrease,
+    parabola_minimum,
+)
+
+
+@dataclass
+class LeapRecord:
+    """What is kept of every leap; losses are means over the probed held-out sequences, `None` where none was made."""
+
+    step: int
+    horizon: int
+    gain: float
+    worth: float
+    verdict: str
+    """`unprobed`, `kept`, `extended`, `shrunk`, `rejected`, or `rolled_back` where Correct undid it."""
+    relative_norm: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    standard_error: float | None = None
+    e: float | None = None
+    """Immediate gain in real-step equivalents: fall of the held-out loss over its fall per real step."""
+    predicted_decrease: float | None = None
+    """Fall of the training loss along the leap to first order, from the slow memory of the gradients."""
+    forecast_error: float | None = None
+    """Mean training loss in Correct over what the trend before the leap forecast."""
+    probe_cost_steps: float = 0.0
+
+
+@dataclass(frozen=True)
+class LeapPlan:
+    gain: float
+    probe: bool
+
+
+@dataclass(frozen=True)
+class LeapOutcome:
+    """Result of looking at a leap: the gain that is in the weights now (0: rejected), and the numbers behind it."""
+
+    gain: float
+    verdict: str
+    loss_before: float
+    loss_after: float
+    paired: Paired
+    linear_decrease: float
+    relative_norm: float
+    wants_more: bool
+    """The farthest gain tried was the best: real steps may be too short."""
+
+
+def scheduled_gain(peak: float, progress: float, rate_over_peak: float) -> float:
+    """
+    Gain of a leap within the schedule.
+
+    Ramps up over the first half of the run, as AdEMAMix ramps its slow term, while the slow memory settles. The leap's
+    displacement is also proportional to the learning rate, so that it fades as the rate decays.
+
+    Args:
+        peak (`float`): Gain at full ramp.
+        progress (`float`): Share of the run that is done.
+        rate_over_peak (`float`): Learning rate over its peak so far; caps the gain while the rate still warms up.
+    """
+    return peak * min(1.0, 2.0 * progress) * min(1.0, 4.0 * rate_over_peak)
+
+
+@dataclass
+class LeapPlanner:
+    """
+    Gain schedule, credit, confidence and backing off. Plain numbers in, plain numbers out.
+
+    Args:
+        peak_gain (`float`): Largest scheduled gain.
+        worth_per_step (`float`): Predicted steps granted per real step at peak gain.
+        probe_budget (`float`): Share of the run's compute for probes.
+        max_steps (`int`): Length of the run.
+        z (`float`): Standard errors for every verdict.
+        margin (`float`): Rise of held-out loss tolerated for a scheduled leap.
+        extend (`bool`): Allow extended leaps.
+    """
+
+    peak_gain: float
+    worth_per_step: float
+    probe_budget: float
+    max_steps: int
+    z: float
+    margin: float
+    extend: bool
+    residuals: ResidualStore = field(default_factory=ResidualStore)
+    credit: float = 0.0
+    gain_level: float = 1.0
+    """Lowered by roll-backs and cautions, recovers with leaps that went well."""
+    kept_evidence: float = 0.0
+    rejected_evidence: float = 0.0
+    stability: float = 1.0
+    rejections_in_a_row: int = 0
+    blocks_to_skip: int = 0
+    probes_made: int = 0
+    extension: float = 4.0
+
+    PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
+    EVIDENCE_HALF_LIFE = 50.0
+    MAX_EXTENSION = 64.0
+
+    # What every real step changes.
+
+    def observe_step(self, level: Level) -> None:
+        """Evidence fades towards the prior, so that a run which rejected leaps early asks again later."""
+        keep = 0.5 ** (1.0 / self.EVIDENCE_HALF_LIFE)
+        self.kept_evidence *= keep
+        self.rejected_evidence *= keep
+        target = {Level.NORMAL: 1.0, Level.CAUTION: 0.9, Level.WARNING: 0.5, Level.CRITICAL: 0.25}[level]
+        self.stability = target if target < self.stability else self.stability + 0.1 * (1.0 - self.stability)
+
+    @property
+    def confidence(self) -> float:
+        """Posterior share of leaps that are kept, times the stability of the run; in `[0, 1]`."""
+        kept = self.PRIOR_KEPT + self.kept_evidence
+        return self.stability * kept / (kept + self.PRIOR_REJECTED + self.rejected_evidence)
+
+    def allows_leap(self) -> bool:
+        """Ask once per block: counts down the blocks that rejected leaps back off for."""
+        if self.blocks_to_skip > 0:
+            self.blocks_to_skip -= 1
+            return False
+        return True
+
+    # One leap.
+
+    def plan(
+        self, step: int, rate_over_peak: float, features: Sequence[float], probe: HeldOutProbe | None
+    ) -> LeapPlan:
+        progress = step / self.max_steps
+        gain = scheduled_gain(self.peak_gain, progress, rate_over_peak) * self.gain_level
+        gain *= self.residuals.gain_factor(step, features, z=self.z)
+        return LeapPlan(gain, probe is not None and self._probe_is_due(probe, progress))
+
+    def _probe_is_due(self, probe: HeldOutProbe, progress: float) -> bool:
+        """The first leap is always looked at; then the budget is spent evenly over the run."""
+        allowance = self.probe_budget * self.max_steps * min(progress + 0.1, 1.0)
+        return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
+
+    def look(self, gain: float, leap, probe: HeldOutProbe, slope: float) -> LeapOutcome:
+        """
+        Probe a leap: keep it, extend it, shrink it or reject it.
+
+        Args:
+            gain (`float`): Scheduled gain.
+            leap (`Callable`): Puts the weights at a gain (from the weights before the leap) and returns its `LeapShape`.
+            probe (`HeldOutProbe`): Where the losses come from.
+            slope (`float`): Fall of the loss per real step.
+        """
+        self.probes_made += 1
+        spent = probe.cost_steps
+        probe.choose()
+        before = probe.losses()
+        tried: dict[float, tuple[Paired, float, object]] = {}
+
+        def measure(at: float) -> Paired:
+            shape = leap(at)
+            after = probe.losses()
+            tried[at] = (paired_decrease(before, after), _mean(after), shape)
+            return tried[at][0]
+
+        paired = measure(gain)
+        choice, verdict, wants_more = gain, "kept", False
+        if not keep_scheduled(paired, margin=self.margin, z=self.z):
+            choice, verdict = self._shrink(gain, _mean(before), tried, measure)
+        elif self.extend and paired.decrease > self.z * paired.standard_error:
+            far = gain * self.extension
+            further = measure(far)
+            cost = probe.cost_steps - spent
+            wants_more = further.decrease > paired.decrease and accept_extended(
+                further, slope=slope, cost=cost, z=self.z
+            )
+            if wants_more:
+                choice, verdict = far, "extended"
+            self.extension = min(max(self.extension * (2.0 if wants_more else 0.5), 2.0), self.MAX_EXTENSION)
+        if choice not in (0.0, next(reversed(tried))):
+            leap(choice)
+        chosen, loss_after, shape = tried[choice or gain]
+        return LeapOutcome(
+            gain=choice and shape.gain,
+            verdict=verdict,
+            loss_before=_mean(before),
+            loss_after=loss_after,
+            paired=chosen,
+            linear_decrease=shape.linear_decrease,
+            relative_norm=shape.relative_norm,
+            wants_more=wants_more,
+        )
+
+    def _shrink(self, gain: float, loss_before: float, tried: dict, measure) -> tuple[float, str]:
+        """Half the leap, then the minimum of the parabola; reject if neither lowers the loss."""
+        half = gain / 2
+        candidates = [half]
+        if measure(half).decrease <= 0:
+            best = parabola_minimum([(0.0, loss_before), (half, tried[half][1]), (gain, tried[gain][1])])
+            if best is None or not 0.02 * gain < best < half:
+                return 0.0, "rejected"
+            measure(best)
+            candidates.append(best)
+        best = max(candidates, key=lambda at: tried[at][0].decrease)
+        return (best, "shrunk") if tried[best][0].decrease > 0 else (0.0, "rejected")
+
+    def credit_for(self, gain: float, real_steps: int, max_horizon: int) -> tuple[float, int]:
+        """
+        What a kept leap is worth, and how many whole steps of the credit so far are redeemed now.
+
+        Worth is granted from the schedule's prior, never more for a leap that went beyond it.
+        """
+        worth = self.worth_per_step * real_steps * min(gain / self.peak_gain, 1.0) if self.peak_gain > 0 else 0.0
+        self.credit += max(worth, 0.0)
+        horizon = min(int(self.credit), max_horizon)
+        self.credit -= horizon
+        return worth, horizon
+
+    # What became of it.
+
+    def leap_was_kept(self, *, probed: bool) -> None:
+        self.kept_evidence += 1.0 if probed else 0.25
+        if probed:
+            self.rejections_in_a_row = 0
+        self.gain_level = min(1.0, self.gain_level * 1.1)
+
+    def leap_was_rejected(self) -> None:
+        """Back off exponentially: 1, 2, 4, ... blocks of real steps without a leap."""
+        self.rejected_evidence += 1.0
+        self.rejections_in_a_row += 1
+        self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
+
+    def lower_gain(self, factor: float = 0.5) -> None:
+        self.gain_level = max(self.gain_level * factor, 1.0 / 64.0)
+
+    _STATE = (
+        "credit", "gain_level", "kept_evidence", "rejected_evidence", "stability", "rejections_in_a_row",
+        "blocks_to_skip", "probes_made", "extension",
+    )  # fmt: skip
+
+    def state_dict(self) -> dict:
+        return {**{name: getattr(self, name) for name in self._STATE}, "residuals": self.residuals.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in self._STATE:
+            setattr(self, name, state[name])
+        self.residuals.load_state_dict(state["residuals"])
+
+
+def record_as_dict(record: LeapRecord) -> dict:
+    return {name: _json_number(value) for name, value in asdict(record).items()}
+
+
+def _json_number(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,352 @@
+"""Slow memory per parameter, and leaps along it that can be undone to the last bit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hf_hybrid.prediction import directions
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class LeapShape:
+    """What a leap did to the weights: the gain after the cap, norms, and the fall of the loss to first order (nats)."""
+
+    gain: float
+    norm: float
+    relative_norm: float
+    linear_decrease: float
+
+
+class Trajectory:
+    """
+    Owns the slow buffers of every trainable parameter, applies a leap and rolls it back exactly.
+
+    Buffers are fp32 and live beside the weights or on the host (`host=True`): the slow memory, the snapshot of the
+    weights before the last leap (in the weights' own dtype) and, for `direction="drift"`, the anchor of the block.
+
+    Args:
+        parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters.
+        optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
+        direction (`str`): `"gradient_memory"`, `"drift"` or `"none"`.
+        memory_steps (`int`): Length of the slow average in real steps.
+        max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
+        host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        direction: str,
+        memory_steps: int,
+        max_relative_norm: float,
+        host: bool = False,
+    ):
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.names, self.parameters, self.groups = [], [], []
+        for name, parameter in parameters:
+            if id(parameter) in group_of:
+                self.names.append(name)
+                self.parameters.append(parameter)
+                self.groups.append(group_of[id(parameter)])
+        self.optimizer = optimizer
+        self.direction = direction
+        self.memory_steps = memory_steps
+        self.max_relative_norm = max_relative_norm
+        self.host = host
+        self.memory = [] if direction == "none" else [self._buffer(p, zero=True) for p in self.parameters]
+        self.anchor: list[Tensor] = []
+        self.before_leap: list[Tensor] = []
+        self.has_snapshot = False
+        self.steps_seen = 0
+        self.steps_in_block = 0
+        self.lr_sums = [0.0] * len(optimizer.param_groups)
+
+    def _buffer(self, like: Tensor, *, zero: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+        device = torch.device("cpu") if self.host else like.device
+        pin = self.host and like.device.type == "cuda"
+        make = torch.zeros if zero else torch.empty
+        return make(like.shape, dtype=dtype, device=device, pin_memory=pin)
+
+    @property
+    def lr_sum(self) -> float:
+        """Learning rates since the last leap, added up (largest group)."""
+        return max(self.lr_sums, default=0.0)
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        """Fold the gradients of a real step into the memory. Call between clipping and the optimizer's step."""
+        self.steps_seen += 1
+        if self.direction != "gradient_memory":
+            return
+        # A running mean until the memory is full: no bias to correct, right from the first step.
+        weight = 1.0 / min(self.steps_seen, self.memory_steps)
+        gradients = [p.grad for p in self.parameters]
+        if not self.host and all(g is not None and g.dtype == torch.float32 and not g.is_sparse for g in gradients):
+            torch._foreach_lerp_(self.memory, gradients, weight)
+            return
+        for memory, gradient in zip(self.memory, gradients):
+            memory.mul_(1.0 - weight)
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                memory.add_(dense.to(memory.device, torch.float32), alpha=weight)
+
+    @torch.no_grad()
+    def observe_step(self, learning_rates: list[float]) -> None:
+        """Count a real step that was made with these learning rates, one per parameter group."""
+        self.steps_in_block += 1
+        self.lr_sums = [total + lr for total, lr in zip(self.lr_sums, learning_rates)]
+        if self.steps_seen == 1:
+            self._settle_direction()
+        if self.direction == "drift" and not self.anchor:
+            self._reset_block()
+
+    def _settle_direction(self) -> None:
+        """Optimizers without an elementwise second moment (Adafactor, 8-bit states) leap along the drift instead."""
+        if self.direction != "gradient_memory":
+            return
+        states = [(self.optimizer.state.get(p, {}), p.shape) for p in self.parameters if p.grad is not None]
+        if isinstance(self.optimizer, torch.optim.SGD) or any(
+            state and directions.supports_gradient_memory(state, shape) for state, shape in states
+        ):
+            return
+        logger.warning(
+            "`direction=gradient_memory` needs the second moment of an Adam-type optimizer, which `%s` does not keep. "
+            "Leaps go along `drift` instead; set `direction=drift` to silence this.",
+            type(self.optimizer).__name__,
+        )
+        self.direction = "drift"
+        for memory in self.memory:
+            memory.zero_()
+
+    @torch.no_grad()
+    def leap(self, gain: float) -> LeapShape:
+        """
+        Keep a snapshot of the weights and move them by `gain` times the direction.
+
+        Called again before [`settle`], it starts from the same snapshot: the last call wins.
+        """
+        if self.has_snapshot:
+            self._restore()
+        else:
+            self._update_drift()
+            self._take_snapshot()
+        shape = self._apply(gain)
+        if shape.relative_norm > self.max_relative_norm:
+            self._restore()
+            shape = self._apply(gain * self.max_relative_norm / shape.relative_norm)
+        return shape
+
+    def _apply(self, gain: float) -> LeapShape:
+        squares, weights, linear = [], [], []
+        for index, (parameter, group) in enumerate(zip(self.parameters, self.groups)):
+            direction = self._direction(index)
+            weights.append(parameter.detach().float().square().sum())
+            if direction is None:
+                continue
+            delta = direction.mul_(gain * self.lr_sums[group])
+            if self.direction == "gradient_memory":
+                linear.append(-(delta * self.memory[index]).sum())
+            squares.append(delta.square().sum())
+            delta = delta.to(parameter.device, non_blocking=True)
+            # Added in fp32 and rounded once: a bf16 weight must not lose what it can hold of a small delta.
+            parameter.copy_(parameter + delta if parameter.dtype == torch.float32 else parameter.float() + delta)
+        norm = math.sqrt(_total(squares))
+        size = math.sqrt(_total(weights))
+        return LeapShape(gain, norm, norm / max(size, 1e-12), _total(linear))
+
+    def _direction(self, index: int) -> Tensor | None:
+        if self.direction == "none":
+            return None
+        if self.direction == "drift":
+            return directions.drift(self.memory[index])
+        parameter = self.parameters[index]
+        group = self.optimizer.param_groups[self.groups[index]]
+        state = self.optimizer.state.get(parameter, {})
+        if isinstance(self.optimizer, torch.optim.SGD):
+            state = {"momentum_buffer": None}
+        return directions.gradient_memory(self.memory[index], state, group)
+
+    def _update_drift(self) -> None:
+        if self.direction != "drift" or not self.anchor or self.lr_sum <= 0:
+            return
+        weight = min(1.0, self.steps_in_block / min(self.steps_seen, self.memory_steps))
+        for index, (parameter, group) in enumerate(zip(self.parameters, self.groups)):
+            lr_sum = self.lr_sums[group]
+            if lr_sum > 0:
+                directions.block_drift(parameter, self.anchor[index], lr_sum, self.memory[index], weight)
+
+    def _take_snapshot(self) -> None:
+        if not self.before_leap:
+            self.before_leap = [self._buffer(p, dtype=p.dtype) for p in self.parameters]
+        for saved, parameter in zip(self.before_leap, self.parameters):
+            saved.copy_(parameter.detach())
+        self.has_snapshot = True
+
+    def _restore(self) -> None:
+        for saved, parameter in zip(self.before_leap, self.parameters):
+            parameter.copy_(saved)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The leap stays for now: a new block of real steps begins. The snapshot is kept until [`forget`]."""
+        self._reset_block()
+
+    def forget(self) -> None:
+        """The last leap was judged: the way back is closed."""
+        self.has_snapshot = False
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """
+        Put back, bit for bit, the weights of before the last leap.
+
+        Raises:
+            RuntimeError: If there is no leap to undo.
+        """
+        if not self.has_snapshot:
+            raise RuntimeError("There is no leap to roll back.")
+        self._restore()
+        self.has_snapshot = False
+        self._reset_block()
+
+    def _reset_block(self) -> None:
+        self.steps_in_block = 0
+        self.lr_sums = [0.0] * len(self.lr_sums)
+        if self.direction == "drift":
+            if not self.anchor:
+                self.anchor = [self._buffer(p) for p in self.parameters]
+            for anchor, parameter in zip(self.anchor, self.parameters):
+                anchor.copy_(parameter.detach())
+
+    def reset_memory(self) -> None:
+        """Forget the direction, for example after it led astray."""
+        for memory in self.memory:
+            memory.zero_()
+        self.steps_seen = 0
+
+    @torch.no_grad()
+    def gradient_statistics(self) -> dict[str, float]:
+        """
+        Norms that tell where training stands; one host synchronisation. Call while gradients are there.
+
+        Returns:
+            `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
+            `memory` (norm of the slow memory) and `alignment` (cosine of gradient and memory); 0 where unknown.
+        """
+        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]
+        second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
+        count = max(sum(p.numel() for p in self.parameters), 1)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        sums = [
+            _norm(first) ** 2 / count,
+            _stack([s.float().sum() for s in second]).sum() / count if second else torch.zeros(()),
+            _norm([p.detach() for p in self.parameters]) ** 2 / count,
+            _norm(self.memory),
+            _norm(gradients),
+            self._gradient_dot_memory(),
+        ]
+        first2, second1, weight2, memory, gradient, dot = _stack(sums[2:3] + sums)[1:].tolist()
+        return {
+            "first": math.sqrt(first2),
+            "second": math.sqrt(max(second1, 0.0)),
+            "weight": math.sqrt(weight2),
+            "memory": memory,
+            "alignment": dot / max(memory * gradient, 1e-20),
+        }
+
+    def _gradient_dot_memory(self) -> Tensor:
+        if self.direction != "gradient_memory":
+            return torch.zeros(())
+        dots = [
+            (m * p.grad.to(m.device, torch.float32)).sum()
+            for m, p in zip(self.memory, self.parameters)
+            if p.grad is not None and not p.grad.is_sparse
+        ]
+        return _stack(dots).sum() if dots else torch.zeros(())
+
+    @torch.no_grad()
+    def weights_are_finite(self) -> bool:
+        """One pass over the trainable weights, one host synchronisation."""
+        return bool(torch.isfinite(_norm([p.detach() for p in self.parameters])))
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of the buffers, exact, by what they are for."""
+        return {
+            name: sum(t.numel() * t.element_size() for t in tensors)
+            for name, tensors in (("memory", self.memory), ("snapshot", self.before_leap), ("anchor", self.anchor))
+        }
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict]:
+        """Tensors (keyed `kind.parameter`) and plain values; the snapshot only while a leap can still be undone."""
+        kinds = {"memory": self.memory, "anchor": self.anchor}
+        if self.has_snapshot:
+            kinds["before_leap"] = self.before_leap
+        tensors = {
+            f"{kind}.{name}": tensor.contiguous()
+            for kind, buffers in kinds.items()
+            for name, tensor in zip(self.names, buffers)
+        }
+        values = {
+            "direction": self.direction,
+            "steps_seen": self.steps_seen,
+            "steps_in_block": self.steps_in_block,
+            "lr_sums": self.lr_sums,
+            "has_snapshot": self.has_snapshot,
+        }
+        return tensors, values
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: dict[str, Tensor], values: dict) -> None:
+        """
+        Restore what [`state_dict`] returned.
+
+        Raises:
+            ValueError: If the parameters of the checkpoint are not those of the model.
+        """
+        self.direction = values["direction"]
+        for kind in ("memory", "anchor", "before_leap"):
+            saved = {key[len(kind) + 1 :]: t for key, t in tensors.items() if key.startswith(f"{kind}.")}
+            if saved and set(saved) != set(self.names):
+                odd = sorted(set(saved) ^ set(self.names))[0]
+                raise ValueError(
+                    f"The hybrid state of the checkpoint belongs to other parameters (`{odd}` is only in one of them). "
+                    "Resume with the model, adapters and trainable layers of the run that wrote it."
+                )
+            if saved:
+                dtype_of = (lambda p: p.dtype) if kind == "before_leap" else (lambda p: torch.float32)
+                buffers = [self._buffer(p, dtype=dtype_of(p)) for p in self.parameters]
+                for name, buffer in zip(self.names, buffers):
+                    buffer.copy_(saved[name])
+                setattr(self, kind, buffers)
+        self.steps_seen = values["steps_seen"]
+        self.steps_in_block = values["steps_in_block"]
+        self.lr_sums = list(values["lr_sums"])
+        self.has_snapshot = values["has_snapshot"]
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    dense = [t for t in tensors if not t.is_sparse]
+    if not dense:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(_stack(torch._foreach_norm(dense)))
+
+
+def _stack(scalars: list[Tensor]) -> Tensor:
+    # On the device of the first: one synchronisation when the result is read, not one per tensor.
+    return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars])
+
+
+def _total(scalars: list[Tensor]) -> float:
+    return _stack(scalars).sum().item() if scalars else 0.0

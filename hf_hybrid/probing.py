@@ -1,0 +1,80 @@
+"""Loss per held-out sequence, forward only, for whatever loss the trainer trains with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import find_batch_size
+
+from hf_hybrid.plugins import PluginList
+
+
+class SequenceLosses:
+    """
+    Evaluates one collated batch to one loss per sequence, in evaluation mode and without gradients.
+
+    Where the trainer's loss is the usual shifted cross-entropy, all sequences go through the model together and their
+    losses are read from the logits; this is checked against the trainer's own loss on the first batch. Any other loss
+    (preference losses, auxiliary terms, a user's `compute_loss_func`) is asked for sequence by sequence.
+    """
+
+    TOLERANCE = 1e-2
+
+    def __init__(self, trainer, plugins: PluginList):
+        self.trainer = trainer
+        self.plugins = plugins
+        self.from_logits: bool | None = None
+
+    @staticmethod
+    def size(batch) -> int:
+        return find_batch_size(batch) or 0
+
+    def __call__(self, batch) -> list[float]:
+        trainer = self.trainer
+        model = trainer.model
+        was_training = model.training
+        model.eval()
+        self.plugins.call("before_probe")
+        try:
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                losses = self._losses(model, trainer._prepare_inputs(batch))
+        finally:
+            self.plugins.call("after_probe")
+            model.train(was_training)
+        return trainer.accelerator.gather(losses).float().tolist()
+
+    def _losses(self, model, inputs) -> torch.Tensor:
+        if self.from_logits is not False:
+            loss, outputs = self.trainer.compute_loss(model, dict(inputs), return_outputs=True)
+            losses, counts = _token_losses(outputs, inputs)
+            if self.from_logits is None:
+                self.from_logits = losses is not None and self._agrees(loss, losses, counts)
+            if self.from_logits:
+                return losses / counts.clamp(min=1)
+        return torch.stack(
+            [self.trainer.compute_loss(model, _row(inputs, i)).detach().reshape(()) for i in range(self.size(inputs))]
+        )
+
+    def _agrees(self, loss: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor) -> bool:
+        mean = losses.sum() / counts.sum().clamp(min=1)
+        return bool((mean - loss.detach().float()).abs() <= self.TOLERANCE * mean.abs())
+
+
+def _token_losses(outputs, inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Summed cross-entropy per sequence and number of predicted tokens, `None` where logits and labels do not match."""
+    logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    labels = inputs.get("labels")
+    if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        return None, None
+    targets = labels[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), targets, reduction="none", ignore_index=-100)
+    return losses.sum(dim=1), targets.ne(-100).sum(dim=1)
+
+
+def _row(inputs, index: int) -> dict:
+    """One sequence of a batch: every tensor (or list) as long as the batch is cut, the rest is passed as it is."""
+    size = SequenceLosses.size(inputs)
+    return {
+        name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == size else value
+        for name, value in inputs.items()
+    }

@@ -1,0 +1,288 @@
+"""`HybridTrainer`: transformers.Trainer whose hooks are routed to the prediction engine. No algorithm lives here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import ProgressCallback, Trainer
+
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.assembly import build_engine
+from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
+from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
+from hf_hybrid.data import BatchFeed, hold_out
+from hf_hybrid.phases import Phase
+from hf_hybrid.plugins import PluginContext, PluginList
+from hf_hybrid.prediction.divergence import TrainingDivergedError
+from hf_hybrid.prediction.engine import PredictionEngine
+from hf_hybrid.records import RunRecord, StepWindow
+from hf_hybrid.state_io import last_complete_checkpoint, load_hybrid_state, save_hybrid_state, write_json
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_NAME = "hybrid_summary.json"
+
+
+class HybridTrainerMixin:
+    """
+    Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
+
+    Takes everything that the trainer takes. `args` is best a [`HybridConfig`]; any other `TrainingArguments` trains
+    with the default hybrid options.
+
+    Args:
+        probe_dataset (*optional*):
+            Held-out sequences that verify leaps, in the form of `train_dataset`. Without it, `probe_samples` sequences
+            are taken out of `train_dataset`. Never pass the set that you report results on.
+        plugins (`list[PhasePlugin]`, *optional*):
+            Parts that follow the phases.
+
+    Raises:
+        ValueError: If the model has nothing to train, the data cannot be split, or an option cannot be combined with
+            leaps; the message says what to do.
+    """
+
+    _tag_names = ["hf-hybrid"]
+
+    def __init__(self, *args, probe_dataset=None, plugins=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
+        self.plugins = PluginList(plugins)
+        self.probe_dataset = probe_dataset
+        self._engine: PredictionEngine | None = None
+        self._summary = RunRecord().summary()
+        self._resumed_from: str | None = None
+        if not self.hybrid_args.enable_predict:
+            return
+        check_training_arguments(self.args, self.hybrid_args)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError(
+                "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
+                "(for example with peft) before creating the trainer."
+            )
+        if probe_dataset is None:
+            samples, seed = self.hybrid_args.probe_samples, self.args.seed
+            self.train_dataset, self.probe_dataset = hold_out(self.train_dataset, samples, seed)
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+        self.add_callback(HookRouter(self))
+        if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(HybridProgressCallback(self))
+
+    # What users read.
+
+    def hybrid_summary(self) -> dict:
+        """
+        What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
+        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more.
+        """
+        return self._summary if self._engine is None else self._engine.summary()
+
+    def progress_text(self) -> str:
+        """For the progress bar: the phase, and the loss of the last real step."""
+        if self._engine is None:
+            return ""
+        losses = self._engine.signals.losses
+        return f"phase={self._engine.last_phase.value}" + (f" loss={losses[-1]:.3f}" if losses else "")
+
+    # A run begins and ends.
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint is True and self.hybrid_args.enable_predict:
+            checkpoint, broken = last_complete_checkpoint(self.args.output_dir)
+            for folder in broken:
+                logger.warning("`%s` was not written to its end and is passed over.", folder)
+            resume_from_checkpoint = checkpoint or True  # True: Trainer says that there is none
+        self._resumed_from = None
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.hybrid_args.enable_predict and "train_loss" in output.metrics:
+            output = output._replace(training_loss=output.metrics["train_loss"])
+        return output
+
+    def _start(self) -> None:
+        """Everything that Trainer makes for a run is there: build the engine, or restore it."""
+        self._engine = build_engine(self)
+        self._feed = BatchFeed()
+        self._next_epoch = int(self.state.epoch or 0)
+        self._logged, self._trained = StepWindow(), StepWindow()
+        self._micro_losses: list[torch.Tensor] = []
+        context = PluginContext(self.model_wrapped, self._engine.trajectory.optimizer, self.state.max_steps)
+        self.plugins.call("on_train_begin", context)
+        if self._resumed_from is not None:
+            self._restore(self._resumed_from)
+        if self.args.should_save:
+            write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
+
+    def _restore(self, checkpoint: str) -> None:
+        state = load_hybrid_state(checkpoint)
+        if state is None:
+            logger.warning(
+                "`%s` holds no hybrid state (it was saved with `save_only_model`, or by another trainer): weights and "
+                "optimizer are restored, phases and predictor start anew.",
+                checkpoint,
+            )
+            return
+        tensors, values = state
+        self._engine.load_state_dict(tensors, values["engine"])
+        self.plugins.load_state_dict(values["plugins"])
+        if not self.args.ignore_data_skip:
+            self._feed.load_state_dict(values["feed"])
+        logger.info("Restored phase `%s` of step %d.", self._engine.phase.value, self.state.global_step)
+
+    def _enter_epoch(self) -> None:
+        self._feed.enter(self._next_epoch)
+        if self._resumed_from is not None:
+            self._feed.resume(self.callback_handler.train_dataloader)
+            self._resumed_from = None
+        self._next_epoch += 1
+
+    def _finish(self) -> None:
+        self.plugins.call("on_train_end")
+        self._summary, self._engine = self._engine.summary(), None
+        if self.args.should_save:
+            write_json(Path(self.args.output_dir) / SUMMARY_NAME, self._summary)
+
+    # One step.
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self._engine is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._scheduled_rate = self._get_learning_rate()
+        if self._engine.begin_step(self.state.global_step, self._scheduled_rate) is Phase.PREDICT:
+            self._feed.passed_over += num_batches
+            return [{} for _ in range(num_batches)], None
+        batches, items = super().get_batch_samples(self._feed.source(epoch_iterator), num_batches, device)
+        self._feed.fetched += len(batches)
+        return batches, items
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        engine = self._engine
+        if engine is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if engine.phase is Phase.PREDICT:
+            self._withhold_update()
+            engine.record.backward_passes_avoided += 1
+            return torch.zeros((), device=self.args.device)
+        self.plugins.call("before_forward", engine.phase)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        engine.record.backward_passes += 1
+        self.plugins.call("after_backward", engine.phase)
+        self._micro_losses.append(loss)
+        return loss
+
+    def _withhold_update(self) -> None:
+        """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
+        self.accelerator.gradient_state._set_sync_gradients(False)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self._gradient_norm
+
+    def _before_update(self) -> None:
+        """Gradients are summed up and clipped; the optimizer has not stepped yet."""
+        engine = self._engine
+        if engine.phase is Phase.PREDICT:
+            return
+        loss = torch.stack(self._micro_losses).sum()
+        self._micro_losses.clear()
+        if self.accelerator.num_processes > 1:
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        try:
+            used = engine.before_update(self.state.global_step, loss.item(), float(self._gradient_norm))
+        except TrainingDivergedError as error:
+            raise self._diverged(error) from None
+        if not used:
+            self._withhold_update()
+        self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * engine.rate_scale
+
+    def _after_update(self) -> None:
+        if self._engine.phase is Phase.PREDICT:
+            return
+        groups = self.optimizer.param_groups
+        if self.accelerator.sync_gradients:
+            self._engine.after_update([float(group["lr"]) for group in groups])
+        # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
+        for group, rate in zip(groups, self._scheduled_rates):
+            group["lr"] = rate
+
+    def _end_step(self) -> None:
+        self._logged_rate = self._scheduled_rate * self._engine.rate_scale
+        phase = self._engine.end_step(self.state.global_step - 1, self._scheduled_rate)
+        for window in (self._logged, self._trained):
+            window.count(real=phase is not Phase.PREDICT)
+
+    def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
+        checkpoint, _ = last_complete_checkpoint(self.args.output_dir)
+        where = f"The last good checkpoint is `{checkpoint}`" if checkpoint else "No checkpoint was saved yet"
+        return TrainingDivergedError(
+            f"{error} The weights in memory are those of the last good step. {where}. Look at the data of these steps, "
+            "lower `learning_rate`, or raise `max_bad_steps`."
+        )
+
+    # Logging, evaluating, saving: always the real weights and what was really computed.
+
+    def log(self, logs, *args, **kwargs):
+        if self._engine is not None:
+            if "loss" in logs:
+                self._logged.correct_mean(logs, "loss")
+                logs["learning_rate"] = self._logged_rate
+                if not self._logged.last_was_real:
+                    logs.pop("grad_norm", None)
+                self._logged = StepWindow()
+                logs.update(self._engine.log_values())
+            self._trained.correct_mean(logs, "train_loss")
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        self.plugins.call("before_export")
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        self.plugins.call("before_export")
+        return super().predict(*args, **kwargs)
+
+    def save_model(self, *args, **kwargs):
+        self.plugins.call("before_export")
+        if self._engine is not None and not self._engine.trajectory.weights_are_finite():
+            raise self._diverged(TrainingDivergedError("The weights hold NaN or infinite values and are not saved."))
+        super().save_model(*args, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        self.plugins.call("before_export")
+        return super().push_to_hub(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._engine is not None and self.args.should_save:
+            tensors, engine = self._engine.state_dict()
+            values = {"engine": engine, "feed": self._feed.state_dict(), "plugins": self.plugins.state_dict()}
+            save_hybrid_state(output_dir, tensors, values)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        # Trainer restores before it announces the run; the engine follows in `_start`.
+        self._resumed_from = checkpoint
+
+
+class HybridTrainer(HybridTrainerMixin, Trainer):
+    """
+    Drop-in for [`~transformers.Trainer`] that trains in phases: Warmup, Full, Predict, Correct.
+
+    In Predict the weights leap along a predicted displacement and the steps that the leap is worth pass without
+    backward passes. With `enable_predict=False` it is bit-identical to `Trainer`.
+
+    Example:
+
+    ```python
+    from hf_hybrid import HybridConfig, HybridTrainer
+
+    trainer = HybridTrainer(model, HybridConfig("out", max_steps=300), train_dataset=dataset)
+    trainer.train()
+    print(trainer.hybrid_summary()["steps_by_phase"])
+    ```
+    """
