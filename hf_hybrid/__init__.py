@@ -15,7 +15,15 @@ _LAZY = {
     "Phase": "hf_hybrid.phases",
     "PhasePlugin": "hf_hybrid.plugins",
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = [
+    "HybridArguments",
+    "HybridConfig",
+    "HybridTrainer",
+    "HybridTrainerMixin",
+    "Phase",
+    "PhasePlugin",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments

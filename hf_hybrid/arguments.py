@@ -81,7 +81,7 @@ class HybridArguments:
     )
     leap_gain: Optional[float] = _option(
         None,
-        "Largest gain of a leap, in units of the real steps since the last one. Default: from the preset (1, 2, 4).",
+        "Largest gain of a leap, in units of the real steps since the last. Default: from the preset (1, 2, 4).",
     )
     leap_worth: Optional[float] = _option(
         None,
@@ -106,7 +106,7 @@ class HybridArguments:
     # Verification
     probe_samples: int = _option(
         64,
-        "Sequences held out of the training set to verify leaps on (at most 5%% of it); ignored with probe_dataset.",
+        "Sequences held out of the training set to verify leaps on, at most 5%% of it; unused with probe_dataset.",
     )
     probe_batch_size: Optional[int] = _option(
         None, "Sequences per probe, rotating through the held-out ones. Default: 16, at most what is held out."

@@ -1,4 +1,4 @@
-"""Translates options and a Trainer that is ready to run into the parts of the prediction engine, which take plain values."""
+"""Turns options and a Trainer that is ready to run into the parts of the prediction engine, which take plain values."""
 
 from __future__ import annotations
 

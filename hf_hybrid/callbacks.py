@@ -1,4 +1,4 @@
-"""Callbacks that the trainer installs. They hold no training state: everything that must survive lives in the engine."""
+"""Callbacks that the trainer installs. They hold no state: what must survive lives in the engine."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CONFIG_NAME = "hybrid_config.json"
 @dataclass
 class HybridConfig(HybridArguments, TrainingArguments):
     """
-    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]. No default of `TrainingArguments` differs.
+    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]; no default of the former differs.
 
     Raises:
         ValueError: If an option is out of range or the combination cannot be trained in phases.
@@ -47,25 +47,14 @@ class HybridConfig(HybridArguments, TrainingArguments):
 
 
 def config_values(args: TrainingArguments) -> dict:
-    """The options of `args` that differ from their defaults and survive JSON; tokens are left out."""
-    values = {}
+    """The options of `args` that differ from the defaults of its class, as JSON values; tokens are left out."""
+    defaults = type(args)(output_dir=args.output_dir)
+    values = {"output_dir": args.output_dir}
     for field in dataclasses.fields(args):
-        if not field.init or field.name.endswith("_token") or field.name == "logging_dir":
-            continue
-        value = getattr(args, field.name)
-        default = (
-            field.default_factory()
-            if field.default is dataclasses.MISSING and callable(field.default_factory)
-            else field.default
-        )
-        value = getattr(value, "value", value)
-        if field.name == "output_dir" or value != getattr(default, "value", default):
-            try:
-                json.dumps(value)
-            except TypeError:
-                continue
-            values[field.name] = value
-    return values
+        value, default = getattr(args, field.name), getattr(defaults, field.name)
+        if field.init and value != default and not field.name.endswith("_token"):
+            values[field.name] = getattr(value, "value", value)
+    return json.loads(json.dumps(values, default=str))
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:

@@ -40,8 +40,8 @@ def hold_out(dataset: Any, samples: int, seed: int) -> tuple[Any, Any]:
     held = max(min(samples, int(count * MAX_SHARE)), MIN_SEQUENCES)
     if count < 2 * MIN_SEQUENCES:
         raise ValueError(
-            f"`train_dataset` has {count} sample{'s' if count != 1 else ''}; at least {2 * MIN_SEQUENCES} are needed to "
-            f"hold out {MIN_SEQUENCES} that verify leaps. {instead}"
+            f"`train_dataset` has {count} sample{'s' if count != 1 else ''}; at least {2 * MIN_SEQUENCES} are needed "
+            f"to hold out {MIN_SEQUENCES} that verify leaps. {instead}"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     chosen, kept = sorted(order[:held]), sorted(order[held:])

@@ -42,15 +42,10 @@ class PhaseLengths:
     max_consecutive_leaps: int = 5
 
     def __post_init__(self):
-        for name, least in (
-            ("warmup", 0),
-            ("full", 1),
-            ("correct", 1),
-            ("max_predict", 1),
-            ("max_consecutive_leaps", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {getattr(self, name)}.")
+        for name, value in vars(self).items():
+            least = 0 if name == "warmup" else 1
+            if value < least:
+                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {value}.")
 
 
 class PhaseController:

@@ -75,9 +75,7 @@ class PluginList:
                     f"`plugins` must hold `PhasePlugin` instances, got `{plugin!r}`. Subclass `hf_hybrid.PhasePlugin`."
                 )
             if names.count(name) > 1:
-                raise ValueError(
-                    f"Two plugins are named `{name}`. Give each a `name` of its own: state is kept by it."
-                )
+                raise ValueError(f"Two plugins are named `{name}`. Give each a `name` of its own: state is kept by it.")
 
     @staticmethod
     def _key(plugin: PhasePlugin) -> str:

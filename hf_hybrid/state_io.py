@@ -38,9 +38,7 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
         return None
     values = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
     if values.pop("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid. Resume with that one."
-        )
+        raise ValueError(f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid. Resume with that one.")
     return load_file(folder / TENSORS_NAME), values
 
 

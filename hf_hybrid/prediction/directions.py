@@ -28,7 +28,7 @@ def gradient_memory(memory: Tensor, state: Mapping[str, Any], group: Mapping[str
         group (`Mapping`): Its parameter group.
 
     Returns:
-        `torch.Tensor` of the shape of `memory`, fp32, on the memory's device; `None` if the parameter was never updated.
+        `torch.Tensor` of the shape of `memory`, fp32, on its device; `None` if the parameter was never updated.
     """
     second_moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if second_moment is not None:

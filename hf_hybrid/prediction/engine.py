@@ -1,4 +1,4 @@
-"""The order of things in a phase-aware run: joins controller, trajectory, planner, monitor and signals. No Trainer here."""
+"""The order of things in a phase-aware run: joins controller, trajectory, planner, monitor and signals."""
 
 from __future__ import annotations
 

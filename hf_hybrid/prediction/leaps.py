@@ -140,9 +140,7 @@ class LeapPlanner:
 
     # One leap.
 
-    def plan(
-        self, step: int, rate_over_peak: float, features: Sequence[float], probe: HeldOutProbe | None
-    ) -> LeapPlan:
+    def plan(self, step: int, rate_over_peak: float, features: Sequence[float], probe: HeldOutProbe | None) -> LeapPlan:
         progress = step / self.max_steps
         gain = scheduled_gain(self.peak_gain, progress, rate_over_peak) * self.gain_level
         gain *= self.residuals.gain_factor(step, features, z=self.z)
@@ -159,7 +157,7 @@ class LeapPlanner:
 
         Args:
             gain (`float`): Scheduled gain.
-            leap (`Callable`): Puts the weights at a gain (from the weights before the leap) and returns its `LeapShape`.
+            leap (`Callable`): Puts the weights at a gain, counted from before the leap; returns its `LeapShape`.
             probe (`HeldOutProbe`): Where the losses come from.
             slope (`float`): Fall of the loss per real step.
         """
