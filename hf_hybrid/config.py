@@ -48,13 +48,17 @@ class HybridConfig(HybridArguments, TrainingArguments):
 
 def config_values(args: TrainingArguments) -> dict:
     """The options of `args` that differ from the defaults of its class, as JSON values; tokens are left out."""
-    defaults = type(args)(output_dir=args.output_dir)
-    values = {"output_dir": args.output_dir}
+    values = {}
+    # Read from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
-        value, default = getattr(args, field.name), getattr(defaults, field.name)
-        if field.init and value != default and not field.name.endswith("_token"):
-            values[field.name] = getattr(value, "value", value)
-    return json.loads(json.dumps(values, default=str))
+        value = getattr(args, field.name)
+        value = getattr(value, "value", value)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = getattr(default, "value", default)
+        same = value == default or (not value and not default)  # None that became False or an empty list
+        if field.init and not same and not field.name.endswith("_token"):
+            values[field.name] = value
+    return json.loads(json.dumps({**values, "output_dir": args.output_dir}, default=str))
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:

@@ -74,15 +74,9 @@ def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[s
     newest = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
     if newest is None or is_complete(newest):
         return newest, []
-    prefix, _, _ = newest.rpartition("-")
-    steps = sorted(
-        (
-            int(p.name.rpartition("-")[2])
-            for p in Path(output_dir).glob("checkpoint-*")
-            if p.name.rpartition("-")[2].isdigit()
-        ),
-        reverse=True,
-    )
+    prefix = newest.rpartition("-")[0]
+    numbers = [folder.name.rpartition("-")[2] for folder in Path(output_dir).glob("checkpoint-*")]
+    steps = sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
     broken = []
     for step in steps:
         if is_complete(f"{prefix}-{step}"):

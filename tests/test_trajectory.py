@@ -1,0 +1,228 @@
+"""Leaps against a plain reference that is written out element by element."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+
+from hf_hybrid.prediction.directions import supports_gradient_memory
+from hf_hybrid.prediction.trajectory import Trajectory
+
+
+class Toy:
+    """Three parameters of different shapes under a real optimizer, and gradients that the test can replay."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, direction="gradient_memory", dtype=torch.float32, **kwargs):
+        generator = torch.Generator().manual_seed(0)
+        self.generator = generator
+        self.named = [
+            (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            for name, shape in (("a", (4, 3)), ("b", (5,)), ("c", (2, 2, 2)))
+        ]
+        groups = [
+            {"params": [self.named[0][1]], "lr": 1e-2},
+            {"params": [p for _, p in self.named[1:]], "lr": 2e-2},
+        ]
+        self.optimizer = optimizer(groups, **kwargs)
+        self.trajectory = Trajectory(
+            self.named, self.optimizer, direction=direction, memory_steps=4, max_relative_norm=10.0
+        )
+
+    def real_step(self):
+        for _, parameter in self.named:
+            noise = torch.randn(parameter.shape, generator=self.generator)
+            parameter.grad = (parameter.detach().float() + 0.1 * noise).to(parameter.dtype)
+        self.trajectory.observe_gradients()
+        gradients = [p.grad.clone() for _, p in self.named]
+        self.optimizer.step()
+        self.trajectory.observe_step([group["lr"] for group in self.optimizer.param_groups])
+        self.optimizer.zero_grad()
+        return gradients
+
+    def weights(self):
+        return [p.detach().clone() for _, p in self.named]
+
+
+def reference_memory(history, memory_steps=4):
+    """Running mean until the memory is full, exponential average from then on."""
+    memory = [torch.zeros_like(g) for g in history[0]]
+    for count, gradients in enumerate(history, 1):
+        weight = 1 / min(count, memory_steps)
+        memory = [(1 - weight) * m + weight * g for m, g in zip(memory, gradients)]
+    return memory
+
+
+def test_gradient_memory_leap_equals_its_formula():
+    toy = Toy()
+    history = [toy.real_step() for _ in range(7)]
+    before = toy.weights()
+    shape = toy.trajectory.leap(1.5)
+    linear = 0.0
+    for old, memory, (_, parameter) in zip(before, reference_memory(history), toy.named):
+        lr = 1e-2 if parameter is toy.named[0][1] else 2e-2
+        state = toy.optimizer.state[parameter]
+        v_hat = state["exp_avg_sq"] / (1 - 0.999 ** state["step"].item())
+        delta = -1.5 * 7 * lr * memory / (v_hat.sqrt() + 1e-8)
+        linear -= (delta * memory).sum().item()
+        torch.testing.assert_close(parameter.detach(), old + delta, rtol=1e-5, atol=1e-6)
+    assert shape.linear_decrease == pytest.approx(linear, rel=1e-4)
+    norm = math.sqrt(sum((p.detach() - o).square().sum().item() for (_, p), o in zip(toy.named, before)))
+    assert shape.norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_drift_leap_equals_its_formula():
+    toy = Toy(torch.optim.SGD, "drift", momentum=0.9)
+    toy.real_step()  # the block is counted from behind the first step
+    start = toy.weights()
+    for _ in range(3):
+        toy.real_step()
+    end = toy.weights()
+    toy.trajectory.leap(0.5)
+    for index, (a, b, (_, parameter)) in enumerate(zip(start, end, toy.named)):
+        lr = 1e-2 if index == 0 else 2e-2
+        # The memory was empty: its weight is the block's share of the steps seen so far.
+        direction = (b - a) / (3 * lr) * min(1.0, 3 / 4)
+        torch.testing.assert_close(parameter.detach(), b + 0.5 * 3 * lr * direction, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("direction", ["gradient_memory", "drift"])
+def test_rollback_is_exact(direction, dtype):
+    toy = Toy(direction=direction, dtype=dtype)
+    for _ in range(5):
+        toy.real_step()
+    before = toy.weights()
+    toy.trajectory.leap(1.0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    toy.trajectory.roll_back()
+    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    with pytest.raises(RuntimeError, match="no leap"):
+        toy.trajectory.roll_back()
+
+
+def test_a_second_leap_starts_from_the_same_snapshot():
+    toy = Toy()
+    for _ in range(5):
+        toy.real_step()
+    before = toy.weights()
+    toy.trajectory.leap(4.0)
+    toy.trajectory.leap(1.0)
+    second = toy.weights()
+    toy.trajectory.roll_back()
+    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    fresh = Toy()
+    for _ in range(5):
+        fresh.real_step()
+    fresh.trajectory.leap(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(second, fresh.weights()))
+
+
+def test_the_cap_limits_the_relative_norm():
+    toy = Toy()
+    toy.trajectory.max_relative_norm = 0.01
+    for _ in range(5):
+        toy.real_step()
+    shape = toy.trajectory.leap(100.0)
+    assert shape.relative_norm == pytest.approx(0.01, rel=1e-3)
+    assert 0 < shape.gain < 100.0
+
+
+def test_a_leap_leaves_the_optimizer_alone():
+    toy = Toy()
+    for _ in range(5):
+        toy.real_step()
+    before = [{k: v.clone() for k, v in toy.optimizer.state[p].items()} for _, p in toy.named]
+    toy.trajectory.leap(1.0)
+    for old, (_, parameter) in zip(before, toy.named):
+        assert all(torch.equal(old[key], value) for key, value in toy.optimizer.state[parameter].items())
+
+
+def test_none_changes_nothing():
+    toy = Toy(direction="none")
+    for _ in range(3):
+        toy.real_step()
+    before = toy.weights()
+    assert toy.trajectory.leap(5.0).norm == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    assert toy.trajectory.bytes_held()["memory"] == 0
+
+
+def test_host_buffers_leap_the_same():
+    here, host = Toy(), Toy()
+    host.trajectory = Trajectory(
+        host.named, host.optimizer, direction="gradient_memory", memory_steps=4, max_relative_norm=10.0, host=True
+    )
+    for toy in (here, host):
+        for _ in range(6):
+            toy.real_step()
+        toy.trajectory.leap(1.0)
+    for a, b in zip(here.weights(), host.weights()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_optimizers_without_a_second_moment_fall_back_to_drift(caplog):
+    toy = Toy(torch.optim.RMSprop)
+    toy.real_step()
+    assert toy.trajectory.direction == "drift"
+    assert "Leaps go along `drift` instead" in caplog.text
+    toy.real_step()
+    toy.real_step()
+    before = toy.weights()
+    toy.trajectory.leap(1.0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
+
+
+@pytest.mark.parametrize("optimizer, supported", [(torch.optim.AdamW, True), (torch.optim.Adagrad, False)])
+def test_support_is_read_from_the_state(optimizer, supported):
+    toy = Toy(optimizer)
+    toy.real_step()
+    parameter = toy.named[0][1]
+    assert supports_gradient_memory(toy.optimizer.state[parameter], parameter.shape) is supported
+
+
+def test_parameters_without_gradients_do_not_move():
+    toy = Toy()
+    _, parameter = toy.named[1]
+    for _ in range(3):
+        for _, p in toy.named:
+            p.grad = None if p is parameter else torch.ones_like(p)
+        toy.trajectory.observe_gradients()
+        toy.optimizer.step()
+        toy.trajectory.observe_step([1e-2, 2e-2])
+    before = parameter.detach().clone()
+    toy.trajectory.leap(1.0)
+    assert torch.equal(parameter.detach(), before)
+
+
+@pytest.mark.parametrize("direction", ["gradient_memory", "drift"])
+def test_state_restores_bit_for_bit(direction):
+    toy, copy = Toy(direction=direction), Toy(direction=direction)
+    for _ in range(5):
+        toy.real_step()
+    toy.trajectory.leap(0.5)
+    toy.trajectory.settle()
+    toy.real_step()
+    tensors, values = toy.trajectory.state_dict()
+    for (_, a), (_, b) in zip(toy.named, copy.named):
+        b.data.copy_(a.data)
+    copy.real_step()
+    copy.optimizer.load_state_dict(deepcopy(toy.optimizer.state_dict()))
+    for (_, a), (_, b) in zip(toy.named, copy.named):
+        b.data.copy_(a.data)
+    copy.trajectory.load_state_dict(tensors, values)
+    copy.generator.set_state(toy.generator.get_state())
+    for t in (toy, copy):
+        t.real_step()
+        t.trajectory.forget()
+        t.trajectory.leap(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(toy.weights(), copy.weights()))
+
+
+def test_state_of_another_model_is_refused():
+    toy = Toy()
+    toy.real_step()
+    tensors, values = toy.trajectory.state_dict()
+    tensors["memory.other"] = tensors.pop("memory.a")
+    with pytest.raises(ValueError, match="belongs to other parameters"):
+        Toy().trajectory.load_state_dict(tensors, values)
