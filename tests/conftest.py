@@ -5,9 +5,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from pydoc_data import topics
+
 import pytest
 import torch
-from pydoc_data import topics
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -14,9 +14,7 @@ def settled(steps=60, **overrides):
     rng, m = random.Random(0), monitor(**overrides)
     for step in range(steps):
         m.judge_gradients(1.0, rng.uniform(0.9, 1.1), leap_open=False)
-        verdict = m.judge_step(
-            3.0 - 0.005 * step + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False
-        )
+        verdict = m.judge_step(3.0 - 0.005 * step + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False)
         assert verdict.level <= Level.CAUTION, verdict
     return m
 

@@ -64,9 +64,7 @@ class World:
 
     def __init__(self, minimum, curvature=1.0, wobble=0.0):
         self.minimum, self.curvature, self.wobble, self.gain = minimum, curvature, wobble, 0.0
-        self.probe = HeldOutProbe(
-            [0, 1], self.losses, sizes=[4, 4], sequences_per_probe=8, sequences_per_step=8
-        )
+        self.probe = HeldOutProbe([0, 1], self.losses, sizes=[4, 4], sequences_per_probe=8, sequences_per_step=8)
 
     def losses(self, batch):
         height = self.curvature * (self.gain - self.minimum) ** 2

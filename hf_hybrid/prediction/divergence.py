@@ -44,6 +44,10 @@ class Verdict:
 NORMAL = Verdict(Level.NORMAL, "", Action.NONE)
 
 
+FORECAST_WINDOW = 32
+"""Losses of real steps that a forecast continues."""
+
+
 class TrainingDivergedError(RuntimeError):
     """Training cannot go on; the message says what was seen and where the last good checkpoint is."""
 
@@ -115,6 +119,22 @@ class DivergenceMonitor:
             level, reason = Level.CRITICAL, f"{reason} (third warning in a row)"
             self.warnings_in_a_row = 0
         return Verdict(level, reason, self._action(level, leap_open))
+
+    def judge_leap(self, losses: list[float], forecast: float, deviation: float) -> Verdict:
+        """
+        At the end of Correct: losses after a leap against the trend before it.
+
+        Args:
+            losses (`list[float]`): Of the real steps since the leap.
+            forecast (`float`), deviation (`float`): Of `linear_trend` before it.
+        """
+        # The error of the mean, and that of a line continued beyond its end.
+        error = max(deviation, 1e-3 * abs(forecast)) * math.sqrt(1 / len(losses) + 4 / FORECAST_WINDOW)
+        score = (sum(losses) / len(losses) - forecast) / max(error, 1e-8)
+        if score <= self.threshold:
+            return NORMAL
+        reason = f"loss after the leap is {score:.1f} standard errors above its forecast {forecast:.4g}"
+        return Verdict(Level.CRITICAL, reason, Action.ROLL_BACK)
 
     def _action(self, level: Level, leap_open: bool) -> Action:
         if level is Level.CRITICAL:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hf_hybrid.phases import Phase, PhaseController
 from hf_hybrid.prediction.divergence import (
+    FORECAST_WINDOW,
     NORMAL,
     Action,
     DivergenceMonitor,
@@ -46,6 +47,7 @@ class _OpenLeap:
     probed: bool
     worth: float
     forecast: float | None
+    deviation: float
     losses: list[float]
 
 
@@ -156,6 +158,7 @@ class PredictionEngine:
     def _keep(self, step: int, shape: LeapShape, outcome: LeapOutcome | None, real_steps: int) -> None:
         room = min(self.controller.lengths.max_predict, self.max_steps - step - 1)
         worth, horizon = self.planner.credit_for(shape.gain, real_steps, room)
+        forecast, deviation = self._forecast()
         self.trajectory.settle()
         self._add_record(self._record(step, horizon, shape.gain, shape.relative_norm, outcome, worth, shape))
         self.controller.leap_kept(horizon)
@@ -164,7 +167,8 @@ class PredictionEngine:
             record=len(self.record.leaps) - 1,
             probed=outcome is not None,
             worth=worth,
-            forecast=self._forecast(),
+            forecast=forecast,
+            deviation=deviation,
             losses=[],
         )
 
@@ -188,16 +192,16 @@ class PredictionEngine:
     @property
     def slope(self) -> float:
         """Fall of the training loss per real step over the recent past; 0 where it does not fall or is not known."""
-        losses = list(self.monitor.losses)[-32:]
+        losses = list(self.monitor.losses)[-FORECAST_WINDOW:]
         if len(losses) < 4:
             return 0.0
         now, _ = linear_trend(losses)
         centre = sum(losses) / len(losses)
         return max((centre - now) / ((len(losses) + 1) / 2), 0.0)
 
-    def _forecast(self) -> float | None:
-        losses = list(self.monitor.losses)[-32:]
-        return linear_trend(losses)[0] if len(losses) >= 8 else None
+    def _forecast(self) -> tuple[float | None, float]:
+        losses = list(self.monitor.losses)[-FORECAST_WINDOW:]
+        return linear_trend(losses) if len(losses) >= FORECAST_WINDOW // 2 else (None, 0.0)
 
     # Within a real step.
 
@@ -256,7 +260,7 @@ class PredictionEngine:
         allowed = ends_block and self.planner.allows_leap()
         self.controller.finish_step(confidence=self.planner.confidence, leap_allowed=allowed)
         if phase is Phase.CORRECT and self.phase is not Phase.CORRECT:
-            self._settle_open_leap()
+            self._settle_open_leap(step)
         self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
         self.last_phase = phase
         return phase
@@ -271,17 +275,22 @@ class PredictionEngine:
         )
         return NORMAL if phase is Phase.WARMUP else verdict
 
-    def _settle_open_leap(self) -> None:
-        """Correct is over: keep the lesson, close the way back."""
-        leap, self._open = self._open, None
+    def _settle_open_leap(self, step: int) -> None:
+        """Correct is over: keep the lesson and close the way back, or go it."""
+        leap = self._open
         if leap is None:
             return
-        self.trajectory.forget()
-        self.planner.leap_was_kept(probed=leap.probed)
         if leap.forecast is not None and leap.losses:
-            # Training losses are far noisier than a paired probe: recorded, but no reason to change a gain.
+            # Training losses are far noisier than a paired probe: no reason to change a gain unless they are far off.
             error = sum(leap.losses) / len(leap.losses) - leap.forecast
             self.record.leaps[leap.record]["forecast_error"] = error
+            verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
+            if verdict.action is Action.ROLL_BACK:
+                self._react(step, verdict)
+                return
+        self._open = None
+        self.trajectory.forget()
+        self.planner.leap_was_kept(probed=leap.probed)
 
     def _react(self, step: int, verdict: Verdict) -> None:
         """One rung of the recovery ladder."""

@@ -1,0 +1,102 @@
+"""`enable_predict=False` is plain Trainer, to the last bit of every logged loss and every final weight."""
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from transformers import Trainer, TrainingArguments
+
+from hf_hybrid import HybridConfig, HybridTrainer
+
+CASES = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 4, "max_steps": 8},
+    "bf16": {"bf16": True, "max_steps": 10},
+    "adafactor": {"optim": "adafactor"},
+    "lora": {},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 32},
+}
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def train(trainer_class, config_class, folder, *, lora=False, resume=None, **overrides):
+    model = with_lora(tiny_model()) if lora else tiny_model()
+    args = config_class(**config_values(folder, **overrides))
+    trainer = trainer_class(model, args, train_dataset=ByteText(400), eval_dataset=ByteText(40, offset=400))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def history(trainer):
+    """Everything logged, but for the clock."""
+    clock = ("runtime", "per_second")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in clock)}
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_disabled_equals_plain_trainer(case, tmp_path):
+    overrides = {"eval_strategy": "steps", "eval_steps": 5, **CASES[case]}
+    plain = train(Trainer, TrainingArguments, tmp_path / "plain", lora=case == "lora", **overrides)
+    hybrid = train(
+        HybridTrainer, HybridConfig, tmp_path / "hybrid", lora=case == "lora", enable_predict=False, **overrides
+    )
+    assert len(history(plain)) > 8
+    assert history(hybrid) == history(plain)
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+
+def test_disabled_and_resumed_equals_plain_trainer(tmp_path):
+    overrides = {"save_strategy": "steps", "save_steps": 10}
+    plain = train(Trainer, TrainingArguments, tmp_path / "plain", **overrides)
+    train(HybridTrainer, HybridConfig, tmp_path / "hybrid", enable_predict=False, **overrides)
+    resumed = train(
+        HybridTrainer,
+        HybridConfig,
+        tmp_path / "hybrid",
+        enable_predict=False,
+        resume=str(tmp_path / "hybrid" / "checkpoint-10"),
+        **overrides,
+    )
+    assert history(resumed)[:-1] == history(plain)[:-1]  # the last entry sums up one call of `train`
+    assert_same_weights(weights(resumed.model), weights(plain.model))
+
+
+def test_warmup_equals_plain_trainer(tmp_path):
+    """A user's own probe set leaves the training data alone, so Warmup walks the same path as plain Trainer."""
+    plain = train(Trainer, TrainingArguments, tmp_path / "plain", max_steps=12)
+    args = HybridConfig(**config_values(tmp_path / "hybrid", max_steps=12), warmup_phase_steps=12)
+    hybrid = HybridTrainer(tiny_model(), args, train_dataset=ByteText(400), probe_dataset=ByteText(16, offset=500))
+    hybrid.train()
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, hybrid)]
+    assert losses[0] == losses[1]
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+
+def test_plain_training_arguments_are_accepted(tmp_path):
+    args = TrainingArguments(**config_values(tmp_path, max_steps=6))
+    trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(400))
+    trainer.train()
+    assert trainer.hybrid_summary()["steps"] == 6
+
+
+def test_importing_changes_nothing():
+    """No patching: the classes and functions of transformers and torch are those they ship."""
+    import subprocess
+    import sys
+
+    code = (
+        "import transformers, torch\n"
+        "from transformers import Trainer\n"
+        "before = dict(vars(Trainer)), torch.optim.AdamW.step, torch.nn.Module.__call__\n"
+        "import hf_hybrid.trainer, hf_hybrid.config\n"
+        "after = dict(vars(Trainer)), torch.optim.AdamW.step, torch.nn.Module.__call__\n"
+        "assert before == after\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
