@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,21 @@ def hold_out(dataset: Any, samples: int, seed: int) -> tuple[Any, Any]:
     return Subset(dataset, kept), Subset(dataset, chosen)
 
 
+def check_probe_set(dataset: Any) -> None:
+    """
+    Refuse a held-out set that no leap can be verified on.
+
+    Raises:
+        ValueError: If it is known to hold fewer than two sequences.
+    """
+    if hasattr(dataset, "__len__") and len(dataset) < MIN_SEQUENCES:
+        count = len(dataset)
+        raise ValueError(
+            f"`probe_dataset` has {count} sample{'s' if count != 1 else ''}; at least {MIN_SEQUENCES} are needed to "
+            "compare losses in pairs. Pass more, or leave it out to hold sequences out of `train_dataset`."
+        )
+
+
 class BatchFeed:
     """
     Lets predicted steps pass without fetching their batches, also across a resume.
@@ -71,13 +87,16 @@ class BatchFeed:
 
     def resume(self, dataloader) -> None:
         """Continue the epoch of a restored state behind the batches that were really fetched."""
-        if self.passed_over == 0:
+        if self.fetched + self.passed_over == 0:
             return
         own = skip_first_batches(dataloader, self.fetched)
         for part in (own, getattr(getattr(own, "batch_sampler", None), "batch_sampler", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
-        self._own = iter(own)
+        iterator = iter(own)
+        # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: it has
+        # to be over by then, also where the first steps take no batch.
+        self._own = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
     def source(self, epoch_iterator: Iterator) -> Iterator:
         """Where the next batches come from."""

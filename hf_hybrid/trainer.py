@@ -12,7 +12,7 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.assembly import build_engine
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
-from hf_hybrid.data import BatchFeed, hold_out
+from hf_hybrid.data import BatchFeed, check_probe_set, hold_out
 from hf_hybrid.phases import Phase
 from hf_hybrid.plugins import PluginContext, PluginList
 from hf_hybrid.prediction.divergence import TrainingDivergedError
@@ -65,6 +65,7 @@ class HybridTrainerMixin:
         if probe_dataset is None:
             samples, seed = self.hybrid_args.probe_samples, self.args.seed
             self.train_dataset, self.probe_dataset = hold_out(self.train_dataset, samples, seed)
+        check_probe_set(self.probe_dataset)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.add_callback(HookRouter(self))

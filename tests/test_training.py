@@ -161,11 +161,11 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
     assert len(back) == summary["roll_backs"] and back[-1]["step"] <= terrible[0]["step"] + 2
     assert any(all(torch.equal(a, b) for a, b in zip(at_leap, state)) for state in restored)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[40]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 5
 
 
 def test_extended_leap_pays_for_itself(tmp_path):
-    """With far too small a learning rate, going further pays; an accepted leap lowered the loss by more than it cost."""
+    """With far too small a learning rate, going further pays; an accepted leap lowers the loss by more than it cost."""
     trainer = run(tmp_path, learning_rate=1e-4, lr_rescue="off", probe_budget=0.5, max_steps=60)
     extended = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] == "extended"]
     assert extended

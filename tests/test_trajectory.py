@@ -178,7 +178,8 @@ def test_support_is_read_from_the_state(optimizer, supported):
     toy = Toy(optimizer)
     toy.real_step()
     parameter = toy.named[0][1]
-    assert supports_gradient_memory(toy.optimizer.state[parameter], parameter.shape) is supported
+    state = toy.optimizer.state[parameter]
+    assert supports_gradient_memory(state, toy.optimizer.param_groups[0], parameter.shape) is supported
 
 
 def test_parameters_without_gradients_do_not_move():

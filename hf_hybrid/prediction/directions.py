@@ -52,11 +52,11 @@ def block_drift(theta: Tensor, anchor: Tensor, lr_sum: float, memory: Tensor, we
     memory.lerp_(displacement.div_(lr_sum), weight)
 
 
-def supports_gradient_memory(state: Mapping[str, Any], shape: torch.Size) -> bool:
+def supports_gradient_memory(state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size) -> bool:
     """Whether an optimizer state holds what [`gradient_memory`] preconditions with, unfactored and unquantised."""
     second_moment = state.get("exp_avg_sq")
     if torch.is_tensor(second_moment):
-        return second_moment.shape == shape and second_moment.is_floating_point() and "step" in state
+        return second_moment.shape == shape and "step" in state and "betas" in group
     return "momentum_buffer" in state
 
 

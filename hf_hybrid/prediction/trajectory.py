@@ -115,10 +115,12 @@ class Trajectory:
         """Optimizers without an elementwise second moment (Adafactor, 8-bit states) leap along the drift instead."""
         if self.direction != "gradient_memory":
             return
-        states = [(self.optimizer.state.get(p, {}), p.shape) for p in self.parameters if p.grad is not None]
-        if isinstance(self.optimizer, torch.optim.SGD) or any(
-            state and directions.supports_gradient_memory(state, shape) for state, shape in states
-        ):
+        supported = [
+            directions.supports_gradient_memory(self.optimizer.state[p], self.optimizer.param_groups[group], p.shape)
+            for p, group in zip(self.parameters, self.groups)
+            if self.optimizer.state.get(p)
+        ]
+        if isinstance(self.optimizer, torch.optim.SGD) or (supported and all(supported)):
             return
         logger.warning(
             "`direction=gradient_memory` needs the second moment of an Adam-type optimizer, which `%s` does not keep. "

@@ -1,0 +1,176 @@
+"""`kill -9` in each phase, then `resume_from_checkpoint`: the weights of a run that was never interrupted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.phases import Phase
+from hf_hybrid.state_io import is_complete, last_complete_checkpoint
+
+STEPS = 60
+# Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
+# a low learning rate and rescue, so that extended leaps and a moving rate are on the way too.
+OPTIONS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-4,
+    "lr_rescue": "on",
+    "probe_budget": 0.2,
+    "max_predict_steps": 4,
+    "leap_worth": 1.0,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+SAMPLES = 200
+
+
+def build(folder, **overrides):
+    torch.manual_seed(0)
+    return HybridTrainer(
+        tiny_model(attention_dropout=0.1),
+        hybrid_config(folder, **{**OPTIONS, **overrides}),
+        train_dataset=ByteText(SAMPLES),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    trainer = build(folder)
+    trainer.train()
+    phases = {}
+    for step in range(1, STEPS + 1):
+        state = json.loads((folder / f"checkpoint-{step}" / "hybrid_state.json").read_text())
+        controller = state["engine"]["controller"]
+        phases[step] = Phase(controller["phase"]), controller["leap_pending"], controller["remaining"]
+    return folder, weights(trainer.model), trainer.hybrid_summary(), phases
+
+
+def die_at(folder: Path, step: int) -> None:
+    """Train in a process of its own and kill it as soon as the checkpoint of `step` is whole."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_resume; " + (
+        f"test_resume.build({str(folder)!r}).train()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.time() + 300
+    while not is_complete(folder / f"checkpoint-{step}"):
+        if process.poll() is not None or time.time() > deadline:
+            process.kill()
+            pytest.fail(f"training ended before it could be killed: {process.stderr.read().decode()[-2000:]}")
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def comparable(summary):
+    return {key: value for key, value in summary.items() if key != "seconds_by_phase"}
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_kill_and_resume(phase, uninterrupted, tmp_path):
+    _, expected, summary, phases = uninterrupted
+    # The checkpoint of a step whose successor is in the phase: behind the first epoch where that can be.
+    steps = [
+        step for step, (after, pending, _) in phases.items() if after is phase and not pending and step < STEPS - 5
+    ]
+    step = min((s for s in steps if s > SAMPLES // 8 + 3), default=steps[-1])
+    die_at(tmp_path, step)
+    for folder in tmp_path.glob("checkpoint-*"):  # what was written between the poll and the kill
+        if int(folder.name.split("-")[1]) > step:
+            shutil.rmtree(folder)
+    trainer = build(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.hybrid_summary()["steps"] == STEPS
+    assert comparable(trainer.hybrid_summary()) == comparable(summary)
+    assert_same_weights(weights(trainer.model), expected)
+
+
+def test_resume_from_every_kind_of_moment(uninterrupted, tmp_path):
+    """Also right before a leap, inside a longer Predict phase, and at the boundary of an epoch."""
+    folder, expected, _, phases = uninterrupted
+    pending = next(step for step, (_, waiting, _) in phases.items() if waiting and step > 20)
+    inside = next(
+        step for step, (phase, waiting, left) in phases.items() if phase is Phase.PREDICT and not waiting and left == 1
+    )
+    epoch = -(-190 // 8)  # 10 of the 200 samples are held out
+    for step in (pending, inside, epoch):
+        trainer = build(tmp_path / str(step))
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        assert_same_weights(weights(trainer.model), expected)
+
+
+def test_the_run_that_is_resumed_has_it_all(uninterrupted):
+    """The comparison above means something: leaps of several kinds, predicted steps, a moving learning rate."""
+    _, _, summary, _ = uninterrupted
+    assert all(count > 0 for count in summary["steps_by_phase"].values())
+    assert summary["learning_rate_scale"] > 1.0
+    assert {"kept", "extended"} & set(summary["leaps_by_verdict"])
+
+
+def test_a_checkpoint_cut_short_is_passed_over(uninterrupted, tmp_path, caplog):
+    folder, expected, _, _ = uninterrupted
+    shutil.copytree(folder / "checkpoint-30", tmp_path / "checkpoint-30")
+    shutil.copytree(folder / "checkpoint-31", tmp_path / "checkpoint-31")
+    (tmp_path / "checkpoint-31" / "trainer_state.json").write_text('{"epoch": 0.')
+    assert last_complete_checkpoint(tmp_path) == (
+        str(tmp_path / "checkpoint-30"), [str(tmp_path / "checkpoint-31")]
+    )  # fmt: skip
+    trainer = build(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert "`" + str(tmp_path / "checkpoint-31") + "` was not written to its end" in caplog.text
+    assert_same_weights(weights(trainer.model), expected)
+
+
+def test_no_pickle_of_ours(uninterrupted):
+    folder = uninterrupted[0] / "checkpoint-30"
+    ours = [path.name for path in folder.iterdir() if path.name.startswith("hybrid")]
+    assert sorted(ours) == ["hybrid_state.json", "hybrid_state.safetensors"]
+
+
+def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path, caplog):
+    shutil.copytree(uninterrupted[0] / "checkpoint-30", tmp_path / "checkpoint-30")
+    (tmp_path / "checkpoint-30" / "hybrid_state.json").unlink()
+    trainer = build(tmp_path, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+    assert "holds no hybrid state" in caplog.text
+    assert trainer.state.global_step == STEPS
+
+
+def test_data_order_of_real_steps_survives_a_resume(tmp_path):
+    """Real steps see the samples one after the other, whatever was predicted or resumed in between."""
+
+    class Recording(ByteText):
+        def __init__(self):
+            super().__init__(SAMPLES)
+            self.seen = []
+
+        def __getitem__(self, index):
+            self.seen.append(index)
+            return super().__getitem__(index)
+
+    def go(folder, resume=None):
+        data = Recording()
+        trainer = HybridTrainer(
+            tiny_model(),
+            hybrid_config(folder, **{**OPTIONS, "save_steps": 10, "lr_rescue": "off"}),
+            train_dataset=data,
+            probe_dataset=ByteText(16, offset=300),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return data.seen
+
+    whole = go(tmp_path / "a")
+    for step in (10, 20, 30, 40):
+        rest = go(tmp_path / "b", str(tmp_path / "a" / f"checkpoint-{step}"))
+        assert rest == whole[len(whole) - len(rest) :], step
+        assert len(rest) < len(whole)
