@@ -8,24 +8,24 @@ from typing import Literal, Optional
 # What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
 PRESETS: dict[str, dict[str, float | int]] = {
     "conservative": {
-        "leap_gain": 1.0,
-        "leap_worth": 0.02,
+        "leap_gain": 2.0,
+        "leap_worth": 0.1,
         "full_phase_steps": 8,
         "correct_phase_steps": 4,
         "confidence_threshold": 0.6,
         "divergence_threshold": 4.0,
     },
     "balanced": {
-        "leap_gain": 2.0,
-        "leap_worth": 0.05,
+        "leap_gain": 4.0,
+        "leap_worth": 0.2,
         "full_phase_steps": 4,
         "correct_phase_steps": 2,
         "confidence_threshold": 0.5,
         "divergence_threshold": 5.0,
     },
     "aggressive": {
-        "leap_gain": 4.0,
-        "leap_worth": 0.1,
+        "leap_gain": 8.0,
+        "leap_worth": 0.3,
         "full_phase_steps": 2,
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
@@ -86,10 +86,10 @@ class HybridArguments:
     leap_worth: Optional[float] = _option(
         None,
         "Predicted steps granted per real step when leaps run at full gain; credit adds up and is redeemed as whole "
-        "steps. Default: from the preset (0.02, 0.05, 0.1).",
+        "steps. Default: from the preset (0.1, 0.2, 0.3).",
     )
     leap_memory_steps: Optional[int] = _option(
-        None, "Memory of the slow averages in real steps. Default: a sixth of the run, at least 5 and at most 200."
+        None, "Memory of the slow averages in real steps. Default: a sixth of the run, at least 5 and at most 1000."
     )
     max_leap_norm: float = _option(
         0.05, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
@@ -118,8 +118,8 @@ class HybridArguments:
     # Learning-rate rescue
     lr_rescue: Literal["auto", "on", "off"] = _option(
         "auto",
-        "Raise a learning rate that is far too small for the run. auto: only when learning_rate was left at its "
-        "default; a rate that you chose is respected.",
+        "Raise a learning rate that is too small for the run, from the first step on. auto: only when learning_rate "
+        "was left at its default; a rate that you chose is respected.",
     )
     lr_rescue_max_scale: float = _option(512.0, "Most that the rescue may multiply the learning rate by.")
 

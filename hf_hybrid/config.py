@@ -108,7 +108,7 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
 
 
 def leap_memory_steps(options: HybridArguments, max_steps: int) -> int:
-    return options.leap_memory_steps or min(max(max_steps // 6, 5), 200)
+    return options.leap_memory_steps or min(max(max_steps // 6, 5), 1000)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:

@@ -94,8 +94,8 @@ class BatchFeed:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
         iterator = iter(own)
-        # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: it has
-        # to be over by then, also where the first steps take no batch.
+        # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: that
+        # has to be over by then, also where the first steps take no batch.
         self._own = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
     def source(self, epoch_iterator: Iterator) -> Iterator:

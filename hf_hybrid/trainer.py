@@ -152,7 +152,7 @@ class HybridTrainerMixin:
         if self._engine is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._scheduled_rate = self._get_learning_rate()
-        if self._engine.begin_step(self.state.global_step, self._scheduled_rate) is Phase.PREDICT:
+        if self._engine.begin_step(self.state.global_step) is Phase.PREDICT:
             self._feed.passed_over += num_batches
             return [{} for _ in range(num_batches)], None
         batches, items = super().get_batch_samples(self._feed.source(epoch_iterator), num_batches, device)

@@ -123,9 +123,9 @@ class Spy:
 
 
 def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
-    Spy(monkeypatch, factor=-200.0)  # uphill
+    Spy(monkeypatch, factor=-5000.0)  # uphill, far
     recorder = Recorder()
-    trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0, max_leap_norm=10.0)
+    trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0, max_leap_norm=1e3)
     leaps = trainer.hybrid_summary()["leaps"]
     assert leaps and all(leap["verdict"] == "rejected" for leap in leaps)
     assert all(leap["loss_after"] > leap["loss_before"] for leap in leaps)

@@ -35,7 +35,8 @@ class _RealStep:
 
     loss: float
     gradient_norm: float
-    statistics: dict[str, float] | None
+    statistics: dict[str, float] | None = None
+    cosine: float | None = None
     skipped: bool = False
 
 
@@ -106,23 +107,22 @@ class PredictionEngine:
 
     # Before a step.
 
-    def begin_step(self, step: int, learning_rate: float) -> Phase:
+    def begin_step(self, step: int) -> Phase:
         """Make the leap that is due before step `step` (0-based); returns the phase of the step."""
         self._started = time.perf_counter()
         if self.controller.leap_pending:
-            self._leap(step, learning_rate)
+            self._leap(step)
         if self.phase is not self.announced:
             self.on_phase_change(self.announced, self.phase)
             self.announced = self.phase
         return self.phase
 
-    def _leap(self, step: int, learning_rate: float) -> None:
+    def _leap(self, step: int) -> None:
         real_steps = self.trajectory.steps_in_block
         if self.trajectory.lr_sum <= 0 or step + 1 >= self.max_steps:
             self.controller.leap_rejected()
             return
-        peak = max(self.signals.peak_rate, learning_rate * self.rate_scale, 1e-20)
-        plan = self.planner.plan(step, learning_rate * self.rate_scale / peak, self.signals.features, self.probe)
+        plan = self.planner.plan(step, self.signals.features, self.probe)
         lengths = self.controller.lengths
         # A block grown long while leaps backed off must not be repaid in one go.
         gain = plan.gain * min(1.0, 2 * (lengths.full + lengths.correct) / real_steps)
@@ -137,8 +137,6 @@ class PredictionEngine:
         self.record.probe_cost_steps += self.probe.cost_steps - before[0]
         self.record.forward_only_passes += self.probe.forward_passes - before[1]
         self._probe_cost = self.probe.cost_steps - before[0]
-        if self.rescue is not None:
-            self.rescue.observe_leap(outcome.wants_more)
         return outcome
 
     def _conclude(self, step: int, outcome: LeapOutcome, real_steps: int) -> None:
@@ -219,11 +217,13 @@ class PredictionEngine:
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
         if self.phase is Phase.WARMUP and finite:
             verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
-        self._real = _RealStep(loss, gradient_norm, None, skipped=verdict.action is not Action.NONE)
+        self._real = _RealStep(loss, gradient_norm, skipped=verdict.action is not Action.NONE)
         if verdict.action is not Action.NONE:
             self.record.skipped_batches += 1
             self._react(step, verdict)
             return False
+        if self.rescue is not None:
+            self._real.cosine = self.trajectory.step_cosine()
         self.trajectory.observe_gradients()
         if self.trajectory.steps_seen % self.STATISTICS_EVERY == 1:
             self._real.statistics = self.trajectory.gradient_statistics()
@@ -249,7 +249,7 @@ class PredictionEngine:
         if used:
             verdict = self._judge(real, phase)
             if self.rescue is not None:
-                self.rescue.observe_step(step, real.loss, real.gradient_norm)
+                self._observe_rate(step, real)
         self._observe_signals(step, learning_rate, phase, real if used else None)
         self.planner.observe_step(verdict.level)
         self.steps_since_leap += 1
@@ -264,6 +264,12 @@ class PredictionEngine:
         self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
         self.last_phase = phase
         return phase
+
+    def _observe_rate(self, step: int, real: _RealStep) -> None:
+        self.rescue.observe(real.loss, real.cosine)
+        scales = self.record.learning_rate_scales
+        if abs(math.log(self.rate_scale / (scales[-1]["scale"] if scales else 1.0))) > 0.1:
+            scales.append({"step": step + 1, "scale": self.rate_scale})
 
     def _judge(self, real: _RealStep, phase: Phase) -> Verdict:
         predicted = None

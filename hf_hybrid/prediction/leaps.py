@@ -58,23 +58,20 @@ class LeapOutcome:
     paired: Paired
     linear_decrease: float
     relative_norm: float
-    wants_more: bool
-    """The farthest gain tried was the best: real steps may be too short."""
 
 
-def scheduled_gain(peak: float, progress: float, rate_over_peak: float) -> float:
+def scheduled_gain(peak: float, progress: float) -> float:
     """
     Gain of a leap within the schedule.
 
-    Ramps up over the first half of the run, as AdEMAMix ramps its slow term, while the slow memory settles. The leap's
-    displacement is also proportional to the learning rate, so that it fades as the rate decays.
+    Grows with the square of the progress: early directions are soon obsolete and early leaps hurt, late ones last. The
+    leap's displacement is also proportional to the learning rate, so that it fades as the rate decays.
 
     Args:
-        peak (`float`): Gain at full ramp.
+        peak (`float`): Gain at the end of the run.
         progress (`float`): Share of the run that is done.
-        rate_over_peak (`float`): Learning rate over its peak so far; caps the gain while the rate still warms up.
     """
-    return peak * min(1.0, 2.0 * progress) * min(1.0, 4.0 * rate_over_peak)
+    return peak * progress**2
 
 
 @dataclass
@@ -140,9 +137,10 @@ class LeapPlanner:
 
     # One leap.
 
-    def plan(self, step: int, rate_over_peak: float, features: Sequence[float], probe: HeldOutProbe | None) -> LeapPlan:
+    def plan(self, step: int, features: Sequence[float], probe: HeldOutProbe | None) -> LeapPlan:
+        """What the leap before step `step` should be, by the schedule and by what similar leaps taught."""
         progress = step / self.max_steps
-        gain = scheduled_gain(self.peak_gain, progress, rate_over_peak) * self.gain_level
+        gain = scheduled_gain(self.peak_gain, progress) * self.gain_level
         gain *= self.residuals.gain_factor(step, features, z=self.z)
         return LeapPlan(gain, probe is not None and self._probe_is_due(probe, progress))
 
@@ -174,19 +172,18 @@ class LeapPlanner:
             return tried[at][0]
 
         paired = measure(gain)
-        choice, verdict, wants_more = gain, "kept", False
+        choice, verdict = gain, "kept"
         if not keep_scheduled(paired, margin=self.margin, z=self.z):
             choice, verdict = self._shrink(gain, _mean(before), tried, measure)
         elif self.extend and paired.decrease > self.z * paired.standard_error:
-            far = gain * self.extension
+            # Early scheduled gains are tiny; beyond the schedule it is the probe that decides.
+            far = max(gain, self.peak_gain / 4) * self.extension
             further = measure(far)
             cost = probe.cost_steps - spent
-            wants_more = further.decrease > paired.decrease and accept_extended(
-                further, slope=slope, cost=cost, z=self.z
-            )
-            if wants_more:
+            pays = further.decrease > paired.decrease and accept_extended(further, slope=slope, cost=cost, z=self.z)
+            if pays:
                 choice, verdict = far, "extended"
-            self.extension = min(max(self.extension * (2.0 if wants_more else 0.5), 2.0), self.MAX_EXTENSION)
+            self.extension = min(max(self.extension * (2.0 if pays else 0.5), 2.0), self.MAX_EXTENSION)
         if choice not in (0.0, next(reversed(tried))):
             leap(choice)
         chosen, loss_after, shape = tried[choice or gain]
@@ -198,7 +195,6 @@ class LeapPlanner:
             paired=chosen,
             linear_decrease=shape.linear_decrease,
             relative_norm=shape.relative_norm,
-            wants_more=wants_more,
         )
 
     def _shrink(self, gain: float, loss_before: float, tried: dict, measure) -> tuple[float, str]:
@@ -220,8 +216,9 @@ class LeapPlanner:
 
         Worth is granted from the schedule's prior, never more for a leap that went beyond it.
         """
-        worth = self.worth_per_step * real_steps * min(gain / self.peak_gain, 1.0) if self.peak_gain > 0 else 0.0
-        self.credit += max(worth, 0.0)
+        share = min(max(gain / self.peak_gain, 0.0), 1.0) if self.peak_gain > 0 else 0.0
+        worth = self.worth_per_step * real_steps * share
+        self.credit += worth
         horizon = min(int(self.credit), max_horizon)
         self.credit -= horizon
         return worth, horizon

@@ -1,21 +1,174 @@
-"""stub until research"""
+"""
+Learning-rate rescue: finds, while training, how much larger the learning rate could be.
+
+The signal is the cosine between a fresh gradient and the direction that the optimizer moved along before. As the batch
+is new, it is an unbiased derivative of the loss along it (hypergradient descent: Baydin et al., 2018,
+arXiv 1703.04782): clearly positive while steps are too short, zero where they are as long as they should be, negative beyond.
+The scale grows geometrically until the cosine has fallen to a quarter of its peak, goes back a little, and is held.
+A learning rate that is good already shows no clear cosine in the first steps and is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class _Average:
+    """Debiased exponential averages of the cosine, its square, and the log scale under which it was seen."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self.count = 0
+        self.weight = self.first = self.second = self.scale = 0.0
+
+    def add(self, cosine: float, log_scale: float, decay: float) -> None:
+        self.count += 1
+        self.weight = decay * self.weight + (1 - decay)
+        self.first = decay * self.first + (1 - decay) * cosine
+        self.second = decay * self.second + (1 - decay) * cosine * cosine
+        self.scale = decay * self.scale + (1 - decay) * log_scale
+
+    @property
+    def mean(self) -> float:
+        return self.first / self.weight
+
+    def standard_error(self, decay: float) -> float:
+        variance = max(0.0, self.second / self.weight - self.mean**2)
+        return math.sqrt(variance * (1 - decay) / (1 + decay))
+
+    @property
+    def mean_log_scale(self) -> float:
+        return self.scale / self.weight
 
 
 class LearningRateRescue:
-    def __init__(self, *, max_scale, max_steps):
-        self.scale = 1.0
+    """
+    A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
 
-    def observe_step(self, step, loss, norm):
-        pass
+    The constants were chosen on the tasks of docs/evaluation.md, where the alternatives that were tried are listed.
 
-    def observe_leap(self, wants_more):
-        pass
+    Args:
+        max_steps (`int`): Length of the run; the search is to take a small part of it.
+        max_scale (`float`): Upper bound of the scale; 1 is the lower one.
+    """
 
-    def back_off(self):
-        pass
+    GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25
+    """Log growth per step: `GROWTH / sqrt(max_steps)` within the bounds."""
+    DECAY_GROWING, DECAY_HOLDING = 0.8, 0.9
+    CLEAR = 2.0
+    """Standard errors that make a cosine clear."""
+    STOP_BELOW = 0.25
+    """Share of the peak cosine at which growth stops."""
+    BACK = math.log(0.7)
+    """Step back from where growth stopped."""
+    GIVE_UP_AFTER = 0.25
+    """Share of the run after which growth that has become unclear ends."""
+    SPIKE = 2.5
+    """Deviations of the smoothed loss above its best that count as instability."""
+    COOLDOWN = 20
 
-    def state_dict(self):
-        return {"scale": self.scale}
+    def __init__(self, *, max_steps: int, max_scale: float):
+        self.max_steps = max_steps
+        self.max_log = math.log(max_scale)
+        self.growth = min(self.MAX_GROWTH, max(self.MIN_GROWTH, self.GROWTH / math.sqrt(max_steps)))
+        self.patience = 3 + round(math.sqrt(max_steps) / 3)
+        """Steps at scale 1 in which a good learning rate shows itself."""
+        self.log_scale = self.cap = self.peak = 0.0
+        self.steps = 0
+        self.holding = False
+        self.average = _Average()
+        self.smooth_loss: float | None = None
+        self.best_loss = self.loss_variance = 0.0
+        self.cooldown = 0
 
-    def load_state_dict(self, s):
-        self.scale = s["scale"]
+    @property
+    def scale(self) -> float:
+        """What the scheduled learning rate is multiplied by, in `[1, max_scale]`."""
+        return math.exp(self.log_scale)
+
+    def observe(self, loss: float, cosine: float | None) -> None:
+        """
+        Take in one real step.
+
+        Args:
+            loss (`float`): Training loss of the step.
+            cosine (`float`, *optional*):
+                Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown.
+        """
+        self.steps += 1
+        if self._is_unstable(loss):
+            self._hold(self.log_scale)
+        elif cosine is not None and math.isfinite(cosine):
+            decay = self.DECAY_HOLDING if self.holding else self.DECAY_GROWING
+            self.average.add(cosine, self.log_scale, decay)
+            mean, clear = self.average.mean, self.CLEAR * self.average.standard_error(decay)
+            if self.holding:
+                self._adjust(mean, clear)
+            else:
+                self._grow(cosine, mean, clear)
+
+    def _grow(self, cosine: float, mean: float, clear: float) -> None:
+        if self.average.count > 3:
+            self.peak = max(self.peak, mean - clear)
+        if self.steps <= self.patience:
+            return
+        # The averaged cosine lags behind the scale: stop at the scale that it was measured at.
+        seen_at = min(self.log_scale, self.average.mean_log_scale)
+        if mean <= self.STOP_BELOW * self.peak:
+            self._hold(seen_at)
+        elif mean > clear and cosine > 0:
+            self.log_scale = min(self.max_log, self.log_scale + self.growth)
+        elif cosine < 0:
+            self.log_scale = max(0.0, self.log_scale - 2 * self.growth)
+        elif self.steps > self.GIVE_UP_AFTER * self.max_steps and mean < clear:
+            self._hold(seen_at)
+
+    def _adjust(self, mean: float, clear: float) -> None:
+        if self.average.count <= 5:
+            return
+        if mean > clear:
+            self.log_scale = max(self.log_scale, min(self.cap, self.log_scale + self.growth / 4))
+        elif mean < -clear:
+            self.log_scale = max(0.0, self.log_scale - self.growth / 2)
+            self.cap = min(self.cap, self.log_scale + 0.7)
+
+    def _hold(self, log_scale: float) -> None:
+        self.holding = True
+        self.cap = max(0.0, log_scale)
+        self.log_scale = max(0.0, log_scale + self.BACK)
+        self.average.clear()
+
+    def _is_unstable(self, loss: float) -> bool:
+        if self.smooth_loss is None:
+            self.smooth_loss = self.best_loss = loss
+        error = loss - self.smooth_loss
+        self.smooth_loss += 0.15 * error
+        if self.steps > 2:
+            # Bounded once it is settled, or a spike would hide itself in the variance.
+            square = error * error if self.steps <= 10 else min(error * error, 9 * self.loss_variance)
+            self.loss_variance += 0.1 * (square - self.loss_variance)
+        self.best_loss = min(self.best_loss, self.smooth_loss)
+        self.cooldown = max(0, self.cooldown - 1)
+        limit = self.best_loss + self.SPIKE * math.sqrt(self.loss_variance) + 1e-3
+        if self.log_scale > 0 and self.steps > 10 and self.cooldown == 0 and self.smooth_loss > limit:
+            self.cooldown, self.best_loss = self.COOLDOWN, self.smooth_loss
+            return True
+        return False
+
+    def back_off(self) -> None:
+        """Something went badly wrong: a quarter of the scale, and no more growth."""
+        self._hold(self.log_scale - math.log(4))
+
+    _STATE = (
+        "log_scale", "cap", "peak", "steps", "holding", "smooth_loss", "best_loss", "loss_variance", "cooldown",
+    )  # fmt: skip
+
+    def state_dict(self) -> dict:
+        return {**{name: getattr(self, name) for name in self._STATE}, "average": dict(vars(self.average))}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in self._STATE:
+            setattr(self, name, state[name])
+        vars(self.average).update(state["average"])

@@ -102,6 +102,36 @@ class Trajectory:
                 memory.add_(dense.to(memory.device, torch.float32), alpha=weight)
 
     @torch.no_grad()
+    def step_cosine(self) -> float | None:
+        """
+        Cosine of the new gradient with what the optimizer followed before: Adam's last direction, else the slow memory.
+
+        Positive where the last direction still leads downhill. Call before [`observe_gradients`]; one host
+        synchronisation. `None` before the first step, or if there is nothing to compare with.
+        """
+        dots, squares, gradients = [], [], []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None or parameter.grad.is_sparse:
+                continue
+            followed = self._followed(index)
+            if followed is not None:
+                gradient = parameter.grad.to(followed.device, torch.float32)
+                dots.append((gradient * followed).sum())
+                squares.append(followed.square().sum())
+                gradients.append(gradient.square().sum())
+        if not dots:
+            return None
+        dot, square, gradient = _stack([_stack(x).sum() for x in (dots, squares, gradients)]).tolist()
+        return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
+
+    def _followed(self, index: int) -> Tensor | None:
+        state = self.optimizer.state.get(self.parameters[index], {})
+        first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+        if torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape:
+            return first.float() / (second.float().sqrt() + 1e-8)
+        return self.memory[index] if self.direction == "gradient_memory" and self.steps_seen else None
+
+    @torch.no_grad()
     def observe_step(self, learning_rates: list[float]) -> None:
         """Count a real step that was made with these learning rates, one per parameter group."""
         self.steps_in_block += 1

@@ -1,0 +1,207 @@
+"""
+Train a small Llama from scratch with HybridTrainer and compare it with plain Trainer; two minutes on two CPU cores.
+
+    python examples/01_quickstart.py
+    python examples/01_quickstart.py --direction drift --max_steps 600
+
+Nothing is downloaded: the text is the source of Python's standard library, the tokenizer is trained on it on the spot.
+The same script fine-tunes a real model on your text; every option of HybridConfig and TrainingArguments is a flag:
+
+    python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 \\
+        --learning_rate 2e-5 --num_train_epochs 1 --max_steps -1 --compare_with_trainer False
+    python examples/01_quickstart.py --model_name_or_path openai-community/gpt2 --dataset_name Salesforce/wikitext \\
+        --dataset_config wikitext-2-raw-v1 --text_column text --compare_with_trainer False
+
+To start from it, change two lines of your own script: `Trainer` to `HybridTrainer`, `TrainingArguments` to
+`HybridConfig`.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from datasets import Dataset, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_hybrid import HybridConfig, HybridTrainer
+
+
+@dataclass
+class ScriptArguments:
+    model_name_or_path: Optional[str] = field(
+        default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama built from config."}
+    )
+    dataset_name: Optional[str] = field(default=None, metadata={"help": "Data set on the Hub or in a folder."})
+    dataset_config: Optional[str] = field(default=None, metadata={"help": "Its configuration."})
+    text_column: str = field(default="text", metadata={"help": "Its column with the text."})
+    text_file: Optional[str] = field(default=None, metadata={"help": "A text file to train on."})
+    block_size: int = field(default=128, metadata={"help": "Tokens per training sequence."})
+    eval_share: float = field(default=0.05, metadata={"help": "Share of the text that is kept for evaluation."})
+    compare_with_trainer: bool = field(
+        default=True, metadata={"help": "Also run plain Trainer for as many backward passes."}
+    )
+
+
+def python_source() -> list[str]:
+    """Source files of the standard library, the text that every Python ships with."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+    files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+    return [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, trained in seconds."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def small_llama(tokenizer) -> LlamaForCausalLM:
+    """A million parameters with random weights."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def blocks(texts: Dataset, tokenizer, block_size: int, text_column: str = "text") -> Dataset:
+    """Tokenise, join with end-of-text tokens, and cut into sequences of `block_size`."""
+
+    def cut(batch):
+        ids = [token for ids in tokenizer(batch[text_column])["input_ids"] for token in [*ids, tokenizer.eos_token_id]]
+        rows = [ids[start : start + block_size] for start in range(0, len(ids) - block_size + 1, block_size)]
+        return {"input_ids": rows, "labels": [list(row) for row in rows]}
+
+    return texts.map(cut, batched=True, remove_columns=texts.column_names, desc="Tokenising")
+
+
+def load_texts(script: ScriptArguments) -> Dataset:
+    if script.dataset_name:
+        return load_dataset(script.dataset_name, script.dataset_config, split="train")
+    if script.text_file:
+        return load_dataset("text", data_files=script.text_file, split="train", sample_by="paragraph")
+    return Dataset.from_dict({"text": python_source()})
+
+
+def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -> str:
+    """The run as a short table."""
+    phases = summary["steps_by_phase"]
+    lines = [
+        "",
+        "steps by phase      " + "  ".join(f"{name} {count}" for name, count in phases.items()),
+        f"backward passes     {summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided",
+        f"forward-only passes {summary['forward_only_passes']} (probes, worth {summary['probe_cost_steps']:.1f} steps)",
+        f"learning rate       scaled by {summary['learning_rate_scale']:.3g} at the end",
+        "leaps               " + "  ".join(f"{v} {n}" for v, n in sorted(summary["leaps_by_verdict"].items())),
+    ]
+    probed = [leap for leap in summary["leaps"] if leap["loss_before"] is not None]
+    if probed:
+        lines += ["", "probed leaps: step  gain    held-out loss     standard error  verdict"]
+        lines += [
+            f"{leap['step']:18d}  {leap['gain']:<6.3g}  {leap['loss_before']:.4f} -> {leap['loss_after']:.4f}  "
+            f"{leap['standard_error']:14.4f}  {leap['verdict']}"
+            for leap in probed
+        ]
+    lines += ["", "evaluation loss     " + "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())]
+    lines += ["seconds             " + "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())]
+    return "\n".join(lines)
+
+
+def plain_trainer(model, args: HybridConfig, steps: int, **data) -> Trainer:
+    """Plain Trainer with the same settings and a schedule of its own over `steps` steps."""
+    names = (
+        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "learning_rate",
+        "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "optim",
+        "seed", "bf16", "use_cpu", "logging_steps", "disable_tqdm", "dataloader_pin_memory",
+    )  # fmt: skip
+    values = {name: getattr(args, name) for name in names}
+    plain = TrainingArguments(f"{args.output_dir}-trainer", max_steps=steps, save_strategy="no", **values)
+    return Trainer(model, plain, **data)
+
+
+def main() -> None:
+    parser = HfArgumentParser((ScriptArguments, HybridConfig))
+    parser.set_defaults(
+        output_dir="out/quickstart",
+        max_steps=300,
+        logging_steps=25,
+        save_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=False,
+    )
+    script, args = parser.parse_args_into_dataclasses()
+    set_seed(args.seed)
+
+    texts = load_texts(script)
+    if script.model_name_or_path:
+        tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
+
+        def build():
+            return AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
+    else:
+        tokenizer = train_tokenizer(texts[script.text_column])
+
+        def build():
+            set_seed(args.seed)
+            return small_llama(tokenizer)
+
+    split = blocks(texts, tokenizer, script.block_size, script.text_column).train_test_split(
+        script.eval_share, seed=args.seed
+    )
+    evaluation = split["test"].select(range(min(len(split["test"]), 256)))
+
+    trainer = HybridTrainer(
+        build(), args, train_dataset=split["train"], eval_dataset=evaluation, processing_class=tokenizer
+    )
+    losses = {"start": trainer.evaluate()["eval_loss"]}
+    result = trainer.train()
+    losses["HybridTrainer"] = trainer.evaluate()["eval_loss"]
+    seconds = {"HybridTrainer": result.metrics["train_runtime"]}
+    trainer.save_model()
+
+    summary = trainer.hybrid_summary()
+    if script.compare_with_trainer:
+        plain = plain_trainer(
+            build(), args, summary["real_steps"], train_dataset=split["train"], eval_dataset=evaluation
+        )
+        seconds["Trainer"] = plain.train().metrics["train_runtime"]
+        losses["Trainer"] = plain.evaluate()["eval_loss"]
+    print(report(summary, losses, seconds))
+    if script.compare_with_trainer:
+        print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
+
+
+if __name__ == "__main__":
+    main()
