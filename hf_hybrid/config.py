@@ -56,9 +56,18 @@ def config_values(args: TrainingArguments) -> dict:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = getattr(default, "value", default)
         same = value == default or (not value and not default)  # None that became False or an empty list
-        if field.init and not same and not field.name.endswith("_token"):
+        if field.init and not same and not field.name.endswith("_token") and _is_json(value):
             values[field.name] = value
-    return json.loads(json.dumps({**values, "output_dir": args.output_dir}, default=str))
+    return {**values, "output_dir": str(args.output_dir)}
+
+
+def _is_json(value) -> bool:
+    # What `TrainingArguments` turned into an object of accelerate's (`accelerator_config`) is not an option any more.
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
@@ -108,6 +117,7 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
 
 
 def leap_memory_steps(options: HybridArguments, max_steps: int) -> int:
+    """Length of the slow averages: as given, else in proportion to the run."""
     return options.leap_memory_steps or min(max(max_steps // 6, 5), 1000)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 
 class Level(enum.IntEnum):
+    """How bad it is."""
+
     NORMAL = 0
     CAUTION = 1
     WARNING = 2
@@ -36,6 +38,8 @@ class Action(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
+    """A level, why, and the rung of the ladder that answers it."""
+
     level: Level
     reason: str
     action: Action

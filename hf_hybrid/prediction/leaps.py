@@ -43,6 +43,8 @@ class LeapRecord:
 
 @dataclass(frozen=True)
 class LeapPlan:
+    """A scheduled leap: its gain, and whether it is to be probed."""
+
     gain: float
     probe: bool
 
@@ -255,6 +257,7 @@ class LeapPlanner:
 
 
 def record_as_dict(record: LeapRecord) -> dict:
+    """For JSON: numbers that are not finite become `None`."""
     return {name: _json_number(value) for name, value in asdict(record).items()}
 
 

@@ -3,7 +3,7 @@ Learning-rate rescue: finds, while training, how much larger the learning rate c
 
 The signal is the cosine between a fresh gradient and the direction that the optimizer moved along before. As the batch
 is new, it is an unbiased derivative of the loss along it (hypergradient descent: Baydin et al., 2018,
-arXiv 1703.04782): clearly positive while steps are too short, zero where they are as long as they should be, negative beyond.
+arXiv 1703.04782): clearly positive while steps are too short, zero where they are right, negative beyond.
 The scale grows geometrically until the cosine has fallen to a quarter of its peak, goes back a little, and is held.
 A learning rate that is good already shows no clear cosine in the first steps and is left alone.
 """

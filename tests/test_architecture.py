@@ -1,0 +1,81 @@
+"""The house: imports run one way, files stay small, the package prints nothing and imports lightly."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from modules of its own floor or below. `prediction` knows no config and no trainer.
+FLOORS = [
+    {"arguments", "phases"},
+    {"plugins", "records", "prediction.signals", "prediction.directions", "prediction.verifier", "prediction.rescue"},
+    {"prediction.divergence", "prediction.trajectory"},
+    {"prediction.leaps"},
+    {"prediction.engine"},
+    {"state_io", "data", "probing", "callbacks"},
+    {"config"},
+    {"assembly"},
+    {"trainer"},
+]
+OPEN = {"__init__", "prediction.__init__"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_hybrid"):
+            names = [node.module] if node.module != "hf_hybrid" else [f"hf_hybrid.{a.name}" for a in node.names]
+            if node.module == "hf_hybrid.prediction":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name.removeprefix("hf_hybrid.") for name in names)
+    return found
+
+
+def floor(name: str) -> int:
+    return next(index for index, names in enumerate(FLOORS) if name in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_arrows_run_one_way(path):
+    name = module_name(path)
+    if name in OPEN:
+        return
+    assert any(name in names for names in FLOORS), f"`{name}` has no floor: add it to FLOORS"
+    for imported in imports(path):
+        assert floor(imported) <= floor(name), f"`{name}` imports `{imported}`, which stands above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 450, "over 400 lines wants a reason"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is {node.end_lineno - node.lineno + 1} lines long"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_public_things_are_documented(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "every module says what it is for"
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"`{node.name}` has no docstring"
+
+
+def test_import_is_light_and_everything_public_is_there():
+    code = (
+        "import sys, hf_hybrid\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
+        "assert all(getattr(hf_hybrid, name) is not None for name in hf_hybrid.__all__)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
