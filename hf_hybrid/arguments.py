@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Optional
 
 # What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
@@ -196,3 +196,8 @@ def _off_switch(name: str) -> str:
     if name.endswith("_steps") or name.startswith("leap"):
         return "To train without leaps set `enable_predict=False`."
     return ""
+
+
+def hybrid_values(arguments: HybridArguments) -> dict:
+    """The options of this module alone, by name."""
+    return {field.name: getattr(arguments, field.name) for field in fields(HybridArguments)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import ProgressCallback, Trainer
 
-from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.assembly import build_engine
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
@@ -127,6 +127,13 @@ class HybridTrainerMixin:
             )
             return
         tensors, values = state
+        changed = {k: v for k, v in hybrid_values(self.hybrid_args).items() if values["options"].get(k, v) != v}
+        if changed:
+            logger.warning(
+                "Options differ from those that `%s` was saved with; the new ones hold from here on: %s.",
+                checkpoint,
+                ", ".join(f"`{name}={value}`" for name, value in changed.items()),
+            )
         self._engine.load_state_dict(tensors, values["engine"])
         self.plugins.load_state_dict(values["plugins"])
         if not self.args.ignore_data_skip:
@@ -261,7 +268,12 @@ class HybridTrainerMixin:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._engine is not None and self.args.should_save:
             tensors, engine = self._engine.state_dict()
-            values = {"engine": engine, "feed": self._feed.state_dict(), "plugins": self.plugins.state_dict()}
+            values = {
+                "options": hybrid_values(self.hybrid_args),
+                "engine": engine,
+                "feed": self._feed.state_dict(),
+                "plugins": self.plugins.state_dict(),
+            }
             save_hybrid_state(output_dir, tensors, values)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -146,6 +146,13 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
     assert trainer.state.global_step == STEPS
 
 
+def test_options_that_changed_since_the_checkpoint_are_named(uninterrupted, tmp_path, caplog):
+    trainer = build(tmp_path, save_strategy="no", leap_gain=1.0)
+    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-50"))
+    assert "the new ones hold from here on: `leap_gain=1.0`" in caplog.text
+    assert trainer.state.global_step == STEPS
+
+
 def test_data_order_of_real_steps_survives_a_resume(tmp_path):
     """Real steps see the samples one after the other, whatever was predicted or resumed in between."""
 

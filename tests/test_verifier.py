@@ -161,13 +161,24 @@ def test_credit_adds_up_to_whole_steps():
     assert p.credit_for(50.0, 5, max_horizon=3)[0] == pytest.approx(0.5)
 
 
+def test_after_a_rejection_no_leap_goes_unseen():
+    p, world = planner(max_steps=100, probe_budget=0.02), World(minimum=-1.0)
+    while p.plan(10, [0.0], world.probe).probe:
+        p.look(1.0, world.leap, world.probe, slope=0.01)
+    assert p.allows_leap(10, world.probe)  # nothing was rejected yet: a leap may go unseen
+    p.leap_was_rejected()
+    p.allows_leap(10, world.probe)  # the block to skip
+    assert not p.allows_leap(10, world.probe)
+    assert world.probe.cost_steps <= 0.02 * 100 + 1
+
+
 def test_rejections_back_off_exponentially_and_are_forgotten():
     p = planner()
     skipped = []
     for _ in range(4):
         p.leap_was_rejected()
         blocks = 0
-        while not p.allows_leap():
+        while not p.allows_leap(10, None):
             blocks += 1
         skipped.append(blocks)
     assert skipped == [1, 2, 4, 8]

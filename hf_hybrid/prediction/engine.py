@@ -257,7 +257,7 @@ class PredictionEngine:
         if verdict.action is not Action.NONE:
             self._react(step, verdict)
         ends_block = self.controller.remaining <= 1 and phase is not Phase.PREDICT
-        allowed = ends_block and self.planner.allows_leap()
+        allowed = ends_block and self.planner.allows_leap(step + 1, self.probe)
         self.controller.finish_step(confidence=self.planner.confidence, leap_allowed=allowed)
         if phase is Phase.CORRECT and self.phase is not Phase.CORRECT:
             self._settle_open_leap(step)

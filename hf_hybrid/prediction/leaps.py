@@ -130,12 +130,16 @@ class LeapPlanner:
         kept = self.PRIOR_KEPT + self.kept_evidence
         return self.stability * kept / (kept + self.PRIOR_REJECTED + self.rejected_evidence)
 
-    def allows_leap(self) -> bool:
-        """Ask once per block: counts down the blocks that rejected leaps back off for."""
+    def allows_leap(self, step: int, probe: HeldOutProbe | None) -> bool:
+        """
+        Ask once per block: counts down the blocks that rejected leaps back off for.
+
+        After a rejection no leap is made that nobody looks at, so that the budget for probes bounds what they cost.
+        """
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
-        return True
+        return self.rejections_in_a_row == 0 or probe is None or self._probe_is_due(probe, step / self.max_steps)
 
     # One leap.
 

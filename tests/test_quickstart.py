@@ -1,0 +1,57 @@
+"""The quickstart as a user starts it, shortened; the long form is marked slow."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "01_quickstart.py"
+
+
+def start(*arguments, folder):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--disable_tqdm", "True", *map(str, arguments)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_short_run_on_a_text_file_prints_its_table(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join((ROOT / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md")) * 4)
+    options = {
+        "--text_file": text, "--max_steps": 40, "--block_size": 32, "--learning_rate": 2e-3, "--leap_worth": 1,
+        "--divergence_threshold": 50, "--output_dir": tmp_path / "out",
+    }  # fmt: skip
+    out = start(*(part for pair in options.items() for part in pair), folder=tmp_path)
+    phases = dict(re.findall(r"(warmup|full|predict|correct) (\d+)", out))
+    assert sum(map(int, phases.values())) == 40 and all(int(n) > 0 for n in phases.values())
+    done, avoided = map(int, re.search(r"(\d+) done, (\d+) avoided", out).groups())
+    assert done + avoided == 40 and avoided > 0
+    assert re.search(r"evaluation loss\s+start \d+\.\d+  HybridTrainer \d+\.\d+  Trainer \d+\.\d+", out)
+    summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    assert summary["backward_passes"] == done and len(summary["leaps"]) > 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_help_lists_our_options():
+    result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for option in ("--enable_predict", "--direction", "--lr_rescue", "--model_name_or_path", "--learning_rate"):
+        assert option in result.stdout
+
+
+@pytest.mark.slow
+def test_default_run(tmp_path):
+    out = start(folder=tmp_path)
+    start_loss, hybrid, plain = map(
+        float, re.search(r"start (\d+\.\d+)  HybridTrainer (\d+\.\d+)  Trainer (\d+\.\d+)", out).groups()
+    )
+    assert hybrid < plain - 0.5 < start_loss
