@@ -82,7 +82,7 @@ def test_every_step_does_what_its_phase_says(tmp_path):
             assert not same(before, after)
         assert count == counted  # AdamW's own counter sees real steps only
     # Between two steps weights change only by a leap, and an accepted leap changes every one of them.
-    kept = {leap["step"] for leap in summary["leaps"] if leap["gain"] > 0}
+    kept = {leap["step"] for leap in summary["leaps"] if leap["verdict"] != "rejected"}
     moved = {i + 1 for i, (a, b) in enumerate(zip(recorder.after, recorder.before[1:])) if not same(a, b)}
     assert moved == kept and kept
     for step in kept:
@@ -126,11 +126,12 @@ def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
     Spy(monkeypatch, factor=-5000.0)  # uphill, far
     recorder = Recorder()
     trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0, max_leap_norm=1e3)
-    leaps = trainer.hybrid_summary()["leaps"]
-    assert leaps and all(leap["verdict"] == "rejected" for leap in leaps)
-    assert all(leap["loss_after"] > leap["loss_before"] for leap in leaps)
-    assert all(same(a, b) for a, b in zip(recorder.after, recorder.before[1:]))
-    assert trainer.hybrid_summary()["predicted_steps"] == 0
+    rejected = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] == "rejected"]
+    assert len(rejected) >= 2
+    for leap in rejected:
+        assert leap["loss_after"] - leap["loss_before"] > 2 * leap["standard_error"]
+        assert same(recorder.after[leap["step"] - 1], recorder.before[leap["step"]])
+        assert leap["horizon"] == 0
 
 
 def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch):

@@ -86,14 +86,14 @@ def planner(**overrides):
 def test_look_keeps_a_leap_that_pays():
     world = World(minimum=1.2)
     outcome = planner().look(1.0, world.leap, world.probe, slope=0.01)
-    assert (outcome.verdict, outcome.gain, world.gain) == ("kept", 1.0, 1.0)
+    assert (outcome.verdict, outcome.shape.gain, world.gain) == ("kept", 1.0, 1.0)
     assert outcome.loss_before - outcome.loss_after == pytest.approx(outcome.paired.decrease)
 
 
 def test_look_extends_a_leap_that_wants_to_go_far():
     world = World(minimum=10.0)
     outcome = planner().look(1.0, world.leap, world.probe, slope=0.01)
-    assert (outcome.verdict, outcome.gain, world.gain) == ("extended", 4.0, 4.0)
+    assert (outcome.verdict, outcome.shape.gain, world.gain) == ("extended", 4.0, 4.0)
 
 
 def test_look_does_not_extend_when_the_gain_does_not_pay_for_the_probe():
@@ -106,13 +106,13 @@ def test_look_shrinks_to_the_minimum_of_the_parabola():
     world = World(minimum=0.2)
     outcome = planner().look(1.0, world.leap, world.probe, slope=0.01)
     assert outcome.verdict == "shrunk"
-    assert world.gain == outcome.gain == pytest.approx(0.2)
+    assert world.gain == outcome.shape.gain == pytest.approx(0.2)
 
 
 def test_look_rejects_what_only_hurts():
     world = World(minimum=-1.0)
     outcome = planner().look(1.0, world.leap, world.probe, slope=0.01)
-    assert (outcome.verdict, outcome.gain) == ("rejected", 0.0)
+    assert (outcome.verdict, outcome.shape.gain, outcome.kept) == ("rejected", 1.0, False)
     assert outcome.loss_after > outcome.loss_before
 
 
@@ -161,13 +161,14 @@ def test_credit_adds_up_to_whole_steps():
     assert p.credit_for(50.0, 5, max_horizon=3)[0] == pytest.approx(0.5)
 
 
-def test_after_a_rejection_no_leap_goes_unseen():
+def test_after_two_rejections_no_leap_goes_unseen():
     p, world = planner(max_steps=100, probe_budget=0.02), World(minimum=-1.0)
     while p.plan(10, [0.0], world.probe).probe:
         p.look(1.0, world.leap, world.probe, slope=0.01)
-    assert p.allows_leap(10, world.probe)  # nothing was rejected yet: a leap may go unseen
-    p.leap_was_rejected()
-    p.allows_leap(10, world.probe)  # the block to skip
+    for blocks_to_skip in (1, 2):
+        assert p.allows_leap(10, world.probe)  # one rejection may be chance: a leap may go unseen
+        p.leap_was_rejected()
+        assert not any(p.allows_leap(10, world.probe) for _ in range(blocks_to_skip))
     assert not p.allows_leap(10, world.probe)
     assert world.probe.cost_steps <= 0.02 * 100 + 1
 

@@ -110,12 +110,16 @@ class PredictionEngine:
     def begin_step(self, step: int) -> Phase:
         """Make the leap that is due before step `step` (0-based); returns the phase of the step."""
         self._started = time.perf_counter()
+        self._announce()
         if self.controller.leap_pending:
             self._leap(step)
+            self._announce()
+        return self.phase
+
+    def _announce(self) -> None:
         if self.phase is not self.announced:
             self.on_phase_change(self.announced, self.phase)
             self.announced = self.phase
-        return self.phase
 
     def _leap(self, step: int) -> None:
         real_steps = self.trajectory.steps_in_block
@@ -132,33 +136,31 @@ class PredictionEngine:
             self._keep(step, self.trajectory.leap(gain), None, real_steps)
 
     def _look(self, gain: float) -> LeapOutcome:
-        before = self.probe.cost_steps, self.probe.forward_passes
+        passes = self.probe.forward_passes
         outcome = self.planner.look(gain, self.trajectory.leap, self.probe, self.slope)
-        self.record.probe_cost_steps += self.probe.cost_steps - before[0]
-        self.record.forward_only_passes += self.probe.forward_passes - before[1]
-        self._probe_cost = self.probe.cost_steps - before[0]
+        self.record.forward_only_passes += self.probe.forward_passes - passes
+        self.record.probe_cost_steps += outcome.cost_steps
         return outcome
 
     def _conclude(self, step: int, outcome: LeapOutcome, real_steps: int) -> None:
-        if outcome.linear_decrease > 0:
-            ratio = outcome.paired.decrease / outcome.linear_decrease
-            error = outcome.paired.standard_error / outcome.linear_decrease
+        predicted = outcome.shape.linear_decrease
+        if predicted > 0:
+            ratio, error = outcome.paired.decrease / predicted, outcome.paired.standard_error / predicted
             self.planner.residuals.add(Residual(step, list(self.signals.features), ratio, error))
-        if outcome.gain == 0:
+        if outcome.kept:
+            self._keep(step, outcome.shape, outcome, real_steps)
+        else:
             self.trajectory.roll_back()
             self.planner.leap_was_rejected()
-            self._add_record(self._record(step, 0, 0.0, outcome.relative_norm, outcome, 0.0))
+            self._note(step, outcome.shape, outcome)
             self.controller.leap_rejected()
-            return
-        shape = LeapShape(outcome.gain, 0.0, outcome.relative_norm, outcome.linear_decrease)
-        self._keep(step, shape, outcome, real_steps)
 
     def _keep(self, step: int, shape: LeapShape, outcome: LeapOutcome | None, real_steps: int) -> None:
         room = min(self.controller.lengths.max_predict, self.max_steps - step - 1)
         worth, horizon = self.planner.credit_for(shape.gain, real_steps, room)
         forecast, deviation = self._forecast()
         self.trajectory.settle()
-        self._add_record(self._record(step, horizon, shape.gain, shape.relative_norm, outcome, worth, shape))
+        self._note(step, shape, outcome, horizon, worth)
         self.controller.leap_kept(horizon)
         self.steps_since_leap = 0
         self._open = _OpenLeap(
@@ -170,20 +172,17 @@ class PredictionEngine:
             losses=[],
         )
 
-    def _record(self, step, horizon, gain, relative_norm, outcome, worth, shape=None) -> LeapRecord:
-        record = LeapRecord(step, horizon, gain, worth, "unprobed", relative_norm)
-        if shape is not None:
-            record.predicted_decrease = shape.linear_decrease
+    def _note(
+        self, step: int, shape: LeapShape, outcome: LeapOutcome | None, horizon: int = 0, worth: float = 0.0
+    ) -> None:
+        record = LeapRecord(step, horizon, shape.gain, worth, "unprobed", shape.relative_norm)
+        record.predicted_decrease = shape.linear_decrease
         if outcome is not None:
             record.verdict = outcome.verdict
             record.loss_before, record.loss_after = outcome.loss_before, outcome.loss_after
             record.standard_error = outcome.paired.standard_error
-            record.predicted_decrease = outcome.linear_decrease
-            record.probe_cost_steps = self._probe_cost
+            record.probe_cost_steps = outcome.cost_steps
             record.e = outcome.paired.decrease / self.slope if self.slope > 0 else None
-        return record
-
-    def _add_record(self, record: LeapRecord) -> None:
         self._just_made = record
         self.record.leaps.append(record_as_dict(record))
 

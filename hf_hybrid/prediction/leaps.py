@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from hf_hybrid.prediction.divergence import Level
+from hf_hybrid.prediction.trajectory import LeapShape
 from hf_hybrid.prediction.verifier import (
     HeldOutProbe,
     Paired,
@@ -51,15 +52,18 @@ class LeapPlan:
 
 @dataclass(frozen=True)
 class LeapOutcome:
-    """Result of looking at a leap: the gain that is in the weights now (0: rejected), and the numbers behind it."""
+    """A leap that was looked at: what is in the weights now if it was kept, else what was refused, and the evidence."""
 
-    gain: float
     verdict: str
+    shape: LeapShape
     loss_before: float
     loss_after: float
     paired: Paired
-    linear_decrease: float
-    relative_norm: float
+    cost_steps: float
+
+    @property
+    def kept(self) -> bool:
+        return self.verdict != "rejected"
 
 
 def scheduled_gain(peak: float, progress: float) -> float:
@@ -134,12 +138,13 @@ class LeapPlanner:
         """
         Ask once per block: counts down the blocks that rejected leaps back off for.
 
-        After a rejection no leap is made that nobody looks at, so that the budget for probes bounds what they cost.
+        After two rejections in a row no leap is made that nobody looks at: the budget for probes bounds what a run pays
+        whose leaps do not help.
         """
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
-        return self.rejections_in_a_row == 0 or probe is None or self._probe_is_due(probe, step / self.max_steps)
+        return self.rejections_in_a_row < 2 or probe is None or self._probe_is_due(probe, step / self.max_steps)
 
     # One leap.
 
@@ -169,7 +174,7 @@ class LeapPlanner:
         spent = probe.cost_steps
         probe.choose()
         before = probe.losses()
-        tried: dict[float, tuple[Paired, float, object]] = {}
+        tried: dict[float, tuple[Paired, float, LeapShape]] = {}
 
         def measure(at: float) -> Paired:
             shape = leap(at)
@@ -190,18 +195,10 @@ class LeapPlanner:
             if pays:
                 choice, verdict = far, "extended"
             self.extension = min(max(self.extension * (2.0 if pays else 0.5), 2.0), self.MAX_EXTENSION)
-        if choice not in (0.0, next(reversed(tried))):
+        if verdict != "rejected" and choice != next(reversed(tried)):
             leap(choice)
-        chosen, loss_after, shape = tried[choice or gain]
-        return LeapOutcome(
-            gain=choice and shape.gain,
-            verdict=verdict,
-            loss_before=_mean(before),
-            loss_after=loss_after,
-            paired=chosen,
-            linear_decrease=shape.linear_decrease,
-            relative_norm=shape.relative_norm,
-        )
+        chosen, loss_after, shape = tried[choice]
+        return LeapOutcome(verdict, shape, _mean(before), loss_after, chosen, probe.cost_steps - spent)
 
     def _shrink(self, gain: float, loss_before: float, tried: dict, measure) -> tuple[float, str]:
         """Half the leap, then the minimum of the parabola; reject if neither lowers the loss."""
@@ -210,11 +207,11 @@ class LeapPlanner:
         if measure(half).decrease <= 0:
             best = parabola_minimum([(0.0, loss_before), (half, tried[half][1]), (gain, tried[gain][1])])
             if best is None or not 0.02 * gain < best < half:
-                return 0.0, "rejected"
+                return gain, "rejected"
             measure(best)
             candidates.append(best)
         best = max(candidates, key=lambda at: tried[at][0].decrease)
-        return (best, "shrunk") if tried[best][0].decrease > 0 else (0.0, "rejected")
+        return (best, "shrunk") if tried[best][0].decrease > 0 else (gain, "rejected")
 
     def credit_for(self, gain: float, real_steps: int, max_horizon: int) -> tuple[float, int]:
         """
