@@ -78,7 +78,8 @@ class HybridTrainerMixin:
     def hybrid_summary(self) -> dict:
         """
         What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
-        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more.
+        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more. All zero
+        with `enable_predict=False`, which counts nothing because it does nothing.
         """
         return self._summary if self._engine is None else self._engine.summary()
 
@@ -184,6 +185,10 @@ class HybridTrainerMixin:
     def _withhold_update(self) -> None:
         """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
         self.accelerator.gradient_state._set_sync_gradients(False)
+
+    def _track_num_input_tokens(self, inputs):
+        if inputs:  # a predicted step has none
+            super()._track_num_input_tokens(inputs)
 
     def _get_grad_norm(self, model, grad_norm=None):
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)

@@ -217,6 +217,15 @@ def test_predicted_steps_take_no_data(tmp_path):
     assert len(seen) <= 4 * (summary["real_steps"] + 1) < 4 * 30
 
 
+def test_tokens_and_flops_are_counted_for_real_steps_only(tmp_path, caplog):
+    trainer = run(tmp_path, include_num_input_tokens_seen="all")
+    real = trainer.hybrid_summary()["real_steps"]
+    assert real < 30
+    assert trainer.state.num_input_tokens_seen == real * 4 * 32
+    assert trainer.state.total_flos == 6 * real * 4 * 32 * trainer.model.num_parameters(exclude_embeddings=True)
+    assert "Tried to track" not in caplog.text
+
+
 def test_logged_losses_are_those_of_real_steps(tmp_path):
     seen = []
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, logging_steps=4), train_dataset=ByteText(400))
