@@ -95,7 +95,7 @@ class HybridArguments:
         0.05, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
     )
     extend_leaps: bool = _option(
-        True, "Let a probed leap go beyond the schedule when held-out loss pays for it (extended leaps)."
+        True, "Let a probed leap go beyond the schedule when held-out loss pays for it. Not while lr_rescue is on."
     )
     buffers_device: Literal["auto", "cpu"] = _option(
         "auto",
