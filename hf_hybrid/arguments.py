@@ -113,7 +113,11 @@ class HybridArguments:
     )
     probe_budget: float = _option(0.02, "Share of the run's compute that probes may cost.")
     acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")
-    rollback_margin: float = _option(0.0, "Rise of held-out loss that a leap within the schedule may cause, in nats.")
+    rollback_margin: float = _option(
+        1.0,
+        "Rise of held-out loss that a leap within the schedule may cause at once, in real steps' worth of progress: "
+        "such a leap pays later.",
+    )
 
     # Learning-rate rescue
     lr_rescue: Literal["auto", "on", "off"] = _option(

@@ -34,8 +34,8 @@ def build_engine(trainer) -> PredictionEngine:
             max_steps=max_steps,
             z=options.acceptance_z,
             margin=options.rollback_margin,
-            # Where the learning rate itself is being raised, a leap far beyond the schedule does the same thing greedily:
-            # it wins on the spot and cost 0.2 to 0.35 nats at the end of the run (docs/evaluation.md).
+            # Where the learning rate is being raised, a leap far beyond the schedule is the same thing, done greedily:
+            # it won on the spot and cost 0.2 to 0.35 nats at the end of the run (docs/evaluation.md).
             extend=options.extend_leaps and not rescue,
         ),
         monitor=DivergenceMonitor(

@@ -91,7 +91,7 @@ class LeapPlanner:
         probe_budget (`float`): Share of the run's compute for probes.
         max_steps (`int`): Length of the run.
         z (`float`): Standard errors for every verdict.
-        margin (`float`): Rise of held-out loss tolerated for a scheduled leap.
+        margin (`float`): Rise of held-out loss tolerated for a scheduled leap, in real steps' worth of progress.
         extend (`bool`): Allow extended leaps.
     """
 
@@ -184,7 +184,7 @@ class LeapPlanner:
 
         paired = measure(gain)
         choice, verdict = gain, "kept"
-        if not keep_scheduled(paired, margin=self.margin, z=self.z):
+        if not keep_scheduled(paired, margin=self.margin * max(slope, 0.0), z=self.z):
             choice, verdict = self._shrink(gain, _mean(before), tried, measure)
         elif self.extend and paired.decrease > self.z * paired.standard_error:
             # Early scheduled gains are tiny; beyond the schedule it is the probe that decides.
