@@ -234,55 +234,58 @@ def matched_steps(loss: float, curve: list[tuple[int, float]]) -> tuple[float, s
 
 
 def report(task: str, seeds: list[int]) -> dict | None:
-    """S of every arm, per seed against the mean plain curve over seeds; `None` while the task has no results."""
+    """S of every arm, each seed against its own plain curve; `None` while the task has no results."""
     runs = [run for run in task_runs(task, seeds) if path_of(run).exists()]
     results = [load(run) for run in runs]
-    plain: dict[int, list[float]] = {}
+    plain: dict[int, dict[int, float]] = {}
     for result in results:
         if result["arm"] == "plain":
-            plain.setdefault(result["steps"], []).append(result["eval_loss"])
-    curve = [(steps, statistics.mean(losses)) for steps, losses in sorted(plain.items())]
-    if len(curve) < 2:
-        return None
+            plain.setdefault(result["seed"], {})[result["steps"]] = result["eval_loss"]
     arms = {}
     for arm in ("hybrid", "none", "disabled"):
-        rows = []
-        for result in (r for r in results if r["arm"] == arm):
-            steps, how = matched_steps(result["eval_loss"], curve)
-            passes, probes = result["summary"]["backward_passes"], result["summary"]["probe_cost_steps"]
-            rows.append(
-                {
-                    "seed": result["seed"], "eval_loss": result["eval_loss"], "backward_passes": passes,
-                    "S": steps / passes, "S_with_probes": steps / (passes + probes), "how": how,
-                    "seconds": result["seconds"],
-                }
-            )  # fmt: skip
+        rows = [row(result, plain[result["seed"]]) for result in results if result["arm"] == arm]
         if rows:
-            arms[arm] = {"S": statistics.mean(row["S"] for row in rows), "runs": rows}
+            values = [r["S"] for r in rows]
+            arms[arm] = {"S": statistics.mean(values), "runs": rows}
+            arms[arm]["loss_over_plain_at_equal_max_steps"] = statistics.mean(
+                r["eval_loss"] / plain[r["seed"]][STEPS[task.split("-")[0]]] - 1 for r in rows
+            )
             if len(rows) > 1:
-                arms[arm]["S_standard_error"] = statistics.stdev(row["S"] for row in rows) / math.sqrt(len(rows))
-    rate = runs[0].rate
-    same = plain.get(STEPS[task.split("-")[0]], [])
-    if "hybrid" in arms and same:
-        hybrid = statistics.mean(row["eval_loss"] for row in arms["hybrid"]["runs"])
-        arms["hybrid"]["loss_over_plain_at_equal_max_steps"] = hybrid / statistics.mean(same) - 1
-    return {"task": task, "learning_rate": rate, "plain": {str(s): losses for s, losses in plain.items()}, "arms": arms}
+                arms[arm]["S_standard_error"] = statistics.stdev(values) / math.sqrt(len(rows))
+    return {"task": task, "learning_rate": runs[0].rate, "plain": plain, "arms": arms} if arms else None
+
+
+def row(result: dict, curve: dict[int, float]) -> dict:
+    """One run against the plain curve of its seed."""
+    steps, how = matched_steps(result["eval_loss"], list(curve.items()))
+    passes, probes = result["summary"]["backward_passes"], result["summary"]["probe_cost_steps"]
+    kept = ("eval_loss", "seed", "seconds")
+    return {
+        **{name: result[name] for name in kept},
+        "backward_passes": passes,
+        "S": steps / passes,
+        "S_with_probes": steps / (passes + probes),
+        "how": how,
+    }
 
 
 def print_report(table: dict) -> None:
     print(f"\n{table['task']}, learning rate {table['learning_rate']:g}")
-    for steps, losses in table["plain"].items():
-        print(f"  plain {steps:>5} steps  {statistics.mean(losses):.4f}  " + " ".join(f"{x:.4f}" for x in losses))
-    for arm, row in table["arms"].items():
-        bound = ">= " if any(r["how"] == "beyond" for r in row["runs"]) else ""
-        print(f"  {arm:8s} S {bound}{row['S']:.3f} +- {row.get('S_standard_error', math.nan):.3f}")
-        for r in row["runs"]:
+    for seed, curve in table["plain"].items():
+        print(
+            f"  plain, seed {seed}: " + "  ".join(f"{steps} steps {loss:.4f}" for steps, loss in sorted(curve.items()))
+        )
+    for arm, numbers in table["arms"].items():
+        bound = ">= " if any(r["how"] == "beyond" for r in numbers["runs"]) else ""
+        print(
+            f"  {arm:8s} S {bound}{numbers['S']:.3f} +- {numbers.get('S_standard_error', math.nan):.3f}, loss against "
+            f"plain at equal max_steps {numbers['loss_over_plain_at_equal_max_steps']:+.2%}"
+        )
+        for r in numbers["runs"]:
             print(
                 f"      seed {r['seed']}: {r['eval_loss']:.4f} after {r['backward_passes']} backward passes, "
                 f"S {r['S']:.3f} ({r['how']}), with probes {r['S_with_probes']:.3f}, {r['seconds']:.0f} s"
             )
-        if "loss_over_plain_at_equal_max_steps" in row:
-            print(f"      loss against plain at equal max_steps: {row['loss_over_plain_at_equal_max_steps']:+.2%}")
 
 
 def main() -> None:

@@ -81,8 +81,8 @@ def run(arm: str, worker: acceleration.Worker, steps: int, folder: str) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     logging.disable_progress_bar()

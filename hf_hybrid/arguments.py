@@ -109,7 +109,7 @@ class HybridArguments:
         "Sequences held out of the training set to verify leaps on, at most 5%% of it; unused with probe_dataset.",
     )
     probe_batch_size: Optional[int] = _option(
-        None, "Sequences per probe, rotating through the held-out ones. Default: 16, at most what is held out."
+        None, "Sequences per probe, rotating through the held-out ones. Default: 8, at most what is held out."
     )
     probe_budget: float = _option(0.02, "Share of the run's compute that probes may cost.")
     acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")

@@ -82,6 +82,6 @@ def _probe(trainer) -> HeldOutProbe:
         batches,
         losses,
         sizes=sizes,
-        sequences_per_probe=options.probe_batch_size or max(min(16, affordable), 2),
+        sequences_per_probe=options.probe_batch_size or max(min(8, affordable), 2),
         sequences_per_step=per_step,
     )

@@ -22,9 +22,9 @@ def test_sixty_four_names():
 def test_features_are_bounded_whatever_comes_in():
     observer = SignalObserver()
     for index, loss in enumerate([1e-12, 1e12, 0.0, 3.0, 3.0, 3.0, -5.0]):
-        features = observer.observe(step(index, loss=loss, gradient_norm=abs(loss), learning_rate=0.0))
-        assert len(features) == 64
-        assert all(-LIMIT <= value <= LIMIT for value in features)
+        observer.observe(step(index, loss=loss, gradient_norm=abs(loss), learning_rate=0.0))
+        assert len(observer.features) == 64
+        assert all(-LIMIT <= value <= LIMIT for value in observer.features)
 
 
 def test_predicted_steps_leave_the_loss_history_alone():
@@ -32,7 +32,8 @@ def test_predicted_steps_leave_the_loss_history_alone():
     for index in range(5):
         observer.observe(step(index))
     before = list(observer.losses)
-    features = dict(zip(FEATURE_NAMES, observer.observe(step(5, phase=Phase.PREDICT, loss=None, gradient_norm=None))))
+    observer.observe(step(5, phase=Phase.PREDICT, loss=None, gradient_norm=None))
+    features = dict(zip(FEATURE_NAMES, observer.features))
     assert list(observer.losses) == before
     assert features["phase_predict"] == 1.0 and features["phase_full"] == 0.0
 
@@ -41,9 +42,9 @@ def test_features_do_not_depend_on_the_unit_of_the_gradient():
     # Ratios of norms stay the same when all of them are scaled.
     small, large = SignalObserver(), SignalObserver()
     for index in range(40):
-        a = small.observe(step(index, max_grad_norm=0.0))
-        b = large.observe(step(index, gradient_norm=1e3 * (1.0 + index % 3), max_grad_norm=0.0))
-    named = {name: (x, y) for name, x, y in zip(FEATURE_NAMES, a, b)}
+        small.observe(step(index, max_grad_norm=0.0))
+        large.observe(step(index, gradient_norm=1e3 * (1.0 + index % 3), max_grad_norm=0.0))
+    named = {name: (x, y) for name, x, y in zip(FEATURE_NAMES, small.features, large.features)}
     for name in ("norm_log_ratio_to_mean", "norm_std_over_mean", "norm_slope_16", "norm_autocorrelation"):
         assert abs(named[name][0] - named[name][1]) < 1e-9
 
@@ -53,7 +54,9 @@ def test_state_survives_json():
     for index in range(30):
         observer.observe(step(index))
     copy.load_state_dict(json.loads(json.dumps(observer.state_dict())))
-    assert observer.observe(step(30)) == copy.observe(step(30))
+    for both in (observer, copy):
+        both.observe(step(30))
+    assert observer.features == copy.features
 
 
 class Watcher(PhasePlugin):

@@ -15,7 +15,7 @@ import torch
 Tensor = torch.Tensor
 
 
-def gradient_memory(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
+def gradient_memory(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor | None:
     """
     Slow average of the gradients, passed through the optimizer's own preconditioner.
 
@@ -26,24 +26,33 @@ def gradient_memory(memory: Tensor, state: Mapping[str, Any], group: Mapping[str
         memory (`torch.Tensor`): fp32 slow average of the gradients, any shape.
         state (`Mapping`): The optimizer's state of this parameter.
         group (`Mapping`): Its parameter group.
+        out (`torch.Tensor`): Where the result goes; fp32, of the shape and on the device of `memory`.
 
     Returns:
-        `torch.Tensor` of the shape of `memory`, fp32, on its device; `None` if the parameter was never updated.
+        `out`; `None` if the parameter was never updated.
     """
     second_moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if second_moment is not None:
         beta2 = group["betas"][1]
         bias = 1.0 - beta2 ** _as_number(state["step"])
-        denominator = (second_moment.to(memory.device, torch.float32) / bias).sqrt_().add_(group.get("eps", 1e-8))
-        return memory.div(denominator).neg_()
+        denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
+        return torch.div(memory, denominator, out=out).neg_()
     if "momentum_buffer" in state:
-        return memory.mul(-1.0 / (1.0 - group.get("momentum", 0.0)))
+        return torch.mul(memory, -1.0 / (1.0 - group.get("momentum", 0.0)), out=out)
     return None
 
 
-def drift(memory: Tensor) -> Tensor:
+def drift(memory: Tensor, out: Tensor) -> Tensor:
     """Low-pass displacement per unit of learning rate: EMA-Nesterov (arXiv 2605.25395) in leaps. Any optimizer."""
-    return memory.clone()
+    return out.copy_(memory)
+
+
+def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
+    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` for other optimizers."""
+    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+    if not torch.is_tensor(first) or not torch.is_tensor(second) or first.shape != second.shape:
+        return None
+    return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
 
 
 def block_drift(theta: Tensor, anchor: Tensor, lr_sum: float, memory: Tensor, weight: float) -> None:

@@ -90,21 +90,25 @@ class SignalObserver:
         for name in self._SCALARS:
             setattr(self, name, 0.0)
         self.statistics: dict[str, float] = {}
-        self.features = [0.0] * len(FEATURE_NAMES)
+        self._features = [0.0] * len(FEATURE_NAMES)
+        self._unread: StepSignals | None = None
 
-    def observe(self, step: StepSignals) -> list[float]:
-        """
-        Take in one step.
-
-        Returns:
-            `list` of 64 `float` in [-5, 5], in the order of `FEATURE_NAMES`.
-        """
+    def observe(self, step: StepSignals) -> None:
+        """Take in one step. Cheap: the features are computed when somebody asks."""
         self._remember(step)
+        self._unread = step
+
+    @property
+    def features(self) -> list[float]:
+        """The 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
+        step, self._unread = self._unread, None
+        if step is None:
+            return self._features
         values = {**self._loss(), **self._gradient(step), **self._optimizer(step), **self._rate(step)}
         values.update(self._phase(step))
         values.update(self._leap(step))
-        self.features = [_bounded(values[name]) for name in FEATURE_NAMES]
-        return self.features
+        self._features = [_bounded(values[name]) for name in FEATURE_NAMES]
+        return self._features
 
     def _remember(self, step: StepSignals) -> None:
         self.steps += 1
@@ -249,7 +253,8 @@ class SignalObserver:
             getattr(self, name).extend(state[name])
         for name in self._SCALARS:
             setattr(self, name, state[name])
-        self.statistics, self.features = state["statistics"], state["features"]
+        self.statistics, self._features = state["statistics"], state["features"]
+        self._unread = None
 
 
 def _bounded(value: float) -> float:

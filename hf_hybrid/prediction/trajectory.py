@@ -67,6 +67,7 @@ class Trajectory:
         self.memory = [] if direction == "none" else [self._buffer(p, zero=True) for p in self.parameters]
         self.anchor: list[Tensor] = []
         self.before_leap: list[Tensor] = []
+        self._scratches: dict[torch.device, Tensor] = {}
         self.has_snapshot = False
         self.steps_seen = 0
         self.steps_in_block = 0
@@ -77,6 +78,13 @@ class Trajectory:
         pin = self.host and like.device.type == "cuda"
         make = torch.zeros if zero else torch.empty
         return make(like.shape, dtype=dtype, device=device, pin_memory=pin)
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """One fp32 buffer per device, as large as the largest parameter: allocating costs more than the arithmetic."""
+        if like.device not in self._scratches:
+            size = max(p.numel() for p in self.parameters)
+            self._scratches[like.device] = torch.empty(size, dtype=torch.float32, device=like.device)
+        return self._scratches[like.device][: like.numel()].view(like.shape)
 
     @property
     def lr_sum(self) -> float:
@@ -116,20 +124,20 @@ class Trajectory:
             followed = self._followed(index)
             if followed is not None:
                 gradient = parameter.grad.to(followed.device, torch.float32)
-                dots.append((gradient * followed).sum())
-                squares.append(followed.square().sum())
-                gradients.append(gradient.square().sum())
+                dots.append(_dot(gradient, followed))
+                squares.append(_square(followed))
+                gradients.append(_square(gradient))
         if not dots:
             return None
         dot, square, gradient = _stack([_stack(x).sum() for x in (dots, squares, gradients)]).tolist()
         return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
 
     def _followed(self, index: int) -> Tensor | None:
-        state = self.optimizer.state.get(self.parameters[index], {})
-        first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-        if torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape:
-            return first.float() / (second.float().sqrt() + 1e-8)
-        return self.memory[index] if self.direction == "gradient_memory" and self.steps_seen else None
+        parameter = self.parameters[index]
+        followed = directions.last_step(self.optimizer.state.get(parameter, {}), self._scratch(parameter))
+        if followed is None and self.direction == "gradient_memory" and self.steps_seen:
+            return self.memory[index]
+        return followed
 
     @torch.no_grad()
     def observe_step(self, learning_rates: list[float]) -> None:
@@ -183,31 +191,33 @@ class Trajectory:
         squares, weights, linear = [], [], []
         for index, (parameter, group) in enumerate(zip(self.parameters, self.groups)):
             direction = self._direction(index)
-            weights.append(parameter.detach().float().square().sum())
+            weights.append(_square(parameter.detach()))
             if direction is None:
                 continue
             delta = direction.mul_(gain * self.lr_sums[group])
             if self.direction == "gradient_memory":
-                linear.append(-(delta * self.memory[index]).sum())
-            squares.append(delta.square().sum())
+                linear.append(-_dot(delta, self.memory[index]))
+            squares.append(_square(delta))
             delta = delta.to(parameter.device, non_blocking=True)
-            # Added in fp32 and rounded once: a bf16 weight must not lose what it can hold of a small delta.
-            parameter.copy_(parameter + delta if parameter.dtype == torch.float32 else parameter.float() + delta)
-        norm = math.sqrt(_total(squares))
-        size = math.sqrt(_total(weights))
+            if parameter.dtype == torch.float32:
+                parameter.add_(delta)
+            else:
+                # Added in fp32 and rounded once: a bf16 weight must not lose what it can hold of a small delta.
+                parameter.copy_(parameter.float().add_(delta))
+        norm, size = math.sqrt(_total(squares)), math.sqrt(_total(weights))
         return LeapShape(gain, norm, norm / max(size, 1e-12), _total(linear))
 
     def _direction(self, index: int) -> Tensor | None:
         if self.direction == "none":
             return None
         if self.direction == "drift":
-            return directions.drift(self.memory[index])
+            return directions.drift(self.memory[index], self._scratch(self.memory[index]))
         parameter = self.parameters[index]
         group = self.optimizer.param_groups[self.groups[index]]
         state = self.optimizer.state.get(parameter, {})
         if isinstance(self.optimizer, torch.optim.SGD):
             state = {"momentum_buffer": None}
-        return directions.gradient_memory(self.memory[index], state, group)
+        return directions.gradient_memory(self.memory[index], state, group, self._scratch(self.memory[index]))
 
     def _update_drift(self) -> None:
         if self.direction != "drift" or not self.anchor or self.lr_sum <= 0:
@@ -282,27 +292,27 @@ class Trajectory:
         count = max(sum(p.numel() for p in self.parameters), 1)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         sums = [
-            _norm(first) ** 2 / count,
+            _squares([p.detach() for p in self.parameters]) / count,
+            _squares(first) / count,
             _stack([s.float().sum() for s in second]).sum() / count if second else torch.zeros(()),
-            _norm([p.detach() for p in self.parameters]) ** 2 / count,
-            _norm(self.memory),
-            _norm(gradients),
+            _squares(self.memory),
+            _squares(gradients),
             self._gradient_dot_memory(),
         ]
-        first2, second1, weight2, memory, gradient, dot = _stack(sums[2:3] + sums)[1:].tolist()
+        weight2, first2, second1, memory2, gradient2, dot = _stack(sums).tolist()
         return {
             "first": math.sqrt(first2),
             "second": math.sqrt(max(second1, 0.0)),
             "weight": math.sqrt(weight2),
-            "memory": memory,
-            "alignment": dot / max(memory * gradient, 1e-20),
+            "memory": math.sqrt(memory2),
+            "alignment": dot / max(math.sqrt(memory2 * gradient2), 1e-20),
         }
 
     def _gradient_dot_memory(self) -> Tensor:
         if self.direction != "gradient_memory":
             return torch.zeros(())
         dots = [
-            (m * p.grad.to(m.device, torch.float32)).sum()
+            _dot(m, p.grad.to(m.device, torch.float32))
             for m, p in zip(self.memory, self.parameters)
             if p.grad is not None and not p.grad.is_sparse
         ]
@@ -311,13 +321,18 @@ class Trajectory:
     @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
-        return bool(torch.isfinite(_norm([p.detach() for p in self.parameters])))
+        return bool(torch.isfinite(_squares([p.detach() for p in self.parameters])))
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of the buffers, exact, by what they are for."""
         return {
             name: sum(t.numel() * t.element_size() for t in tensors)
-            for name, tensors in (("memory", self.memory), ("snapshot", self.before_leap), ("anchor", self.anchor))
+            for name, tensors in (
+                ("memory", self.memory),
+                ("snapshot", self.before_leap),
+                ("anchor", self.anchor),
+                ("scratch", list(self._scratches.values())),
+            )
         }
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:
@@ -368,11 +383,19 @@ class Trajectory:
         self.has_snapshot = values["has_snapshot"]
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    dense = [t for t in tensors if not t.is_sparse]
-    if not dense:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(_stack(torch._foreach_norm(dense)))
+def _squares(tensors: list[Tensor]) -> Tensor:
+    """Sum of the squares of all elements."""
+    dense = [_square(t) for t in tensors if not t.is_sparse]
+    return _stack(dense).sum() if dense else torch.zeros(())
+
+
+def _dot(first: Tensor, second: Tensor) -> Tensor:
+    return torch.dot(first.reshape(-1), second.reshape(-1))
+
+
+def _square(tensor: Tensor) -> Tensor:
+    flat = tensor.float().reshape(-1)
+    return torch.dot(flat, flat)  # several times faster than a norm on the CPU, and without a temporary
 
 
 def _stack(scalars: list[Tensor]) -> Tensor:
