@@ -1,5 +1,5 @@
 """
-What hybrid training costs when it gains nothing: seconds against plain Trainer, side by side in one process.
+What hybrid training costs when it gains nothing: CPU seconds against plain Trainer, side by side in one process.
 
     python benchmarks/overhead.py            # about ten minutes on two CPU cores
     python benchmarks/overhead.py --rounds 2 --steps 60
@@ -34,10 +34,14 @@ ARMS = ("plain", "disabled", "rejected", "hybrid")
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of the first step, which pays for lazy initialisation, to the end of the last."""
+    """
+    CPU seconds of this process from the end of the first step, which pays for lazy initialisation, to that of the last.
+
+    With one thread they are the seconds of the run without those that other programs took from it.
+    """
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
+        now = time.process_time()
         if state.global_step == 1:
             self.start = now
         self.seconds = now - self.start

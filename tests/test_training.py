@@ -293,6 +293,13 @@ def test_the_schedule_goes_on_through_predicted_steps(tmp_path):
         assert rate == pytest.approx(3e-3 * (1 - step / 30))
 
 
+def test_the_progress_bar_shows_phase_and_loss(tmp_path, capfd):
+    run(tmp_path, disable_tqdm=False, max_steps=15)
+    text = capfd.readouterr().err
+    assert "phase=warmup loss=" in text and "phase=correct loss=" in text
+    assert text.count("15/15") >= 1
+
+
 def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
     calls = []
 
