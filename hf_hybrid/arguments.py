@@ -111,7 +111,7 @@ class HybridArguments:
     probe_batch_size: Optional[int] = _option(
         None, "Sequences per probe, rotating through the held-out ones. Default: 8, at most what is held out."
     )
-    probe_budget: float = _option(0.02, "Share of the run's compute that probes may cost.")
+    probe_budget: float = _option(0.01, "Share of the run's compute that probes may cost.")
     acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")
     rollback_margin: float = _option(
         1.0,
