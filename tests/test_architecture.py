@@ -13,7 +13,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from modules of its own floor or below. `prediction` knows no config and no trainer.
 FLOORS = [
     {"arguments", "phases"},
-    {"plugins", "records", "prediction.signals", "prediction.directions", "prediction.verifier", "prediction.rescue"},
+    {
+        "plugins",
+        "records",
+        "prediction.signals",
+        "prediction.directions",
+        "prediction.sums",
+        "prediction.verifier",
+        "prediction.rescue",
+    },
     {"prediction.divergence", "prediction.trajectory"},
     {"prediction.leaps"},
     {"prediction.engine"},

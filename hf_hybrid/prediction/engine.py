@@ -19,7 +19,7 @@ from hf_hybrid.prediction.divergence import (
     Verdict,
     linear_trend,
 )
-from hf_hybrid.prediction.leaps import LeapOutcome, LeapPlanner, LeapRecord, record_as_dict
+from hf_hybrid.prediction.leaps import LeapOutcome, LeapPlanner, LeapRecord, OpenLeap, record_as_dict
 from hf_hybrid.prediction.rescue import LearningRateRescue
 from hf_hybrid.prediction.signals import SignalObserver, StepSignals
 from hf_hybrid.prediction.trajectory import LeapShape, Trajectory
@@ -38,18 +38,6 @@ class _RealStep:
     statistics: dict[str, float] | None = None
     cosine: float | None = None
     skipped: bool = False
-
-
-@dataclass
-class _OpenLeap:
-    """A leap that Correct is judging: what was forecast, and what came."""
-
-    record: int
-    probed: bool
-    worth: float
-    forecast: float | None
-    deviation: float
-    losses: list[float]
 
 
 class PredictionEngine:
@@ -92,7 +80,7 @@ class PredictionEngine:
         self.last_phase = controller.phase
         self.steps_since_leap = 0
         self._real: _RealStep | None = None
-        self._open: _OpenLeap | None = None
+        self._open: OpenLeap | None = None
         self._just_made: LeapRecord | None = None
         self._started = time.perf_counter()
 
@@ -163,7 +151,7 @@ class PredictionEngine:
         self._note(step, shape, outcome, horizon, worth)
         self.controller.leap_kept(horizon)
         self.steps_since_leap = 0
-        self._open = _OpenLeap(
+        self._open = OpenLeap(
             record=len(self.record.leaps) - 1,
             probed=outcome is not None,
             worth=worth,
@@ -423,4 +411,4 @@ class PredictionEngine:
                 part.load_state_dict(values[name])
         self.steps_since_leap = values["steps_since_leap"]
         self.announced = Phase(values["announced"])
-        self._open = _OpenLeap(**values["open_leap"]) if values["open_leap"] is not None else None
+        self._open = OpenLeap(**values["open_leap"]) if values["open_leap"] is not None else None

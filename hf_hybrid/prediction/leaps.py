@@ -66,6 +66,18 @@ class LeapOutcome:
         return self.verdict != "rejected"
 
 
+@dataclass
+class OpenLeap:
+    """A leap that Correct is judging: what was forecast, and what came."""
+
+    record: int
+    probed: bool
+    worth: float
+    forecast: float | None
+    deviation: float
+    losses: list[float]
+
+
 def scheduled_gain(peak: float, progress: float) -> float:
     """
     Gain of a leap within the schedule.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_hybrid.prediction import directions
+from hf_hybrid.prediction import directions, sums
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +124,12 @@ class Trajectory:
             followed = self._followed(index)
             if followed is not None:
                 gradient = parameter.grad.to(followed.device, torch.float32)
-                dots.append(_dot(gradient, followed))
-                squares.append(_square(followed))
-                gradients.append(_square(gradient))
+                dots.append(sums.dot(gradient, followed))
+                squares.append(sums.square(followed))
+                gradients.append(sums.square(gradient))
         if not dots:
             return None
-        dot, square, gradient = _stack([_stack(x).sum() for x in (dots, squares, gradients)]).tolist()
+        dot, square, gradient = sums.gather([sums.gather(x).sum() for x in (dots, squares, gradients)]).tolist()
         return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
 
     def _followed(self, index: int) -> Tensor | None:
@@ -191,21 +191,21 @@ class Trajectory:
         squares, weights, linear = [], [], []
         for index, (parameter, group) in enumerate(zip(self.parameters, self.groups)):
             direction = self._direction(index)
-            weights.append(_square(parameter.detach()))
+            weights.append(sums.square(parameter.detach()))
             if direction is None:
                 continue
             delta = direction.mul_(gain * self.lr_sums[group])
             if self.direction == "gradient_memory":
-                linear.append(-_dot(delta, self.memory[index]))
-            squares.append(_square(delta))
+                linear.append(-sums.dot(delta, self.memory[index]))
+            squares.append(sums.square(delta))
             delta = delta.to(parameter.device, non_blocking=True)
             if parameter.dtype == torch.float32:
                 parameter.add_(delta)
             else:
                 # Added in fp32 and rounded once: a bf16 weight must not lose what it can hold of a small delta.
                 parameter.copy_(parameter.float().add_(delta))
-        norm, size = math.sqrt(_total(squares)), math.sqrt(_total(weights))
-        return LeapShape(gain, norm, norm / max(size, 1e-12), _total(linear))
+        norm, size = math.sqrt(sums.total(squares)), math.sqrt(sums.total(weights))
+        return LeapShape(gain, norm, norm / max(size, 1e-12), sums.total(linear))
 
     def _direction(self, index: int) -> Tensor | None:
         if self.direction == "none":
@@ -291,15 +291,15 @@ class Trajectory:
         second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
         count = max(sum(p.numel() for p in self.parameters), 1)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        sums = [
-            _squares([p.detach() for p in self.parameters]) / count,
-            _squares(first) / count,
-            _stack([s.float().sum() for s in second]).sum() / count if second else torch.zeros(()),
-            _squares(self.memory),
-            _squares(gradients),
+        parts = [
+            sums.sum_of_squares([p.detach() for p in self.parameters]) / count,
+            sums.sum_of_squares(first) / count,
+            sums.gather([s.float().sum() for s in second]).sum() / count if second else torch.zeros(()),
+            sums.sum_of_squares(self.memory),
+            sums.sum_of_squares(gradients),
             self._gradient_dot_memory(),
         ]
-        weight2, first2, second1, memory2, gradient2, dot = _stack(sums).tolist()
+        weight2, first2, second1, memory2, gradient2, dot = sums.gather(parts).tolist()
         return {
             "first": math.sqrt(first2),
             "second": math.sqrt(max(second1, 0.0)),
@@ -312,16 +312,16 @@ class Trajectory:
         if self.direction != "gradient_memory":
             return torch.zeros(())
         dots = [
-            _dot(m, p.grad.to(m.device, torch.float32))
+            sums.dot(m, p.grad.to(m.device, torch.float32))
             for m, p in zip(self.memory, self.parameters)
             if p.grad is not None and not p.grad.is_sparse
         ]
-        return _stack(dots).sum() if dots else torch.zeros(())
+        return sums.gather(dots).sum() if dots else torch.zeros(())
 
     @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
-        return bool(torch.isfinite(_squares([p.detach() for p in self.parameters])))
+        return bool(torch.isfinite(sums.sum_of_squares([p.detach() for p in self.parameters])))
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of the buffers, exact, by what they are for."""
@@ -381,27 +381,3 @@ class Trajectory:
         self.steps_in_block = values["steps_in_block"]
         self.lr_sums = list(values["lr_sums"])
         self.has_snapshot = values["has_snapshot"]
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    """Sum of the squares of all elements."""
-    dense = [_square(t) for t in tensors if not t.is_sparse]
-    return _stack(dense).sum() if dense else torch.zeros(())
-
-
-def _dot(first: Tensor, second: Tensor) -> Tensor:
-    return torch.dot(first.reshape(-1), second.reshape(-1))
-
-
-def _square(tensor: Tensor) -> Tensor:
-    flat = tensor.float().reshape(-1)
-    return torch.dot(flat, flat)  # several times faster than a norm on the CPU, and without a temporary
-
-
-def _stack(scalars: list[Tensor]) -> Tensor:
-    # On the device of the first: one synchronisation when the result is read, not one per tensor.
-    return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars])
-
-
-def _total(scalars: list[Tensor]) -> float:
-    return _stack(scalars).sum().item() if scalars else 0.0
