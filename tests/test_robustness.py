@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.prediction.divergence import TrainingDivergedError
+from hf_hybrid.prediction.trajectory import Trajectory
 
 
 class Poisoned(tiny_model().__class__):
@@ -77,6 +78,34 @@ def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):
     assert finite(trainer.model)
     for file in tmp_path.glob("checkpoint-*/model.safetensors"):
         assert all(torch.isfinite(t).all() for t in load_file(file).values())
+
+
+def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
+    """Correct is shorter than the row of bad steps that the monitor waits for: the way back must not close."""
+    original, before = Trajectory.leap, []
+
+    def leap(trajectory, gain):
+        shape = original(trajectory, gain)
+        if trajectory.steps_seen > 20 and not before:
+            before.extend(saved.clone() for saved in trajectory.before_leap)
+            trajectory.parameters[0].data.fill_(math.nan)
+        return shape
+
+    restored, rolled = [], Trajectory.roll_back
+
+    def roll_back(trajectory):
+        rolled(trajectory)
+        restored.append([p.detach().clone() for p in trajectory.parameters])
+
+    monkeypatch.setattr(Trajectory, "leap", leap)
+    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
+    trainer = HybridTrainer(
+        tiny_model(), hybrid_config(tmp_path, max_steps=50, probe_budget=0.0), train_dataset=ByteText(400)
+    )
+    trainer.train()
+    assert before and finite(trainer.model)
+    assert any(all(torch.equal(a, b) for a, b in zip(before, state)) for state in restored)
+    assert "rolled_back" in trainer.hybrid_summary()["leaps_by_verdict"]
 
 
 def test_nan_weights_are_never_saved(tmp_path):

@@ -273,7 +273,11 @@ class PredictionEngine:
         leap = self._open
         if leap is None:
             return
-        if leap.forecast is not None and leap.losses:
+        if not leap.losses:
+            # Every step since the leap was skipped: the snapshot may be the only good weights there are.
+            self._react(step, Verdict(Level.CRITICAL, "no finite loss since the leap", Action.ROLL_BACK))
+            return
+        if leap.forecast is not None:
             # Training losses are far noisier than a paired probe: no reason to change a gain unless they are far off.
             error = sum(leap.losses) / len(leap.losses) - leap.forecast
             self.record.leaps[leap.record]["forecast_error"] = error
