@@ -127,6 +127,36 @@ class HybridArguments:
     )
     lr_rescue_max_scale: float = _option(512.0, "Most that the rescue may multiply the learning rate by.")
 
+    # Memory
+    memory: Literal["off", "auto", "stream"] = _option(
+        "off",
+        "Train models that do not fit. off: as transformers.Trainer does. auto: layers are streamed from host memory "
+        "if the whole training does not fit into vram_budget_gib. stream: always streamed, on any device.",
+    )
+    vram_budget_gib: Optional[float] = _option(
+        None, "Device memory that training may use, in GiB. Default: what is free on the device; no limit on a CPU."
+    )
+    host_budget_gib: Optional[float] = _option(
+        None, "Host memory that training may use, in GiB. Default: what is available on the machine."
+    )
+    resident_layers: Optional[int] = _option(
+        None, "Streamed layers that stay on the device after use. Default: as many as vram_budget_gib has room for."
+    )
+    prefetch_layers: int = _option(1, "Streamed layers that are fetched ahead of the one that computes.")
+    accumulation_walk: Literal["auto", "layer", "micro_batch"] = _option(
+        "auto",
+        "How streamed layers walk an accumulation window. layer: each layer computes all micro-batches before the "
+        "next, so that weights travel twice per step. micro_batch: twice per micro-batch. auto: layer, where possible.",
+    )
+    optimizer_states: Literal["exact", "8bit"] = _option(
+        "exact",
+        "exact: the states of `optim` as they are. 8bit: AdamW with block-wise 8-bit states, bf16 weights rounded "
+        "stochastically; needs bitsandbytes.",
+    )
+    base_precision: Literal["same", "int8"] = _option(
+        "same", "How frozen weights of streamed layers are stored and transported. int8: one byte per weight."
+    )
+
     # Divergence
     divergence_threshold: Optional[float] = _option(
         None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6)."
@@ -150,6 +180,10 @@ _CHOICES = {
     "direction": ("gradient_memory", "drift", "none"),
     "buffers_device": ("auto", "cpu"),
     "lr_rescue": ("auto", "on", "off"),
+    "memory": ("off", "auto", "stream"),
+    "accumulation_walk": ("auto", "layer", "micro_batch"),
+    "optimizer_states": ("exact", "8bit"),
+    "base_precision": ("same", "int8"),
 }
 _AT_LEAST = {
     "warmup_phase_steps": 0,
@@ -166,8 +200,16 @@ _AT_LEAST = {
     "rollback_margin": 0,
     "lr_rescue_max_scale": 1,
     "max_bad_steps": 1,
+    "resident_layers": 0,
+    "prefetch_layers": 0,
 }
-_POSITIVE = ("max_leap_norm", "divergence_threshold", "gradient_explosion_factor")
+_POSITIVE = (
+    "max_leap_norm",
+    "divergence_threshold",
+    "gradient_explosion_factor",
+    "vram_budget_gib",
+    "host_budget_gib",
+)
 _FRACTIONS = ("confidence_threshold", "probe_budget")
 
 

@@ -52,16 +52,23 @@ def build_engine(trainer) -> PredictionEngine:
 
 
 def _trajectory(trainer) -> Trajectory:
-    options = trainer.hybrid_args
+    options, streaming = trainer.hybrid_args, trainer.streaming
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return Trajectory(
-        [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad],
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if streaming is not None:
+        parameters = [(name, streaming.streamer.counterpart(parameter)) for name, parameter in parameters]
+    trajectory = Trajectory(
+        parameters,
         getattr(trainer.optimizer, "optimizer", trainer.optimizer),
         direction=options.direction,
         memory_steps=leap_memory_steps(options, trainer.state.max_steps),
         max_relative_norm=options.max_leap_norm,
         host=options.buffers_device == "cpu",
+        store=streaming,
     )
+    if streaming is not None:
+        streaming.streamer.overlay = trajectory.displaced
+    return trajectory
 
 
 def _probe(trainer) -> HeldOutProbe:

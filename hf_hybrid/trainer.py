@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import ProgressCallback, Trainer
 
-from hf_hybrid.arguments import HybridArguments, hybrid_values
+from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.assembly import build_engine
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
@@ -18,6 +18,7 @@ from hf_hybrid.plugins import PluginContext, PluginList
 from hf_hybrid.prediction.divergence import TrainingDivergedError
 from hf_hybrid.prediction.engine import PredictionEngine
 from hf_hybrid.records import RunRecord, StepWindow
+from hf_hybrid.streamed_trainer import StreamedTrainerMixin
 from hf_hybrid.state_io import last_complete_checkpoint, load_hybrid_state, save_hybrid_state, write_json
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 SUMMARY_NAME = "hybrid_summary.json"
 
 
-class HybridTrainerMixin:
+class HybridTrainerMixin(StreamedTrainerMixin):
     """
     Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
 
@@ -48,7 +49,6 @@ class HybridTrainerMixin:
 
     def __init__(self, *args, probe_dataset=None, plugins=(), **kwargs):
         super().__init__(*args, **kwargs)
-        self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         self.plugins = PluginList(plugins)
         self.probe_dataset = probe_dataset
         self._engine: PredictionEngine | None = None
@@ -185,6 +185,8 @@ class HybridTrainerMixin:
     def _withhold_update(self) -> None:
         """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
         self.accelerator.gradient_state._set_sync_gradients(False)
+        if self.streaming is not None:
+            self.streaming.optimizer.drop_gradients()
 
     def _track_num_input_tokens(self, inputs):
         if inputs:  # a predicted step has none

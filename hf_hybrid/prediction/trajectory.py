@@ -26,6 +26,20 @@ class LeapShape:
     linear_decrease: float
 
 
+class WeightStore:
+    """Where weights live that do not compute where they live: told before they are read and after they were written."""
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether copies of this parameter compute in its place."""
+        return False
+
+    def settle(self) -> None:
+        """Finish updates under way: parameters and optimizer states are about to be read."""
+
+    def changed(self) -> None:
+        """The weights were written, or the leap under test is another one: copies made of them are old."""
+
+
 class Trajectory:
     """
     Owns the slow buffers of every trainable parameter, applies a leap and rolls it back exactly.
@@ -40,6 +54,9 @@ class Trajectory:
         memory_steps (`int`): Length of the slow average in real steps.
         max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
         host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
+        store (`WeightStore`, *optional*): For weights that live elsewhere than they compute. A leap under test is then
+            one number: whoever copies weights to where they compute adds it ([`displaced`]), and a rejection costs
+            nothing.
     """
 
     def __init__(
@@ -51,6 +68,7 @@ class Trajectory:
         memory_steps: int,
         max_relative_norm: float,
         host: bool = False,
+        store: WeightStore | None = None,
     ):
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.names, self.parameters, self.groups = [], [], []
@@ -64,6 +82,11 @@ class Trajectory:
         self.memory_steps = memory_steps
         self.max_relative_norm = max_relative_norm
         self.host = host
+        self.store = store
+        self.pending_gain: float | None = None
+        self._at_hand = {i for i, p in enumerate(self.parameters) if store is None or not store.holds(p)}
+        """Parameters that compute where they live: a leap under test is written into them."""
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.memory = [] if direction == "none" else [self._buffer(p, zero=True) for p in self.parameters]
         self.anchor: list[Tensor] = []
         self.before_leap: list[Tensor] = []
@@ -145,6 +168,7 @@ class Trajectory:
         self.steps_in_block += 1
         self.lr_sums = [total + lr for total, lr in zip(self.lr_sums, learning_rates)]
         if self.steps_seen == 1:
+            self._settle_store()
             self._settle_direction()
         if self.direction == "drift" and not self.anchor:
             self._reset_block()
@@ -176,18 +200,39 @@ class Trajectory:
 
         Called again before [`settle`], it starts from the same snapshot: the last call wins.
         """
-        if self.has_snapshot:
-            self._restore()
+        if self.pending_gain is not None:
+            self._restore(self._at_hand)
         else:
+            self._settle_store()
             self._update_drift()
-            self._take_snapshot()
-        shape = self._apply(gain)
+            self._take_snapshot(self._at_hand)
+        shape = self._apply(gain, self._at_hand)
         if shape.relative_norm > self.max_relative_norm:
-            self._restore()
-            shape = self._apply(gain * self.max_relative_norm / shape.relative_norm)
+            self._restore(self._at_hand)
+            shape = self._apply(gain * self.max_relative_norm / shape.relative_norm, self._at_hand)
+        self.pending_gain = shape.gain
+        self._store_changed()
         return shape
 
-    def _apply(self, gain: float) -> LeapShape:
+    def _settle_store(self) -> None:
+        if self.store is not None:
+            self.store.settle()
+
+    def _store_changed(self) -> None:
+        if self.store is not None:
+            self.store.changed()
+
+    @torch.no_grad()
+    def displaced(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """The weights of one parameter with the leap under test; `None` if there is none."""
+        index = self._index_of.get(id(parameter))
+        direction = None if self.pending_gain is None or index is None else self._direction(index)
+        if direction is None:
+            return None
+        delta = direction.mul_(self.pending_gain * self.lr_sums[self.groups[index]])
+        return parameter.detach().float().add(delta).to(parameter.dtype)
+
+    def _apply(self, gain: float, written: set[int]) -> LeapShape:
         squares, weights, linear = [], [], []
         for index, (parameter, group) in enumerate(zip(self.parameters, self.groups)):
             direction = self._direction(index)
@@ -198,6 +243,8 @@ class Trajectory:
             if self.direction == "gradient_memory":
                 linear.append(-sums.dot(delta, self.memory[index]))
             squares.append(sums.square(delta))
+            if index not in written:
+                continue
             delta = delta.to(parameter.device, non_blocking=True)
             if parameter.dtype == torch.float32:
                 parameter.add_(delta)
@@ -228,20 +275,26 @@ class Trajectory:
             if lr_sum > 0:
                 directions.block_drift(parameter, self.anchor[index], lr_sum, self.memory[index], weight)
 
-    def _take_snapshot(self) -> None:
+    def _take_snapshot(self, indices: set[int]) -> None:
         if not self.before_leap:
             self.before_leap = [self._buffer(p, dtype=p.dtype) for p in self.parameters]
-        for saved, parameter in zip(self.before_leap, self.parameters):
-            saved.copy_(parameter.detach())
+        for index in indices:
+            self.before_leap[index].copy_(self.parameters[index].detach())
         self.has_snapshot = True
 
-    def _restore(self) -> None:
-        for saved, parameter in zip(self.before_leap, self.parameters):
-            parameter.copy_(saved)
+    def _restore(self, indices: set[int]) -> None:
+        for index in indices:
+            self.parameters[index].copy_(self.before_leap[index])
 
     @torch.no_grad()
     def settle(self) -> None:
         """The leap stays for now: a new block of real steps begins. The snapshot is kept until [`forget`]."""
+        gain, self.pending_gain = self.pending_gain, None
+        elsewhere = set(range(len(self.parameters))) - self._at_hand
+        if gain is not None and elsewhere:
+            self._take_snapshot(elsewhere)
+            self._apply(gain, elsewhere)
+            self._store_changed()
         self._reset_block()
 
     def forget(self) -> None:
@@ -258,14 +311,21 @@ class Trajectory:
         """
         if not self.has_snapshot:
             raise RuntimeError("There is no leap to roll back.")
-        self._restore()
+        if self.pending_gain is not None:
+            self.pending_gain = None
+            self._restore(self._at_hand)
+        else:
+            self._settle_store()
+            self._restore(set(range(len(self.parameters))))
         self.has_snapshot = False
+        self._store_changed()
         self._reset_block()
 
     def _reset_block(self) -> None:
         self.steps_in_block = 0
         self.lr_sums = [0.0] * len(self.lr_sums)
         if self.direction == "drift":
+            self._settle_store()
             if not self.anchor:
                 self.anchor = [self._buffer(p) for p in self.parameters]
             for anchor, parameter in zip(self.anchor, self.parameters):
@@ -321,6 +381,7 @@ class Trajectory:
     @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
+        self._settle_store()
         return bool(torch.isfinite(sums.sum_of_squares([p.detach() for p in self.parameters])))
 
     def bytes_held(self) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Where the bytes are: streaming, lazy updates, precision, placement and plans."""

@@ -1,0 +1,92 @@
+"""Finds, in a model, the parts that can be streamed: its decoder layers, its embeddings and its head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+HOST_PLACES = ("cpu", "disk")
+
+
+class NoLayerListError(ValueError):
+    """The model has no list of decoder layers."""
+
+
+def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """
+    The decoder layers: the outermost `ModuleList` that holds most of the parameters.
+
+    Args:
+        model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
+
+    Returns:
+        `list[tuple[str, nn.Module]]`: Dotted names and modules, in order.
+
+    Raises:
+        NoLayerListError: If there is none; the message names what was looked for.
+    """
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside and _can_be_called(module):
+            lists.append((name, module))
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists}
+    if not lists or max(sizes.values()) == 0:
+        raise NoLayerListError(
+            f"`memory` cannot stream `{type(model).__name__}`: looked for an `nn.ModuleList` of at least two decoder "
+            "layers with parameters (as `model.layers` or `transformer.h`) and found none. Train it with `memory=off`."
+        )
+    name, layers = max(lists, key=lambda item: sizes[item[0]])
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+
+
+def _can_be_called(modules: nn.ModuleList) -> bool:
+    return all(type(module).forward is not nn.Module.forward for module in modules)
+
+
+def layers_on_host(layers: list[tuple[str, nn.Module]], device_map: Mapping[str, object]) -> list[tuple[str, nn.Module]]:
+    """
+    Those layers that an accelerate device map keeps on `cpu` or `disk`; the longest matching name decides.
+
+    Raises:
+        ValueError: If the map says nothing about a layer.
+    """
+    return [(name, layer) for name, layer in layers if str(place_of(name, device_map)) in HOST_PLACES]
+
+
+def place_of(name: str, device_map: Mapping[str, object]) -> object:
+    """Where a device map puts the module `name`."""
+    parts = name.split(".")
+    for length in range(len(parts), -1, -1):
+        key = ".".join(parts[:length])
+        if key in device_map:
+            return device_map[key]
+    raise ValueError(
+        f"`device_map` says nothing about `{name}`. Add it, one of its parents, or an entry `''` for everything else."
+    )
+
+
+def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """
+    The input embeddings and the output head as units; one unit of both where they share their weight.
+
+    Only modules whose parameters belong to nothing else; none where the model does not say what they are.
+    """
+    found = [
+        (name, module)
+        for name, module in (("embeddings", _ask(model, "get_input_embeddings")), ("head", _ask(model, "get_output_embeddings")))
+        if module is not None and any(True for _ in module.parameters())
+    ]
+    if len(found) == 2:
+        first, second = ({id(p) for p in module.parameters()} for _, module in found)
+        if first & second:
+            return [("embeddings", [module for _, module in found])]
+    return [(name, [module]) for name, module in found]
+
+
+def _ask(model: nn.Module, question: str) -> nn.Module | None:
+    try:
+        return getattr(model, question)()
+    except (AttributeError, NotImplementedError):
+        return None

@@ -1,0 +1,81 @@
+"""Copies between host and device: on side streams where the device is a GPU, plain where it is the host itself."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Slot:
+    """A device buffer that holds one unit at a time."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.ready: torch.cuda.Event | None = None
+        self.idle: torch.cuda.Event | None = None
+
+
+class Transfers:
+    """
+    Orders copies and computation without stopping the host.
+
+    Copies in and copies out have a stream each. A slot is overwritten only after the computation that read it
+    (`release`), and read only after its copy has arrived (`await_arrival`).
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.bytes_in = self.bytes_out = 0
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        if self.on_gpu:
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def load(self, slot: Slot, packed: Tensor) -> None:
+        """Start copying `packed` into the slot."""
+        self.bytes_in += packed.numel()
+        target = slot.buffer[: packed.numel()]
+        if not self.on_gpu:
+            target.copy_(packed)
+            return
+        with torch.cuda.stream(self._in):
+            if slot.idle is not None:
+                self._in.wait_event(slot.idle)
+            target.copy_(packed, non_blocking=True)
+            slot.ready = torch.cuda.Event()
+            slot.ready.record(self._in)
+
+    def await_arrival(self, slot: Slot) -> None:
+        """What is computed from here on sees the loaded bytes."""
+        if self.on_gpu and slot.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+
+    def release(self, slot: Slot) -> None:
+        """What was computed so far may still read the slot; what is loaded from here on may not overtake it."""
+        if self.on_gpu:
+            slot.idle = torch.cuda.Event()
+            slot.idle.record(torch.cuda.current_stream(self.device))
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Start copying a device tensor into host memory; complete after [`finish_sending`]."""
+        self.bytes_out += target.numel() * target.element_size()
+        if not self.on_gpu:
+            target.copy_(source)
+            return
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            target.copy_(source, non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record(self._out)
+        # The source must outlive the copy: kept here until it is known to be over.
+        self._leaving.append((sent, source))
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+
+    def finish_sending(self) -> None:
+        """Return when everything sent has arrived on the host."""
+        while self._leaving:
+            self._leaving.popleft()[0].synchronize()

@@ -1,0 +1,133 @@
+"""Routes Trainer's hooks to the streaming memory engine. No algorithm lives here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.memory_setup import StreamedTraining, check_streamable, set_up_memory
+
+
+class StreamedTrainerMixin:
+    """
+    Training of models that do not fit on the device, for any `Trainer` subclass.
+
+    Takes over the model for a run and for evaluations, and gives it back as ordinary host weights whenever somebody else
+    reads them: for saving, for the best checkpoint, and at the end.
+
+    Args:
+        device_map (`dict[str, int | str]`, *optional*):
+            Accelerate's form: module name to device. Layers on `"cpu"` or `"disk"` are streamed, others stay on the
+            device with their optimizer states. Default: the map that the model was loaded with, if any.
+    """
+
+    def __init__(self, *args, device_map: dict | None = None, **kwargs):
+        self.streaming: StreamedTraining | None = None
+        self._device_map = device_map
+        super().__init__(*args, **kwargs)
+        self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
+        if self._memory_mode == "off":
+            return
+        check_streamable(self.args)
+        self._set_up_streaming()
+        if self.streaming is None:
+            super()._move_model_to_device(self.model, self.args.device)
+
+    @property
+    def _memory_mode(self) -> str:
+        # Asked for while Trainer is still being built.
+        return getattr(self.args, "memory", "off")
+
+    def _set_up_streaming(self) -> None:
+        self.streaming = set_up_memory(self, self._device_map)
+        if self.streaming is not None:
+            self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
+            self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model, device):
+        if self._memory_mode == "off":
+            super()._move_model_to_device(model, device)
+
+    # A run.
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.streaming is not None:
+                self.streaming.end()
+
+    def create_optimizer(self, model=None):
+        if self.streaming is None:
+            return self._create_plain_optimizer(model)
+        if self.streaming.model is not self.model:  # `model_init` made a new one
+            self._set_up_streaming()
+        if self.optimizer is None or self.streaming.optimizer is None:
+            self.optimizer = self.streaming.wrap(self._create_plain_optimizer(model))
+        self.streaming.begin()
+        return self.optimizer
+
+    def _create_plain_optimizer(self, model=None):
+        if self.hybrid_args.optimizer_states == "8bit" and self.optimizer is None:
+            self.optimizer_cls_and_kwargs = self._low_bit_optimizer()
+        return super().create_optimizer(model)
+
+    def _low_bit_optimizer(self):
+        from hf_hybrid.memory.low_bit import AdamW8bit
+
+        args = self.args
+        betas = (args.adam_beta1, args.adam_beta2)
+        return AdamW8bit, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.streaming is not None:
+            self.streaming.streamer.end_backward()
+        return loss
+
+    def _clip_grad_norm(self, model):
+        if self.streaming is None:
+            return super()._clip_grad_norm(model)
+        return self.streaming.optimizer.clip(model.parameters(), self.args.max_grad_norm, now=self._reads_gradients)
+
+    @property
+    def _reads_gradients(self) -> bool:
+        """Whether somebody looks at clipped gradients before the optimizer does."""
+        return self.hybrid_args.enable_predict
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if self.streaming is not None and grad_norm is None:
+            grad_norm = self.streaming.optimizer.total_norm(model.parameters())
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    # Whoever reads weights finds them.
+
+    @contextlib.contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        if self.streaming is None:
+            yield
+            return
+        with self.streaming.suspended():
+            yield
+
+    def _save(self, *args, **kwargs):
+        with self._own_weights():
+            super()._save(*args, **kwargs)
+
+    def _load_best_model(self):
+        with self._own_weights():
+            super()._load_best_model()
+
+    def evaluation_loop(self, *args, **kwargs):
+        if self.streaming is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with self.streaming.running():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def memory_statistics(self) -> dict:
+        """Loads, bytes moved and seconds waited by the streaming engine so far; empty where nothing is streamed."""
+        return {} if self.streaming is None else self.streaming.statistics()
+
+
