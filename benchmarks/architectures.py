@@ -347,17 +347,22 @@ def run(model_types: list[str], timeout: float, plain_only: bool) -> Iterator[Ro
         pool.terminate()
 
 
-def report(rows: list[Row]) -> Row:
-    """Versions, date, counts and rows, as written to the output file."""
-    counts = {"types": len(rows), "built": sum(row["parameters"] is not None for row in rows)}
-    counts |= {key: sum(row[key] == "ok" for row in rows) for key in ("plain", "hybrid")}
+def report_versions() -> Row:
+    """Versions of what took part."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "hf_hybrid"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # hf_hybrid may be a checkout
             versions[name] = importlib.metadata.version(name)
+    return {"versions": versions}
+
+
+def report(rows: list[Row]) -> Row:
+    """Versions, date, counts and rows, as written to the output file."""
+    counts = {"types": len(rows), "built": sum(row["parameters"] is not None for row in rows)}
+    counts |= {key: sum(row[key] == "ok" for row in rows) for key in ("plain", "hybrid")}
     share = counts["hybrid"] / counts["plain"] if counts["plain"] else 0.0
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"versions": versions, "date": date, "counts": counts, "hybrid_share_of_plain": share, "rows": rows}
+    return {**report_versions(), "date": date, "counts": counts, "hybrid_share_of_plain": share, "rows": rows}
 
 
 def failure(row: Row) -> str:

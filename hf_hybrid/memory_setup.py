@@ -11,6 +11,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
 from hf_hybrid.memory.lazy_update import LazyOptimizer
 from hf_hybrid.memory.streaming import LayerStreamer
+from hf_hybrid.memory.walk import Window
 from hf_hybrid.prediction.trajectory import WeightStore
 
 
@@ -22,10 +23,12 @@ class StreamedTraining(WeightStore):
         model (`nn.Module`): The model as the trainer holds it.
         streamer (`LayerStreamer`): Of the model.
         on_device (`bool`): Step streamed units on the device.
+        order (`str`): See `accumulation_walk`.
     """
 
-    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, *, on_device: bool):
+    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, *, on_device: bool, order: str):
         self.model, self.streamer, self.on_device = model, streamer, on_device
+        self.window = Window(streamer, order)
         self.optimizer: LazyOptimizer | None = None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> LazyOptimizer:
@@ -119,4 +122,4 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
         model, layers, device=trainer.args.device, ahead=options.prefetch_layers, kept=options.resident_layers or 0,
         int8=options.base_precision == "int8",
     )
-    return StreamedTraining(model, streamer, on_device=options.optimizer_states == "8bit")
+    return StreamedTraining(model, streamer, on_device=options.optimizer_states == "8bit", order=options.accumulation_walk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 
@@ -81,11 +82,18 @@ class StreamedTrainerMixin:
         betas = (args.adam_beta1, args.adam_beta2)
         return AdamW8bit, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *args, **kwargs):
+        batches, items = super().get_batch_samples(*args, **kwargs)
         if self.streaming is not None:
-            self.streaming.streamer.end_backward()
-        return loss
+            self.streaming.window.begin(batches)
+        return batches, items
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.streaming is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        # One call computes the whole window if it is walked layer by layer; the others return what it found.
+        step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        return self.streaming.window.next(step, inputs)
 
     def _clip_grad_norm(self, model):
         if self.streaming is None:

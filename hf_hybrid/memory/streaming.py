@@ -323,7 +323,7 @@ class LayerStreamer:
     # Gradients leave.
 
     def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
-        if self.walk is None or piece not in self.walk.collecting:
+        if self.walk is None or id(piece) not in self.walk.collecting:
             self.collect(piece)
 
     def collect(self, piece: Piece) -> None:

@@ -1,0 +1,346 @@
+"""
+Walks an accumulation window layer by layer: each layer computes all micro-batches before the next layer is brought in.
+
+Weights then travel twice per optimizer step, not twice per micro-batch. Every micro-batch runs the model's own forward, on
+a thread that waits at each streamed layer until the others have arrived there; one thread runs at a time. So nothing has
+to be known about inputs, masks or losses, and micro-batches may differ in length.
+
+The graph is cut at the layers: a layer runs without gradients, its outputs enter the rest of the model as leaves. The
+loss's own backward, inside the micro-batch's turn, ends at those leaves. Then the layers are recomputed and
+differentiated one after the other, last call first, each for all micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_hybrid.memory.streaming import LayerStreamer, Unit, without_autocast_cache
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+
+class CannotWalkError(RuntimeError):
+    """This model's layers cannot be walked for several micro-batches at once."""
+
+
+class _Abandoned(BaseException):
+    """Unwinds the other micro-batches after one failed."""
+
+
+@dataclass
+class _Call:
+    """One call of one layer by one micro-batch."""
+
+    unit: Unit
+    function: Callable
+    inputs: tuple[tuple, dict]
+    leaves: list[Tensor]
+    """What the rest of the model saw of the outputs; their gradients arrive here."""
+    cuts: list[tuple[Tensor, Tensor]]
+    """Tensors computed between layers, and the leaves that stand for them from this call on."""
+    random_state: _RandomState
+    autocast: dict
+
+
+class _MicroBatch(threading.Thread):
+    """Runs one micro-batch up to the next streamed layer whenever it is its turn."""
+
+    def __init__(self, function: Callable[[], Any], device: torch.device):
+        super().__init__(daemon=True)
+        self.function, self.device = function, device
+        self.calls: list[_Call] = []
+        self.waiting_for: Unit | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.leaves: dict[int, Tensor] = {}
+        self.cuts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self._context = contextvars.copy_context()
+        self._threads = torch.get_num_threads()
+
+    def advance(self) -> None:
+        """Let it run until it waits at a layer, or is done."""
+        if not self.is_alive():
+            self.start()
+        self._turn.release()
+        self._parked.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        self._turn.acquire()
+        torch.set_num_threads(self._threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            if not self.abandoned:
+                self.result = self._context.run(self.function)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.waiting_for = None
+        self._parked.release()
+
+    def wait_at(self, unit: Unit) -> None:
+        """Called on this thread: hand over, and return when it is this micro-batch's turn again."""
+        self.waiting_for = unit
+        self._parked.release()
+        self._turn.acquire()
+        if self.abandoned:
+            raise _Abandoned
+
+
+@dataclass
+class LayerWalk:
+    """
+    Walks windows through the layers of one streamer.
+
+    Args:
+        streamer (`LayerStreamer`): Attached to the model.
+    """
+
+    streamer: LayerStreamer
+    collecting: set = field(default_factory=set)
+    """Parameters whose gradients add up on the device until the last micro-batch."""
+
+    def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
+        """
+        Compute every micro-batch and its gradients.
+
+        Args:
+            functions (`list[Callable]`): One per micro-batch: forward, loss and its backward.
+
+        Returns:
+            `list`: What they returned.
+
+        Raises:
+            CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
+                something that is neither tensor nor plain value. Nothing was accumulated then.
+        """
+        jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
+        self.streamer.walk = self
+        try:
+            self._forward(jobs)
+            self._backward(jobs)
+        finally:
+            self.streamer.walk = None
+            for job in jobs:
+                if job.is_alive():
+                    job.abandoned = True
+                    with contextlib.suppress(BaseException):
+                        job.advance()
+        return [job.result for job in jobs]
+
+    def _forward(self, jobs: list[_MicroBatch]) -> None:
+        for job in jobs:
+            job.advance()
+        while any(job.waiting_for is not None for job in jobs):
+            unit = jobs[0].waiting_for
+            if any(job.waiting_for is not unit for job in jobs):
+                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
+            self.streamer.bring_in(unit)
+            try:
+                for job in jobs:
+                    job.advance()
+            finally:
+                self.streamer.release(unit)
+        self.streamer.end_backward()
+
+    # A layer is called (on a micro-batch's thread).
+
+    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
+        """In place of the layer's forward."""
+        job = threading.current_thread()
+        cuts: list[tuple[Tensor, Tensor]] = []
+        inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
+        _refuse_side_channels(unit, (args, kwargs))
+        job.wait_at(unit)
+        state, autocast = _RandomState.now(self.streamer.device), _autocast_now(self.streamer.device)
+        with torch.no_grad(), without_autocast_cache(self.streamer.device):
+            outputs = function(*inputs[0], **inputs[1])
+        own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
+        needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
+            parameter.requires_grad for module in unit.modules for parameter in module.parameters()
+        )
+        leaves: list[Tensor] = []
+
+        def enter(tensor: Tensor) -> Tensor:
+            if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
+                return tensor
+            leaves.append(tensor.detach().requires_grad_())
+            job.leaves[id(leaves[-1])] = leaves[-1]
+            return leaves[-1]
+
+        outputs = tree_map_only(Tensor, enter, outputs)
+        if leaves:
+            job.calls.append(_Call(unit, function, inputs, leaves, cuts, state, autocast))
+        return outputs
+
+    @staticmethod
+    def _cut(job: _MicroBatch, tensor: Tensor, cuts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        if id(tensor) not in job.cuts:
+            job.cuts[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+            cuts.append(job.cuts[id(tensor)])
+        return job.cuts[id(tensor)][1]
+
+    # Backward, on the caller's thread.
+
+    def _backward(self, jobs: list[_MicroBatch]) -> None:
+        before: list[list[tuple[Tensor, Tensor]]] = [[] for _ in jobs]
+        for _ in range(len(jobs[0].calls)):
+            calls = [job.calls.pop() for job in jobs]
+            unit = calls[0].unit
+            self.streamer.bring_in(unit, backward=True)
+            self.collecting = set(map(id, unit.trainable))
+            try:
+                for job, call, early in zip(jobs, calls, before):
+                    self._differentiate(call)
+                    early.extend(self._differentiate_between(job, call))
+                for piece in unit.trainable:
+                    self.streamer.collect(piece)
+            finally:
+                self.collecting = set()
+                self.streamer.release(unit)
+        for early in before:
+            # What came before the first layer (embeddings): once, when all layers have contributed.
+            _backward_through([(tensor, leaf) for tensor, leaf in early if leaf.grad is not None])
+
+    def _differentiate(self, call: _Call) -> None:
+        if all(leaf.grad is None for leaf in call.leaves):
+            return
+        args, kwargs = call.inputs
+        own = {id(tensor) for tensor in tree_leaves(call.inputs) if isinstance(tensor, Tensor)}
+        with call.random_state.again(), torch.enable_grad(), torch.autocast(**call.autocast):
+            outputs = tree_leaves(call.function(*args, **kwargs))
+        outputs = [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
+        reached = [(o, leaf) for o, leaf in zip(outputs, call.leaves) if leaf.grad is not None and o.requires_grad]
+        torch.autograd.backward([o for o, _ in reached], [leaf.grad for _, leaf in reached])
+        for leaf in call.leaves:
+            leaf.grad = None
+
+    def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
+        """Differentiate what was computed between this call and earlier ones; returns what depends on no layer."""
+        between, early = [], []
+        for tensor, leaf in call.cuts:
+            (between if _depends_on(tensor, job.leaves) else early).append((tensor, leaf))
+        _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
+        return early
+
+
+class Window:
+    """
+    The micro-batches of one optimizer step, in the order that the option asks for.
+
+    Args:
+        streamer (`LayerStreamer`): Whose layers they pass.
+        order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
+    """
+
+    def __init__(self, streamer: LayerStreamer, order: str):
+        self.streamer, self.order = streamer, order
+        self._inputs: list = []
+        self._results: list = []
+
+    def begin(self, inputs: list) -> None:
+        """A window begins; `inputs` are its micro-batches."""
+        self._inputs, self._results = list(inputs), []
+
+    def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
+        """Compute a micro-batch with `step`, or the whole window at its first; returns this micro-batch's result."""
+        inputs_of_window, self._inputs = self._inputs, []
+        if self.order != "micro_batch" and len(inputs_of_window) > 1:
+            self._results = self._walk(step, inputs_of_window)
+        if self._results:
+            return self._results.pop(0)
+        result = step(inputs)
+        self.streamer.end_backward()
+        return result
+
+    def _walk(self, step: Callable[[Any], Any], window: list) -> list:
+        try:
+            return LayerWalk(self.streamer).run([functools.partial(step, inputs) for inputs in window])
+        except CannotWalkError as error:
+            if self.order == "layer":
+                raise CannotWalkError(f"{error} Set `accumulation_walk=micro_batch`.") from None
+            logger.warning("%s Windows are walked micro-batch by micro-batch (`accumulation_walk`).", error)
+            self.order = "micro_batch"
+            return []
+
+
+def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        # Kept: parts of the graph may be shared with what a later call still has to differentiate.
+        torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+
+
+def _depends_on(tensor: Tensor, leaves: dict[int, Tensor]) -> bool:
+    seen, stack = set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
+PLAIN = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
+    """Layers that write into an object they are given (a cache, a dictionary) pass tensors around the graph."""
+    args, kwargs = inputs
+    for value in (*args, *kwargs.values()):
+        mutable = isinstance(value, (dict, list)) and value
+        for part in tree_leaves(value):
+            if mutable or not isinstance(part, PLAIN):
+                raise CannotWalkError(f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors.")
+
+
+def _autocast_now(device: torch.device) -> dict:
+    return {
+        "device_type": device.type,
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
+        "cache_enabled": False,
+    }
+
+
+@dataclass
+class _RandomState:
+    """The random generators as they were, so that dropout drops the same again."""
+
+    host: Tensor
+    device: Tensor | None
+    place: torch.device
+
+    @classmethod
+    def now(cls, place: torch.device) -> _RandomState:
+        on_gpu = place.type == "cuda"
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(place) if on_gpu else None, place)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with torch.random.fork_rng([self.place] if self.device is not None else []):
+            torch.set_rng_state(self.host)
+            if self.device is not None:
+                torch.cuda.set_rng_state(self.device, self.place)
+            yield
