@@ -142,6 +142,9 @@ class HybridArguments:
     resident_layers: Optional[int] = _option(
         None, "Streamed layers that stay on the device after use. Default: as many as vram_budget_gib has room for."
     )
+    stream_embeddings: Optional[bool] = _option(
+        None, "Stream the embeddings and the head as well. Default: only if they do not fit beside the rest."
+    )
     prefetch_layers: int = _option(1, "Streamed layers that are fetched ahead of the one that computes.")
     accumulation_walk: Literal["auto", "layer", "micro_batch"] = _option(
         "auto",
@@ -155,6 +158,29 @@ class HybridArguments:
     )
     base_precision: Literal["same", "int8"] = _option(
         "same", "How frozen weights of streamed layers are stored and transported. int8: one byte per weight."
+    )
+
+    offload_activations: bool = _option(
+        False, "Keep the activations between layers on the host until the backward pass; asynchronous on a GPU."
+    )
+    checkpoint_phases: Optional[str] = _option(
+        None,
+        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; streamed layers "
+        "always are. Default: what activation_checkpointing says.",
+    )
+    chunked_loss: Literal["auto", "on", "off"] = _option(
+        "auto",
+        "Compute the loss of big vocabularies in chunks, without ever holding all logits. auto: with memory=auto or "
+        "stream, where the result agrees with the model's own loss.",
+    )
+    weight_precision: Optional[str] = _option(
+        None,
+        "Precision of resident weights while they compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'; "
+        "the master weights are kept. 'auto' chooses. Default: as they are.",
+    )
+    predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = _option(
+        "stay",
+        "Where optimizer states are during Predict. 8bit is lossy, drop lets the optimizer start anew.",
     )
 
     # Divergence
@@ -183,6 +209,8 @@ _CHOICES = {
     "memory": ("off", "auto", "stream"),
     "accumulation_walk": ("auto", "layer", "micro_batch"),
     "optimizer_states": ("exact", "8bit"),
+    "chunked_loss": ("auto", "on", "off"),
+    "predict_states": ("stay", "host", "pinned", "8bit", "drop"),
     "base_precision": ("same", "int8"),
 }
 _AT_LEAST = {

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 
+from hf_hybrid.memory import fit
+from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
 from hf_hybrid.memory.lazy_update import LazyOptimizer
 from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
 from hf_hybrid.prediction.trajectory import WeightStore
+
+
+logger = logging.getLogger(__name__)
 
 
 class StreamedTraining(WeightStore):
@@ -22,18 +28,17 @@ class StreamedTraining(WeightStore):
     Args:
         model (`nn.Module`): The model as the trainer holds it.
         streamer (`LayerStreamer`): Of the model.
-        on_device (`bool`): Step streamed units on the device.
-        order (`str`): See `accumulation_walk`.
+        window (`Window`): How its layers walk an accumulation window.
+        plan (`MemoryPlan`): What all of it carries out.
     """
 
-    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, *, on_device: bool, order: str):
-        self.model, self.streamer, self.on_device = model, streamer, on_device
-        self.window = Window(streamer, order)
+    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, window: Window, plan: fit.MemoryPlan):
+        self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.optimizer: LazyOptimizer | None = None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> LazyOptimizer:
         """The optimizer that steps what is streamed when it is streamed."""
-        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.on_device)
+        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.plan.optimizer_states == "8bit")
         return self.optimizer
 
     def begin(self) -> None:
@@ -87,12 +92,12 @@ class StreamedTraining(WeightStore):
         return self.streamer.statistics()
 
 
-def check_streamable(args) -> None:
+def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
     """
-    Refuse what streaming cannot be combined with.
+    Refuse what streaming cannot be combined with, before anything is built.
 
     Raises:
-        ValueError: With the option to change.
+        ValueError: With the option to change; where the model decides, with its bytes and the nearest plan that works.
     """
     why = None
     if args.fp16:
@@ -107,6 +112,94 @@ def check_streamable(args) -> None:
         why = "`bf16_full_eval` and `fp16_full_eval` cast the whole model. Drop them"
     if why is not None:
         raise ValueError(f"`memory={args.memory}` cannot be used here: {why}, or set `memory=off`.")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim not in STATES_PER_WEIGHT:
+        raise fit.refuse(
+            f"`optim={optim}` is not known to step each parameter by itself, which streamed layers need.",
+            _shape(model, device_map),
+            f"Nearest that works: `optim=adamw_torch_fused`; or one of {', '.join(STATES_PER_WEIGHT)}; or `memory=off`.",
+        )
+    trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
+    if trains_quantised:
+        raise fit.refuse(
+            "The model is quantised and has no adapters: its weights cannot be trained.",
+            _shape(model, device_map),
+            "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
+        )
+
+
+STATES_PER_WEIGHT = {
+    "adamw_torch": 2,
+    "adamw_torch_fused": 2,
+    "adafactor": 0,
+    "sgd": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+}
+"""Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer)."""
+
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""What a CUDA context and the libraries' kernels take of a device; approximate, it differs by driver and card."""
+
+
+def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:
+    layers = find_layers(model)
+    return layers if device_map is None else layers_on_host(layers, device_map)
+
+
+def _shape(model: torch.nn.Module, device_map: dict | None) -> ModelShape:
+    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)])
+
+
+def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
+    """
+    What of the trainer's model is streamed, within its budgets.
+
+    Raises:
+        PlanError: If nothing fits; with the bytes and the nearest plan that works.
+    """
+    args, options = trainer.args, trainer.hybrid_args
+    shape = _shape(trainer.model, device_map)
+    device, batch_size = args.device, args.per_device_train_batch_size
+    device_budget = None if options.vram_budget_gib is None else int(options.vram_budget_gib * 2**30)
+    if device.type == "cuda":
+        device_budget = (device_memory(device) if device_budget is None else device_budget) - CONTEXT_BYTES
+    held = shape.total.bytes((shape.trainable_bytes, shape.element_bytes))  # lies on the host already
+    host_budget = host_memory() + held if options.host_budget_gib is None else options.host_budget_gib * 2**30
+    return fit.plan(
+        shape,
+        tokens=batch_size * sequence_length(trainer),
+        batch_size=batch_size,
+        micro_batches=args.gradient_accumulation_steps,
+        device_budget=device_budget,
+        host_budget=int(host_budget),
+        mode="stream" if device_map is not None else options.memory,
+        optimizer_states=options.optimizer_states,
+        base_precision=options.base_precision,
+        resident_layers=options.resident_layers,
+        prefetch_layers=options.prefetch_layers,
+        stream_embeddings=options.stream_embeddings,
+        accumulation_walk=options.accumulation_walk,
+        offload_activations=options.offload_activations,
+        chunked_loss=options.chunked_loss != "off",
+        activation_checkpointing=args.activation_checkpointing,
+        enable_predict=options.enable_predict,
+        direction=options.direction,
+        buffers_device=options.buffers_device,
+        working_bytes=2 if args.bf16 else None,
+        state_count=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],
+    )
+
+
+def sequence_length(trainer) -> int:
+    """Longest of the first training sequences; where they cannot be looked at, 1024 or what the model takes at most."""
+    data = trainer.train_dataset
+    try:
+        return max(len(data[index]["input_ids"]) for index in range(min(len(data), 16)))
+    except (TypeError, KeyError, IndexError, ValueError):
+        config = getattr(trainer.model, "config", None)
+        return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
 
 
 def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
@@ -115,11 +208,31 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
     if device_map is None:
         device_map = getattr(model, "hf_device_map", None)
     remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
-    layers = find_layers(model)
-    if device_map is not None:
-        layers = layers_on_host(layers, device_map)
+    plan = make_plan(trainer, device_map)
+    logger.info("Memory plan: %s", plan.describe())
+    if plan.mode == "resident":
+        return None
     streamer = LayerStreamer(
-        model, layers, device=trainer.args.device, ahead=options.prefetch_layers, kept=options.resident_layers or 0,
-        int8=options.base_precision == "int8",
+        model,
+        _layers(model, device_map),
+        embeddings_and_head(model) if plan.stream_embeddings else (),
+        device=trainer.args.device,
+        ahead=plan.prefetch_layers,
+        kept=plan.resident_layers,
+        dtype_of=_working_dtypes(model, trainer.args.bf16),
+        int8=plan.base_precision == "int8",
     )
-    return StreamedTraining(model, streamer, on_device=options.optimizer_states == "8bit", order=options.accumulation_walk)
+    return StreamedTraining(model, streamer, Window(streamer, options.accumulation_walk, park=options.offload_activations), plan)
+
+
+def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
+    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
+    linear = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+        for parameter in module.parameters(recurse=False)
+        if bf16 and parameter.dtype == torch.float32
+    }
+    tied = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
+    return lambda parameter: torch.bfloat16 if id(parameter) in linear - tied else parameter.dtype

@@ -31,10 +31,15 @@ class StreamedTrainerMixin:
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         if self._memory_mode == "off":
             return
-        check_streamable(self.args)
         self._set_up_streaming()
         if self.streaming is None:
             super()._move_model_to_device(self.model, self.args.device)
+
+    def create_accelerator_and_postprocess(self):
+        # The first that Trainer does with the model: what cannot work is refused before it is moved or judged.
+        if self._memory_mode != "off" and self.model is not None:
+            check_streamable(self.args, self.model, self._device_map)
+        super().create_accelerator_and_postprocess()
 
     @property
     def _memory_mode(self) -> str:

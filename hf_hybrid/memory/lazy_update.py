@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.memory.streaming import LayerStreamer, Unit
+from hf_hybrid.memory.transfers import host_buffer
 
 Tensor = torch.Tensor
 
@@ -34,8 +35,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOptimizerError: If the optimizer is not known to step each parameter by itself.
     """
     name = type(optimizer).__name__
-    ours_or_torch = type(optimizer).__module__.partition(".")[0] in ("torch", "hf_hybrid")
-    if name not in SEPARABLE or not ours_or_torch or getattr(optimizer, "_is_wrapped", False):
+    known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
+    if name not in SEPARABLE or not known or getattr(optimizer, "_is_wrapped", False):
         raise UnsupportedOptimizerError(
             f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed layers "
             "need. Choose `optim=adamw_torch_fused`, `optimizer_states=8bit`, or one of torch's "
@@ -205,7 +206,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         for name, value in stepper.state[on_device].items():
             if _is_big(value):
                 if name not in host_state:
-                    host_state[name] = torch.empty_like(value, device="cpu", pin_memory=transfers.on_gpu)
+                    size = value.numel() * value.element_size()
+                    host_state[name] = host_buffer(size, pin=transfers.on_gpu).view(value.dtype).view(value.shape)
                 transfers.send(value, host_state[name])
             else:
                 host_state[name] = value

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.memory.int8_rows import dequantize_rows, quantize_rows
+from hf_hybrid.memory.transfers import host_buffer
 
 Tensor = torch.Tensor
 
@@ -57,7 +58,8 @@ class Piece:
     def allocate_gradient(self, *, pin: bool) -> None:
         """Make the gradient buffer if there is none yet."""
         if self.gradient is None:
-            self.gradient = torch.empty(self.shape, dtype=self.master.dtype, pin_memory=pin)
+            size = self.parameter.numel() * self.master.element_size()
+            self.gradient = host_buffer(size, pin=pin).view(self.master.dtype).view(self.shape)
 
     def view(self, buffer: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
         """This parameter's part of a byte buffer."""
@@ -92,7 +94,7 @@ class UnitStorage:
         self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.expanded_bytes = 0
         self.packed_bytes = self._lay_out(int8)
-        self.packed = torch.empty(self.packed_bytes, dtype=torch.uint8, pin_memory=pin)
+        self.packed = host_buffer(self.packed_bytes, pin=pin)
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
         for piece in self.pieces:
             self._fill(piece)

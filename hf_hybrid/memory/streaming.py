@@ -26,6 +26,8 @@ from hf_hybrid.memory.transfers import Slot, Transfers
 
 Tensor = torch.Tensor
 
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
 
 @dataclass(eq=False)
 class Unit:
@@ -197,6 +199,7 @@ class LayerStreamer:
         if not torch.is_grad_enabled() or isinstance(module, nn.Embedding):
             with self._for_forward(unit):
                 return original(*args, **kwargs)
+        kwargs = _without_cache(module, kwargs)
         if self.walk is not None and unit in self._position:
             return self.walk.call(unit, original, args, kwargs)
         contexts = functools.partial(self._contexts, unit)
@@ -228,7 +231,6 @@ class LayerStreamer:
         """The backward pass has left the unit that was recomputed last."""
         if self._in_backward is not None:
             self.release(self._in_backward)
-            self._in_backward = None
 
     # Weights come and go.
 
@@ -289,6 +291,8 @@ class LayerStreamer:
 
     def release(self, unit: Unit) -> None:
         """Let the unit's parameters be placeholders again."""
+        if unit is self._in_backward:
+            self._in_backward = None
         for piece in unit.storage.pieces:
             piece.parameter.data = self._placeholder(piece)
         with unit.lock:
@@ -385,6 +389,14 @@ def without_autocast_cache(device: torch.device):
         enabled=torch.is_autocast_enabled(device.type),
         cache_enabled=False,
     )
+
+
+def _without_cache(module: nn.Module, kwargs: dict) -> dict:
+    """A cache would be appended to a second time by the recomputation; transformers' own checkpointing drops it too."""
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return kwargs
+    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
 
 
 def _count_owners(units: list[list[nn.Module]]) -> dict[int, int]:

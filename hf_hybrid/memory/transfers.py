@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 import torch
 
 Tensor = torch.Tensor
+
+
+def host_buffer(size: int, *, pin: bool) -> Tensor:
+    """
+    `size` bytes of host memory, page-locked if asked for.
+
+    Registered with the driver rather than taken from torch's pinned allocator, which rounds up to powers of two: half a
+    gigabyte lost per large layer.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if pin and size:
+        driver, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
+        weakref.finalize(buffer.untyped_storage(), driver.cudaHostUnregister, address)
+    return buffer
 
 
 class Slot:
@@ -79,3 +95,52 @@ class Transfers:
         """Return when everything sent has arrived on the host."""
         while self._leaving:
             self._leaving.popleft()[0].synchronize()
+
+    def fetch(self, source: Tensor) -> Fetched:
+        """Start copying a host tensor to the device."""
+        self.bytes_in += source.numel() * source.element_size()
+        target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        if not self.on_gpu:
+            return Fetched(target.copy_(source), None)
+        # The memory of `target` may still be read by what was computed before.
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._in):
+            target.copy_(source, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._in)
+        return Fetched(target, arrived)
+
+
+class Fetched:
+    """A tensor on its way to the device."""
+
+    def __init__(self, tensor: Tensor, arrived: torch.cuda.Event | None):
+        self._tensor, self._arrived = tensor, arrived
+
+    def take(self) -> Tensor:
+        """The tensor, for what is computed from here on."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_event(self._arrived)
+        return self._tensor
+
+
+class HostBuffers:
+    """Host buffers that are used again: locking pages costs more than copying into them."""
+
+    def __init__(self, *, pin: bool):
+        self.pin, self.nbytes = pin, 0
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A host tensor of the shape and dtype of `like`."""
+        size = like.numel() * like.element_size()
+        spare = self._spare.get(size)
+        if not spare:
+            self.nbytes += size
+            spare = [host_buffer(size, pin=self.pin)]
+        return spare.pop().view(like.dtype).view(like.shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """What [`take`] gave is free again."""
+        flat = tensor.reshape(-1).view(torch.uint8)
+        self._spare.setdefault(flat.numel(), []).append(flat)

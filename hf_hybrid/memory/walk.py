@@ -17,14 +17,17 @@ import contextvars
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.memory.streaming import LayerStreamer, Unit, without_autocast_cache
+from hf_hybrid.memory.transfers import Fetched, HostBuffers, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,55 @@ class _Abandoned(BaseException):
     """Unwinds the other micro-batches after one failed."""
 
 
+class _Output:
+    """
+    One output of a layer, as the rest of the model sees it: a leaf, where its gradient arrives.
+
+    While it is parked on the host, the leaf lives only if somebody besides the next layer holds it.
+    """
+
+    def __init__(self, leaf: Tensor):
+        self.leaf: Tensor | None = leaf
+        self._reference = weakref.ref(leaf)
+        self._parked: Tensor | None = None
+        self._coming: Fetched | None = None
+
+    def park(self, transfers: Transfers, buffers: HostBuffers) -> None:
+        if self.leaf is not None:
+            self._parked = buffers.take(self.leaf)
+            transfers.send(self.leaf.detach(), self._parked)
+            self.leaf = None
+
+    def fetch(self, transfers: Transfers) -> None:
+        """Start bringing it back."""
+        if self.leaf is None and self._coming is None:
+            self._coming = transfers.fetch(self._parked)
+
+    def bring_back(self, transfers: Transfers, buffers: HostBuffers) -> Tensor:
+        """A tensor to compute with; its gradient counts for the output."""
+        if self.leaf is not None:
+            return self.leaf
+        self.fetch(transfers)
+        self.leaf = self._coming.take().requires_grad_()
+        buffers.give_back(self._parked)
+        return self.leaf
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of all who used it."""
+        original = self._reference()
+        parts = [self.leaf.grad] if self.leaf is not None else []
+        if original is not None and original is not self.leaf:
+            parts.append(original.grad)
+        parts = [part for part in parts if part is not None]
+        return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def forget_gradient(self) -> None:
+        for leaf in (self.leaf, self._reference()):
+            if leaf is not None:
+                leaf.grad = None
+
+
 @dataclass
 class _Call:
     """One call of one layer by one micro-batch."""
@@ -46,8 +98,8 @@ class _Call:
     unit: Unit
     function: Callable
     inputs: tuple[tuple, dict]
-    leaves: list[Tensor]
-    """What the rest of the model saw of the outputs; their gradients arrive here."""
+    """Outputs of earlier layers stand for themselves in it, so that they can be parked."""
+    outputs: list[_Output]
     cuts: list[tuple[Tensor, Tensor]]
     """Tensors computed between layers, and the leaves that stand for them from this call on."""
     random_state: _RandomState
@@ -65,7 +117,8 @@ class _MicroBatch(threading.Thread):
         self.result: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
-        self.leaves: dict[int, Tensor] = {}
+        self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """By the leaf that stands for it."""
         self.cuts: dict[int, tuple[Tensor, Tensor]] = {}
         self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self._context = contextvars.copy_context()
@@ -111,9 +164,12 @@ class LayerWalk:
 
     Args:
         streamer (`LayerStreamer`): Attached to the model.
+        parking (`HostBuffers`, *optional*): Where the activations between layers wait; `None` leaves them on the
+            device.
     """
 
     streamer: LayerStreamer
+    parking: HostBuffers | None = None
     collecting: set = field(default_factory=set)
     """Parameters whose gradients add up on the device until the last micro-batch."""
 
@@ -158,7 +214,17 @@ class LayerWalk:
                     job.advance()
             finally:
                 self.streamer.release(unit)
+            if self.parking is not None:
+                self._each_input(jobs, lambda output: output.park(self.streamer.transfers, self.parking))
         self.streamer.end_backward()
+
+    @staticmethod
+    def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
+        """For the outputs of earlier layers that went into the last call."""
+        for job in jobs:
+            for value in tree_leaves(job.calls[-1].inputs) if job.calls else ():
+                if isinstance(value, _Output):
+                    do(value)
 
     # A layer is called (on a micro-batch's thread).
 
@@ -176,18 +242,20 @@ class LayerWalk:
         needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
             parameter.requires_grad for module in unit.modules for parameter in module.parameters()
         )
-        leaves: list[Tensor] = []
+        made: list[_Output] = []
 
         def enter(tensor: Tensor) -> Tensor:
             if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
                 return tensor
-            leaves.append(tensor.detach().requires_grad_())
-            job.leaves[id(leaves[-1])] = leaves[-1]
-            return leaves[-1]
+            leaf = tensor.detach().requires_grad_()
+            made.append(_Output(leaf))
+            job.outputs[leaf] = made[-1]
+            return leaf
 
         outputs = tree_map_only(Tensor, enter, outputs)
-        if leaves:
-            job.calls.append(_Call(unit, function, inputs, leaves, cuts, state, autocast))
+        if made:
+            inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
+            job.calls.append(_Call(unit, function, inputs, made, cuts, state, autocast))
         return outputs
 
     @staticmethod
@@ -203,10 +271,11 @@ class LayerWalk:
 
     def _backward(self, jobs: list[_MicroBatch]) -> None:
         before: list[list[tuple[Tensor, Tensor]]] = [[] for _ in jobs]
-        for _ in range(len(jobs[0].calls)):
+        while jobs[0].calls:
             calls = [job.calls.pop() for job in jobs]
             unit = calls[0].unit
             self.streamer.bring_in(unit, backward=True)
+            self._each_input(jobs, lambda output: output.fetch(self.streamer.transfers))
             self.collecting = set(map(id, unit.trainable))
             try:
                 for job, call, early in zip(jobs, calls, before):
@@ -222,23 +291,25 @@ class LayerWalk:
             _backward_through([(tensor, leaf) for tensor, leaf in early if leaf.grad is not None])
 
     def _differentiate(self, call: _Call) -> None:
-        if all(leaf.grad is None for leaf in call.leaves):
+        gradients = [output.gradient for output in call.outputs]
+        bring_back = functools.partial(_Output.bring_back, transfers=self.streamer.transfers, buffers=self.parking)
+        args, kwargs = tree_map_only(_Output, bring_back, call.inputs)
+        if all(gradient is None for gradient in gradients):
             return
-        args, kwargs = call.inputs
-        own = {id(tensor) for tensor in tree_leaves(call.inputs) if isinstance(tensor, Tensor)}
+        own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         with call.random_state.again(), torch.enable_grad(), torch.autocast(**call.autocast):
-            outputs = tree_leaves(call.function(*args, **kwargs))
-        outputs = [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
-        reached = [(o, leaf) for o, leaf in zip(outputs, call.leaves) if leaf.grad is not None and o.requires_grad]
-        torch.autograd.backward([o for o, _ in reached], [leaf.grad for _, leaf in reached])
-        for leaf in call.leaves:
-            leaf.grad = None
+            results = tree_leaves(call.function(*args, **kwargs))
+        results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
+        reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
+        torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
+        for output in call.outputs:
+            output.forget_gradient()
 
     def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
         """Differentiate what was computed between this call and earlier ones; returns what depends on no layer."""
         between, early = [], []
         for tensor, leaf in call.cuts:
-            (between if _depends_on(tensor, job.leaves) else early).append((tensor, leaf))
+            (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
         _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
         return early
 
@@ -250,10 +321,13 @@ class Window:
     Args:
         streamer (`LayerStreamer`): Whose layers they pass.
         order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
+        park (`bool`): Keep the activations between layers on the host meanwhile.
     """
 
-    def __init__(self, streamer: LayerStreamer, order: str):
+    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False):
         self.streamer, self.order = streamer, order
+        self.parking = HostBuffers(pin=streamer.transfers.on_gpu) if park else None
+        self._can_walk = True
         self._inputs: list = []
         self._results: list = []
 
@@ -263,9 +337,11 @@ class Window:
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first; returns this micro-batch's result."""
-        inputs_of_window, self._inputs = self._inputs, []
-        if self.order != "micro_batch" and len(inputs_of_window) > 1:
-            self._results = self._walk(step, inputs_of_window)
+        window, self._inputs = self._inputs, []
+        if self.order == "micro_batch":
+            window = [inputs]
+        if self._can_walk and (len(window) > 1 or (window and self.parking is not None)):
+            self._results = self._walk(step, window)
         if self._results:
             return self._results.pop(0)
         result = step(inputs)
@@ -274,12 +350,16 @@ class Window:
 
     def _walk(self, step: Callable[[Any], Any], window: list) -> list:
         try:
-            return LayerWalk(self.streamer).run([functools.partial(step, inputs) for inputs in window])
+            walk = LayerWalk(self.streamer, self.parking)
+            return walk.run([functools.partial(step, inputs) for inputs in window])
         except CannotWalkError as error:
             if self.order == "layer":
                 raise CannotWalkError(f"{error} Set `accumulation_walk=micro_batch`.") from None
-            logger.warning("%s Windows are walked micro-batch by micro-batch (`accumulation_walk`).", error)
-            self.order = "micro_batch"
+            logger.warning(
+                "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.",
+                error,
+            )
+            self._can_walk = False
             return []
 
 
@@ -289,14 +369,15 @@ def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
 
 
-def _depends_on(tensor: Tensor, leaves: dict[int, Tensor]) -> bool:
+def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
     seen, stack = set(), [tensor.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in leaves:
+        variable = getattr(node, "variable", None)
+        if variable is not None and variable in leaves:
             return True
         stack.extend(following for following, _ in node.next_functions)
     return False

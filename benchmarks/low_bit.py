@@ -1,0 +1,149 @@
+"""
+What 8-bit optimizer states and bf16 weights cost in held-out loss, on the quickstart's task. Plain Trainer, one thread.
+
+    python benchmarks/low_bit.py                       # four arms, three seeds, ten minutes
+    python benchmarks/low_bit.py --seeds 0 --steps 100
+
+- `adamw`: fp32 weights, torch's AdamW (the default of Trainer): 12 bytes per weight.
+- `bf16-8bit-stochastic`: bf16 weights, `AdamW8bit`, stochastic rounding: 4 bytes per weight.
+- `fp32-8bit`: fp32 weights, `AdamW8bit`: 6 bytes per weight, what the 8-bit states do by themselves.
+- `bf16-8bit-nearest`: the control, `AdamW8bit` without stochastic rounding.
+
+Each arm trains the quickstart's Llama from scratch at the learning rate that is best for plain Trainer with fp32
+weights (benchmarks/acceleration.py), on the same batches, and is compared with `adamw` of the same seed. bf16 arms
+compute and are evaluated in bf16. Also the speed of the updates by themselves. Writes
+`benchmarks/results/low_bit.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import acceleration
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_hybrid.memory.low_bit import AdamW8bit
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BASELINE = "adamw"
+ARMS = {
+    BASELINE: (torch.float32, None),
+    "bf16-8bit-stochastic": (torch.bfloat16, {}),
+    "fp32-8bit": (torch.float32, {}),
+    "bf16-8bit-nearest": (torch.bfloat16, {"stochastic_rounding": False}),
+}
+
+
+def train(worker: acceleration.Worker, arm: str, seed: int, steps: int, rate: float) -> dict:
+    dtype, options = ARMS[arm]
+    data = worker.split("code")
+    model = worker.model(acceleration.Run("code", arm, steps, rate, seed)).to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, max_steps=steps, learning_rate=rate, seed=seed, per_device_train_batch_size=acceleration.BATCH,
+            per_device_eval_batch_size=16, save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_steps=10**9, dataloader_pin_memory=False,
+        )  # fmt: skip
+        own = None if options is None else (AdamW8bit, {"lr": rate, "seed": seed, **options})
+        trainer = Trainer(
+            model, args, train_dataset=data["train"], eval_dataset=data["test"], optimizer_cls_and_kwargs=own
+        )
+        seconds = trainer.train().metrics["train_runtime"]
+        loss = trainer.evaluate()["eval_loss"]
+    parameters = list(model.parameters())
+    states = trainer.optimizer.state_dict()["state"].values()
+    count = sum(p.numel() for p in parameters)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "eval_loss": loss,
+        "seconds": seconds,
+        "weight_bytes": sum(p.nbytes for p in parameters) / count,
+        "state_bytes": sum(t.nbytes for state in states for t in state.values()) / count,
+    }
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Per arm: mean loss, and what it is above the baseline of the same seed."""
+    baseline = {row["seed"]: row["eval_loss"] for row in rows if row["arm"] == BASELINE}
+    arms = {}
+    for arm in ARMS:
+        own = [row for row in rows if row["arm"] == arm]
+        excess = [row["eval_loss"] / baseline[row["seed"]] - 1 for row in own]
+        arms[arm] = {
+            "eval_loss": statistics.mean(row["eval_loss"] for row in own),
+            "excess": statistics.mean(excess),
+            "excess_by_seed": excess,
+            "excess_standard_error": statistics.stdev(excess) / math.sqrt(len(excess)) if len(excess) > 1 else None,
+            "bytes_per_weight": own[0]["weight_bytes"] + own[0]["state_bytes"],
+        }
+    return arms
+
+
+def update_speed(count: int = 2**22, repeats: int = 5) -> dict[str, float]:
+    """Millions of weights updated per second, the best of a few steps."""
+    speeds = {}
+    for name, dtype, make in (
+        ("torch AdamW fused, fp32", torch.float32, lambda p: torch.optim.AdamW(p, fused=True)),
+        ("AdamW8bit, fp32", torch.float32, AdamW8bit),
+        ("AdamW8bit, bf16 stochastic", torch.bfloat16, AdamW8bit),
+    ):
+        parameter = torch.nn.Parameter(torch.randn(count).to(dtype))
+        parameter.grad = torch.randn(count).to(dtype)
+        optimizer = make([parameter])
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        speeds[name] = count / min(seconds) / 1e6
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    worker = acceleration.Worker(threads=1)
+    rate = acceleration.best_rate("code")
+    rows = []
+    for seed in args.seeds:
+        for arm in ARMS:
+            rows.append(train(worker, arm, seed, args.steps, rate))
+            print(f"seed {seed}  {arm:22s} {rows[-1]['eval_loss']:.4f}  {rows[-1]['seconds']:.0f} s", flush=True)
+    arms, speeds = summarise(rows), update_speed()
+    print(f"\n{'arm':22s}  held-out loss  above adamw     by seed                    bytes per weight")
+    for arm, numbers in arms.items():
+        by_seed = "  ".join(f"{excess:+.2%}" for excess in numbers["excess_by_seed"])
+        print(
+            f"{arm:22s}  {numbers['eval_loss']:13.4f}  {numbers['excess']:+11.2%}     {by_seed:25s}  "
+            f"{numbers['bytes_per_weight']:.2f}"
+        )
+    for name, speed in speeds.items():
+        print(f"{name:28s} {speed:6.0f} M weights/s")
+    result = {
+        "command": " ".join(["python benchmarks/low_bit.py", *sys.argv[1:]]),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "bitsandbytes")},
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s)",
+        "steps": args.steps,
+        "learning_rate": rate,
+        "arms": arms,
+        "update_speed_million_weights_per_second": speeds,
+        "rows": rows,
+    }
+    (RESULTS / "low_bit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

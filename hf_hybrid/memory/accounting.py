@@ -1,0 +1,369 @@
+"""Bytes by category and place: what live objects hold, what a model's shape says, what the machine has left."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
+PLACES = ("device", "host")
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes for people: in GiB, or in MiB, KiB or B where it is less than one of the larger unit."""
+    for name, size in _UNITS:
+        if abs(count) >= size:
+            return f"{count / size:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+class ByteTable:
+    """Bytes by category (weights, gradients, states, activations, drift, buffers) and place (device, host)."""
+
+    def __init__(self) -> None:
+        self._bytes = {(category, place): 0 for category in CATEGORIES for place in PLACES}
+
+    def add(self, category: str, place: str, count: float) -> None:
+        """
+        Count `count` more bytes; a fraction of a byte is rounded up.
+
+        Raises:
+            ValueError: If the category or the place is unknown, or the count is negative.
+        """
+        if category not in CATEGORIES:
+            raise ValueError(f"`category` must be one of {', '.join(CATEGORIES)}, got `{category}`.")
+        if place not in PLACES:
+            raise ValueError(f"`place` must be one of {', '.join(PLACES)}, got `{place}`.")
+        if count < 0:
+            raise ValueError(f"`count` must be at least 0, got {count}.")
+        self._bytes[category, place] += math.ceil(count)
+
+    def get(self, category: str, place: str) -> int:
+        """Bytes of one category in one place."""
+        return self._bytes[category, place]
+
+    def total(self, place: str) -> int:
+        """Bytes of all categories in one place."""
+        return sum(self._bytes[category, place] for category in CATEGORIES)
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """Category, bytes on the device, bytes on the host: one row per category, in fixed order."""
+        return [(category, self.get(category, "device"), self.get(category, "host")) for category in CATEGORIES]
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Plain values for JSON: `{category: {"device": bytes, "host": bytes}}`, and the same under `"total"`."""
+        table = {category: {"device": device, "host": host} for category, device, host in self.rows()}
+        return {**table, "total": {place: self.total(place) for place in PLACES}}
+
+    def __add__(self, other: ByteTable) -> ByteTable:
+        table = ByteTable()
+        for key in table._bytes:
+            table._bytes[key] = self._bytes[key] + other._bytes[key]
+        return table
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByteTable) and self._bytes == other._bytes
+
+    __hash__ = None  # it can be added to
+
+    def __repr__(self) -> str:
+        return f"ByteTable(device={self.total('device')}, host={self.total('host')})"
+
+    def __str__(self) -> str:
+        totals = ("total", self.total("device"), self.total("host"))
+        lines = [f"{'':<12}{'device':>12}{'host':>12}"]
+        for name, *counts in [*self.rows(), totals]:
+            cells = [format_bytes(count) if count else "-" for count in counts]
+            lines.append(f"{name:<12}{cells[0]:>12}{cells[1]:>12}")
+        lines.insert(-1, "-" * len(lines[0]))
+        return "\n".join(lines)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of one tensor, whatever storage they lie in."""
+    return sum(part.numel() * part.element_size() for part in _dense_parts(tensor))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that `tensors` keep alive: whole storages, each counted once."""
+    seen: set[tuple[torch.device, int]] = set()
+    return sum(count for tensor in tensors for _, count in _new_storages(tensor, seen))
+
+
+def storage_address(tensor: Tensor) -> int:
+    """What identifies the storage of a tensor, shared by all its views: the address of its first byte."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def measure_held(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Iterable[Tensor]] | None = None,
+    host_storages: set[int] | None = None,
+) -> ByteTable:
+    """
+    What live objects hold, to the byte: every storage once, under the first category that it appears in.
+
+    Args:
+        model (`nn.Module`, *optional*): Its parameters, gradients and buffers are counted.
+        optimizer (`torch.optim.Optimizer`, *optional*): Every tensor in its state is counted, at any depth.
+        extra (`Mapping[str, Iterable[Tensor]]`, *optional*): More tensors by category.
+        host_storages (`set[int]`, *optional*): Where the accelerator is the CPU itself, what tells host from device:
+            the [`storage_address`] of every tensor that counts as host. Left out, tensors on the CPU are host.
+
+    Returns:
+        `ByteTable`: Bytes on the accelerator (`"device"`) and on the host.
+    """
+    parameters = list(model.parameters()) if model is not None else []
+    found: list[tuple[str, Iterable[Tensor]]] = [
+        ("weights", parameters),
+        ("gradients", [p.grad for p in parameters if p.grad is not None]),
+        ("states", _tensors_in(optimizer.state) if optimizer is not None else ()),
+        ("buffers", model.buffers() if model is not None else ()),
+        *(extra or {}).items(),
+    ]
+    table = ByteTable()
+    seen: set[tuple[torch.device, int]] = set()
+    for category, tensors in found:
+        for tensor in tensors:
+            for (device, address), count in _new_storages(tensor, seen):
+                on_host = device.type == "cpu" if host_storages is None else address in host_storages
+                table.add(category, "host" if on_host else "device", count)
+    return table
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Optimizers nest their states differently: walk mappings, data classes and sequences to any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping) or is_dataclass(value):
+        for item in (value if isinstance(value, Mapping) else vars(value)).values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor is made of: itself, unless it is sparse or a wrapper around others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _dense_parts(getattr(tensor, name))]
+    return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
+
+
+def _new_storages(
+    tensor: Tensor, seen: set[tuple[torch.device, int]]
+) -> Iterator[tuple[tuple[torch.device, int], int]]:
+    for part in _dense_parts(tensor):
+        if part.device.type == "meta":  # a shape without memory
+            continue
+        key = (part.device, storage_address(part))
+        if key not in seen:
+            seen.add(key)
+            yield key, part.untyped_storage().nbytes()
+
+
+class Unit(NamedTuple):
+    """Number of trainable and of frozen weights of a part of a model."""
+
+    trainable: int = 0
+    frozen: int = 0
+
+    def join(self, other: Unit) -> Unit:
+        """Both parts together."""
+        return Unit(self.trainable + other.trainable, self.frozen + other.frozen)
+
+    def bytes(self, per_weight: tuple[float, float]) -> float:
+        """Bytes at so many per trainable and per frozen weight."""
+        return self.trainable * per_weight[0] + self.frozen * per_weight[1]
+
+    def split(self) -> tuple[Unit, Unit]:
+        """What travels when the unit is streamed, and what stays on the device: adapters under a tenth of the unit."""
+        if 0 < self.trainable < sum(self) / 10:
+            return Unit(0, self.frozen), Unit(self.trainable, 0)
+        return self, Unit()
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that its memory follows from."""
+
+    layers: tuple[Unit, ...]
+    embedding: Unit  # with the head, where both share their weight
+    head: Unit
+    rest: Unit
+    hidden: int
+    vocab: int
+    element_bytes: int  # of a frozen weight
+    trainable_bytes: int
+    largest_trainable: int  # elements of the largest trainable parameter
+    tied: bool = False
+    buffer_bytes: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, layer_names: list[str]) -> ModelShape:
+        """
+        Read a live model; its weights may lie anywhere, on the meta device too.
+
+        Args:
+            model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
+            layer_names (`list[str]`): Dotted names of its decoder layers.
+
+        Raises:
+            ValueError: If there are no layers, or the model does not tell its width and vocabulary.
+        """
+        if not layer_names:
+            raise ValueError("`layer_names` is empty: name the decoder layers, for example `model.layers.0`.")
+        ends = [_module_from(model, question) for question in ("get_input_embeddings", "get_output_embeddings")]
+        weights = [getattr(end, "weight", None) for end in ends]
+        config = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocab, hidden = weights[0].shape if weights[0] is not None else (None, None)
+        hidden, vocab = getattr(config, "hidden_size", hidden), getattr(config, "vocab_size", vocab)
+        if hidden is None or vocab is None:
+            raise ValueError(f"`{type(model).__name__}` tells no `hidden_size` and `vocab_size` in its config.")
+        seen: set[int] = set()
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        return cls(
+            layers=tuple(_count(model.get_submodule(name), seen) for name in layer_names),
+            embedding=_count(ends[0], seen),
+            head=_count(ends[1], seen),
+            rest=_count(model, seen),
+            hidden=hidden,
+            vocab=vocab,
+            element_bytes=_usual_size(frozen or trainable),
+            trainable_bytes=_usual_size(trainable or frozen),
+            largest_trainable=max((p.numel() for p in trainable), default=0),
+            tied=weights[0] is not None and weights[0] is weights[1],
+            buffer_bytes=storage_bytes(model.buffers()),
+        )
+
+    @functools.cached_property
+    def total(self) -> Unit:
+        """All weights, each once."""
+        return functools.reduce(Unit.join, [*self.layers, self.embedding, self.head, self.rest])
+
+    def place(self, stream_embeddings: bool) -> tuple[list[Unit], list[Unit], Unit]:
+        """With streamed layers: what travels of the layers, of embeddings and head, and what stays on the device."""
+        ends = [self.embedding, self.head]
+        layers, stay = zip(*(layer.split() for layer in self.layers))
+        travelling, adapters = zip(*(end.split() if stream_embeddings else (Unit(), end) for end in ends))
+        return list(layers), list(travelling), functools.reduce(Unit.join, stay + adapters, self.rest)
+
+
+def _module_from(model: nn.Module, question: str) -> nn.Module | None:
+    try:
+        return getattr(model, question)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _count(module: nn.Module | None, seen: set[int]) -> Unit:
+    counts = [0, 0]
+    for parameter in module.parameters() if module is not None else ():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            counts[not parameter.requires_grad] += parameter.numel()
+    return Unit(*counts)
+
+
+def _usual_size(parameters: list[nn.Parameter]) -> int:
+    """Bytes of an element in the dtype that most of the weights have; a few norms in fp32 change little."""
+    sizes: Counter[int] = Counter()
+    for parameter in parameters:
+        sizes[parameter.element_size()] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__)
+
+
+def device_memory(device: torch.device | str | int | None = None) -> int | None:
+    """
+    Bytes that this process can still allocate on a GPU: what is free, and what torch keeps without using it.
+
+    Add what the model already holds there ([`measure_held`]) to get the limit of a whole plan. `None` without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def host_memory(root: str | Path = "/") -> int:
+    """
+    Bytes that can still be allocated on the host: what the system says is available, or what control groups leave.
+
+    Add what the model already holds there ([`measure_held`]) to get the limit of a whole plan. Processes share it.
+    """
+    root = Path(root)
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([available, *_left_by_control_groups(root)])
+
+
+def _left_by_control_groups(root: Path) -> Iterator[int]:
+    """What this process's group and each group above it may still take, under version 2 or 1."""
+    try:
+        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        if "memory" in controllers.split(","):
+            top, names = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        group = top / path.lstrip("/")
+        # Inside a container the path may be the host's: then only the top is there.
+        for folder in [group, *group.parents]:
+            try:
+                most, taken = ((folder / name).read_text().strip() for name in names[:2])
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if most != "max":
+                # Pages of files count as used, but make room when memory is asked for.
+                yield max(int(most) - int(taken) + int(statistics.get(names[2], 0)), 0)
+
+
+def measure_machine(seconds: float = 0.1) -> dict[str, float]:
+    """
+    Bytes per second: `"dram"`, read and written by a copy in host memory; on a GPU also `"h2d"` and `"d2h"`, pinned.
+
+    Args:
+        seconds (`float`): Time that each measurement takes, at least.
+    """
+    source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
+    rates = {"dram": 2 * _copy_rate(source, target, seconds)}
+    if torch.cuda.is_available():
+        source, there = source.pin_memory(), source.cuda()
+        rates |= {"h2d": _copy_rate(source, there, seconds), "d2h": _copy_rate(there, source, seconds)}
+    return rates
+
+
+def _copy_rate(source: Tensor, target: Tensor, seconds: float) -> float:
+    wait = torch.cuda.synchronize if source.is_cuda or target.is_cuda else lambda: None
+    target.copy_(source)
+    wait()
+    copies, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        target.copy_(source, non_blocking=True)
+        wait()
+        copies += 1
+    return copies * source.nbytes / (time.perf_counter() - start)

@@ -1,0 +1,350 @@
+"""Causal-LM loss for large vocabularies: the head and its cross-entropy run a few hundred tokens at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+IGNORE_INDEX = -100
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "sum",
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk_tokens: int = 512,
+) -> torch.Tensor:
+    """
+    Cross-entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, never holding all its logits.
+
+    Gradients are computed along with the loss and only scaled in the backward pass. So nothing reads the weight
+    after this function, and a second backward pass through the same loss raises `RuntimeError`.
+
+    Args:
+        hidden: float, `[..., width]`. Under autocast it is cast as `nn.Linear` does, but not to float16, in which the
+            gradients of single logits vanish before a loss scale can reach them.
+        weight: float, `[vocabulary, width]`, of the type of `hidden` outside autocast; `bias`: `[vocabulary]`.
+        targets: int64, `[...]`, in `[0, vocabulary)` or `ignore_index`.
+        reduction: `"sum"`, or `"mean"` over the targets that are not ignored (NaN where there is none).
+        softcap: tanh cap of the logits, above 0; `None` for no cap. `scale`: factor on the logits.
+        chunk_tokens: so many tokens have logits at once, `[chunk_tokens, vocabulary]` in float32.
+
+    Returns the loss, a float32 scalar (float64 for float64 input). Raises `ValueError` for arguments that do not fit.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"`reduction` must be `sum` or `mean`, got `{reduction}`.")
+    if chunk_tokens < 1:
+        raise ValueError(f"`chunk_tokens` must be at least 1, got `{chunk_tokens}`. 512 suits most vocabularies.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"`softcap` must be above 0, got `{softcap}`. Use `None` for no cap.")
+    if hidden.shape[:-1] != targets.shape:
+        shapes = f"`{tuple(targets.shape)}` and `{tuple(hidden.shape)}`"
+        raise ValueError(f"`targets` must have one entry per token of `hidden`, got shapes {shapes}.")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.float16:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)
+    options = (ignore_index, softcap, scale)
+    with torch.autocast(device, enabled=False):
+        total = _ChunkedLoss.apply(rows, weight, bias, targets, options, chunk_tokens, torch.is_grad_enabled())
+    return total if reduction == "sum" else total / targets.ne(ignore_index).sum()
+
+
+def _loss_and_slope(logits, targets, ignore_index, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss and its derivative by `logits`, `[tokens, vocabulary]`, whose memory is reused."""
+    kept = targets.ne(ignore_index)[:, None]
+    index = targets[:, None].where(kept, 0)  # an ignored id need not be an index
+    scores = logits if scale == 1 else logits.mul_(scale)
+    if softcap is not None:
+        squashed = scores.div_(softcap).tanh_()
+        scores = squashed * softcap
+    scores.sub_(scores.amax(-1, keepdim=True))
+    picked = scores.gather(1, index)
+    mass = scores.exp_().sum(-1, keepdim=True)
+    loss = (mass.log() - picked).where(kept, 0).sum()
+    factor = (kept * scale).to(scores.dtype)
+    slope = scores.mul_(factor / mass).scatter_add_(1, index, -factor)
+    return loss, slope if softcap is None else slope.mul_(squashed.square_().neg_().add_(1))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    # Not `F.linear_cross_entropy` of newer torch, which works in the same way: it has no scale or cap, and in 2.13 it
+    # sums the losses of bfloat16 hidden states in bfloat16 (8192 where 19992 is right, with its default chunks).
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, options, chunk_tokens, with_grad):
+        needed = [with_grad and value for value in ctx.needs_input_grad[:3]]
+        grads = [torch.zeros_like(value) if need else None for value, need in zip((hidden, weight, bias), needed)]
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+
+        def add(rows: slice) -> None:  # a function, so that the logits of one chunk are gone before the next
+            logits = F.linear(hidden[rows], weight, bias).to(exact)
+            loss, slope = _loss_and_slope(logits, targets[rows], *options)
+            total.add_(loss)
+            slope = slope.to(hidden.dtype)
+            if needed[0]:
+                torch.mm(slope, weight, out=grads[0][rows])
+            if needed[1]:
+                grads[1].addmm_(slope.t(), hidden[rows])
+            if needed[2]:
+                grads[2].add_(slope.sum(0))
+
+        for start in range(0, len(targets), chunk_tokens):
+            add(slice(start, start + chunk_tokens))
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        if ctx.grads is None:
+            raise RuntimeError("The gradients of the chunked loss are used up: `retain_graph=True` does not work here.")
+        grads, ctx.grads = ctx.grads, None  # scaled in place: a copy of the weight's gradient would cost as much again
+        return (*(None if grad is None else grad.mul_(grad_output) for grad in grads), None, None, None, None)
+
+
+@dataclass
+class _Call:
+    """One forward pass in which the model gets a small stand-in for its logits `[batch, tokens, vocabulary]`."""
+
+    labels: torch.Tensor
+    targets: torch.Tensor  # the labels, shifted
+    probe: torch.Tensor | None  # numbers to send through the model; without them the loss is computed
+    stand_in: torch.Tensor | None = None  # [batch, tokens, 1], or [batch, tokens, len(probe)]
+    output: torch.Tensor | None = None  # of the head: summed loss, or logits while probing
+    arrived: torch.Tensor | None = None  # the stand-in as the model hands it to its loss function
+
+
+class ChunkedCausalLoss:
+    """
+    The loss that a causal LM computes from its labels, without the logits of all tokens.
+
+    The model runs as a whole, with its labels. Only its head is told the targets: it returns the summed loss, and the
+    model goes on with a tiny stand-in for the logits until it calls its loss function, which hands that loss out. So
+    what the model does before the head, and adds to the loss (router losses), stays its own. What it does to the logits
+    in between is measured once, with known numbers: a factor and a tanh cap move into the chunks, all else is refused.
+
+    Use it as a context manager or between `install()` and `remove()`; the model also works as usual then, and several
+    threads may compute losses. The head's weight is read only while `head.forward(hidden, targets=None)` runs, which
+    gives the summed loss where there are `targets`. It may be wrapped, by what passes `targets` on, until `remove()`.
+
+    `model` is a causal LM or the PEFT model around it, not yet wrapped for several devices; `chunk_tokens` is that of
+    `linear_cross_entropy`. Raises `ValueError` where `unsupported_reason` has one.
+    """
+
+    TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-2  # relative; a bfloat16 model also rounds capped and scaled logits
+    CHECKED_TOKENS = 64
+    PROBE = (2.0**-10, 1e6, 0.0, 1.0, -1.0, 10.0, -100.0, 1000.0)  # the first gives the factor, the second the cap
+
+    def __init__(self, model: nn.Module, chunk_tokens: int = 512):
+        reason = self.unsupported_reason(model)
+        if reason is not None:
+            raise ValueError(f"`model` cannot use the chunked loss: {reason}. Leave its loss as it is.")
+        self.base = _base_model(model)
+        self.head = self.base.get_output_embeddings()
+        self.chunk_tokens = chunk_tokens
+        self.disagreement: str | None = None  # why the last `agrees` was False
+        self._transfer: tuple[float, float | None] | None = None  # factor and cap between head and loss
+        self._calls: dict[int, _Call] = {}  # by thread
+        self._hooks: list[Any] = []
+
+    @staticmethod
+    def unsupported_reason(model: nn.Module) -> str | None:
+        """Why `model` cannot use the chunked loss, or `None`. What shows in a forward pass only, `agrees` finds."""
+        base = _base_model(model)
+        if not isinstance(base, PreTrainedModel):
+            return f"`{type(base).__name__}` is not a transformers model"
+        if base.config.is_encoder_decoder:
+            return f"`{type(base).__name__}` is an encoder-decoder model"
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            return "prompt learning adds tokens that have no labels"
+        head = base.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return f"its head is `{type(head).__module__}.{type(head).__name__}`, not `torch.nn.Linear`"
+        if type(head.weight.data) is not torch.Tensor or not head.weight.is_floating_point():
+            return f"the weight of its head is a `{type(head.weight.data).__name__}` of `{head.weight.dtype}`"
+        if "forward" in vars(head):
+            return "the `forward` of its head is replaced already"
+        if base.loss_function is not ForCausalLMLoss:
+            return f"its loss is `{getattr(base.loss_function, '__name__', base.loss_function)}`, not `ForCausalLMLoss`"
+        return None
+
+    def install(self) -> ChunkedCausalLoss:
+        """Extend `head.forward` on the instance; before anything else wraps it."""
+        if "forward" in vars(self.head):
+            raise RuntimeError("`head.forward` is replaced already. Install the chunked loss first, and only once.")
+        self.head.forward = self._forward
+        self.base.loss_function = self._loss
+        before = self.head.register_forward_pre_hook(self._before_head, with_kwargs=True)
+        self._hooks = [before, self.head.register_forward_hook(self._after_head)]
+        return self
+
+    def remove(self) -> None:
+        """Undo `install()`."""
+        if vars(self.head).get("forward") != self._forward:
+            raise RuntimeError("`head.forward` is not the installed one. Take off what wraps it before `remove()`.")
+        del self.head.forward, self.base._loss_function
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    __enter__ = install
+
+    def __exit__(self, *_) -> None:
+        self.remove()
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> torch.Tensor:
+        """
+        The loss that `model(**inputs, num_items_in_batch=num_items_in_batch)` gives, a float32 scalar with gradients.
+
+        `model` is that of the constructor as it is trained (maybe wrapped), `inputs` hold `labels`, int64 `[batch,
+        tokens]`, or also `shift_labels`; `num_items_in_batch` counts the target tokens of the accumulation window (int
+        or tensor; `None` for the mean). Raises `RuntimeError` where the model's use of its logits is not supported.
+        """
+        if self._transfer is None:
+            self._measure(model, _checked_part(inputs, self.CHECKED_TOKENS))
+        items = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        return self._run(model, {**inputs, **items})[0]
+
+    def agrees(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> bool:
+        """
+        Whether chunked loss and the model's own are equal on a small part of a batch; if not, `disagreement` says why.
+
+        Runs three small forward passes without gradients, in evaluation mode; random state and mode are restored.
+        """
+        try:
+            part = _checked_part(inputs, self.CHECKED_TOKENS)
+            dtype = self._measure(model, part)
+            if num_items_in_batch is not None:
+                part["num_items_in_batch"] = num_items_in_batch
+            with _quiet(model):
+                own = model(**part)[0]
+            with _quiet(model):
+                loss = self._run(model, part)[0]
+            tolerance = self.TOLERANCE if dtype == torch.float32 else self.LOW_PRECISION_TOLERANCE
+            equal = bool((loss - own).abs() <= tolerance * own.abs())  # not with NaN either
+            self.disagreement = None if equal else f"chunked loss `{loss.item()}`, the model's own `{own.item()}`"
+        except Exception as error:  # whatever a model raises that does something else with its logits
+            self.disagreement = f"{type(error).__name__}: {error}"
+        return self.disagreement is None
+
+    def _run(self, model, inputs, probe: torch.Tensor | None = None) -> tuple[torch.Tensor, _Call]:
+        if not self._hooks:
+            raise RuntimeError("The chunked loss is not installed. Call `install()` or use it as a context manager.")
+        targets = inputs.get("shift_labels")
+        if targets is None:
+            targets = F.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
+        thread = threading.get_ident()
+        self._calls[thread] = call = _Call(inputs["labels"], targets, probe)
+        try:
+            loss = model(**inputs)[0]
+        finally:
+            del self._calls[thread]
+        if call.arrived is None:
+            raise RuntimeError(f"`{type(self.base).__name__}` does not give the output of its head to `loss_function`.")
+        return loss, call
+
+    def _measure(self, model, inputs) -> torch.dtype:
+        """Find factor and cap between head and loss. Returns the type of the logits."""
+        probe = torch.tensor(self.PROBE)
+        with _quiet(model):
+            call = self._run(model, inputs, probe)[1]
+        arrived = call.arrived.cpu()
+        small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
+        scale, cap = small / self.PROBE[0], None
+        expected = scale * probe
+        if not math.isclose(large, scale * self.PROBE[1], rel_tol=1e-3):
+            cap = abs(large)
+            expected = cap * torch.tanh(expected / cap)
+        if not torch.allclose(arrived, expected.expand_as(arrived), rtol=1e-4, atol=1e-6):
+            raise RuntimeError(f"`{type(self.base).__name__}` changes its logits by more than a factor and a tanh cap.")
+        self._transfer = scale, cap
+        return call.output.dtype
+
+    def _pending(self) -> _Call | None:
+        """The call of this thread that awaits its head; a head used again makes other predictions, of other losses."""
+        call = self._calls.get(threading.get_ident())
+        return call if call is not None and call.stand_in is None else None
+
+    def _before_head(self, head, args, kwargs):
+        call = self._pending()
+        return None if call is None or call.probe is not None else (args, {**kwargs, "targets": call.targets})
+
+    def _forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        weight, bias = self.head.weight, self.head.bias
+        if targets is None:
+            return F.linear(hidden, weight, bias)
+        scale, cap = self._transfer
+        options = {"bias": bias, "scale": scale, "softcap": cap, "chunk_tokens": self.chunk_tokens}
+        return linear_cross_entropy(hidden, weight, targets, **options)
+
+    def _after_head(self, head, args, output):
+        call = self._pending()
+        if call is None:
+            return None
+        call.output = output
+        values = output.new_zeros(1) if call.probe is None else call.probe.to(output.device)
+        call.stand_in = values.expand(*call.targets.shape, -1).clone()
+        return call.stand_in
+
+    def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORE_INDEX, **kwargs):
+        call = self._calls.get(threading.get_ident())
+        if call is None or call.stand_in is None or logits.shape != call.stand_in.shape:
+            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+        same = labels is call.labels or torch.equal(labels, call.labels.to(labels.device))
+        if not same or vocab_size != self.head.out_features or ignore_index != IGNORE_INDEX or logits.requires_grad:
+            name = type(self.base).__name__
+            raise RuntimeError(f"`{name}` changes its labels or vocabulary, or learns how to scale its logits.")
+        call.arrived = logits
+        if call.probe is not None:
+            return logits.new_zeros(())
+        count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+        return call.output / (count.to(call.output.device) if torch.is_tensor(count) else count)
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The row with most labels, cut to `tokens` from its first label on; less is cut where inputs have other shapes."""
+    labels = inputs["labels"]
+    shapes = [value.shape for value in inputs.values() if torch.is_tensor(value)]
+    if any(shape[:1] != labels.shape[:1] for shape in shapes):
+        return dict(inputs)
+    kept = labels.ne(IGNORE_INDEX)
+    row = int(kept.sum(-1).argmax())
+    start = max(int(kept[row].int().argmax()) - 1, 0)
+    cut = (slice(row, row + 1), slice(start, start + tokens))[: 2 if all(s == labels.shape for s in shapes) else 1]
+    return {name: value[cut] if torch.is_tensor(value) else value for name, value in inputs.items()}
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module):
+    """Evaluation mode, no gradients, the same random numbers each time; modes and random state are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,271 @@
+"""AdamW with moments in 8 bits, and bf16 weights that are rounded at random so that small updates add up."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+BLOCK = 256
+"""Elements that share one scale; the kernels of bitsandbytes know no other size for optimizer states."""
+LEAST_QUANTIZED = 4096
+"""Smaller parameters (norms, biases) keep fp32 moments, as in bitsandbytes: they are sensitive and weigh nothing."""
+CHUNK = 2**24
+"""Elements updated at a time, a multiple of `BLOCK`: the fp32 scratch of a large embedding stays small."""
+_ZERO = 127
+"""The signed code of zero."""
+_ON_HOST = ("step", "rounding_id")
+
+
+def bitsandbytes_functional() -> Any:
+    """
+    `bitsandbytes.functional`, imported when it is first needed: it is an optional dependency.
+
+    Raises:
+        ImportError: If bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes.functional as functional
+    except ImportError as error:
+        raise ImportError(
+            '8-bit optimizer states need bitsandbytes. Install it with `pip install "hf_hybrid[quantization]"`.'
+        ) from error
+    return functional
+
+
+@functools.cache
+def dynamic_map(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values that 8-bit codes stand for (Dettmers et al., 2021, arXiv 2110.02861), in units of a block's."""
+    return bitsandbytes_functional().create_dynamic_map(signed=signed).to(device)
+
+
+@functools.cache
+def _false_zero(device: torch.device) -> int:
+    """
+    The code that zero is given between signed values.
+
+    The CPU kernel of bitsandbytes looks values up in a table of even steps, the middle one of which stands for 1e-5 of
+    the largest: weights without gradients would drift by half a percent of every update.
+    """
+    pair = torch.tensor([0.0, 1.0], device=device)
+    codes, _ = bitsandbytes_functional().quantize_blockwise(pair, code=dynamic_map(True, device), blocksize=BLOCK)
+    return int(codes[0])
+
+
+def clear_false_zeros_(codes: Tensor) -> Tensor:
+    """Signed codes, with those that zero was given turned into those of zero; nothing to do on a GPU."""
+    false = _false_zero(codes.device)
+    return codes if false == _ZERO else codes.masked_fill_(codes == false, _ZERO)
+
+
+@torch.no_grad()
+def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """
+    Round fp32 to bf16, up or down at random so that the expectation is exact; representable values stay as they are.
+
+    Args:
+        target (`torch.Tensor`): bf16; overwritten.
+        source (`torch.Tensor`): fp32, of the same shape and device; unchanged.
+        generator (`torch.Generator`, *optional*): Where the random bits come from, on the device of both.
+
+    Returns:
+        `target`. Infinite values and NaN stay what they are.
+    """
+    if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
+        raise ValueError(
+            f"`target` must be bf16 and `source` fp32, got `{target.dtype}` and `{source.dtype}`. Convert them first."
+        )
+    # bf16 is the upper half of fp32: 16 random bits added to the lower half carry with just the right probability.
+    bits = torch.randint(1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
+    bits.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    # A carry turns NaN into anything; infinity has no lower bits to carry from.
+    return target.copy_(torch.where(source.isnan(), source, bits.view(torch.float32)))
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """
+    Decoupled AdamW whose moments take two bytes per weight instead of eight, through the kernels of bitsandbytes.
+
+    fp32 weights are updated as they are. bf16 weights are updated in fp32 and rounded stochastically: rounded to
+    nearest, they would lose every update below 1/256 of their size, which is most of them. That needs no fp32 copy of
+    the weights. Random bits depend only on `seed`, on the parameter and on its own step count, so a resumed run, or one
+    that steps its parameters in another order or through several optimizers that share `state`, is equal bit for bit.
+
+    Args:
+        params: Parameters or parameter groups, fp32 or bf16.
+        lr (`float`), betas (`tuple[float, float]`), eps (`float`), weight_decay (`float`): As in `torch.optim.AdamW`.
+        stochastic_rounding (`bool`): Of bf16 weights; `False` rounds to nearest.
+        seed (`int`): Of the rounding.
+
+    Raises:
+        ImportError: If bitsandbytes is not installed.
+        ValueError: If a value is out of range; at the first step also if a weight is neither fp32 nor bf16.
+
+    Example:
+
+    ```python
+    trainer = Trainer(model, args, optimizer_cls_and_kwargs=(AdamW8bit, {"lr": args.learning_rate}), ...)
+    ```
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ):
+        bitsandbytes_functional()
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"`{name}` must not be negative, got {value}.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"`betas` must lie in [0, 1), got {betas}.")
+        # All of them in the group: an optimizer built from a part of the group then behaves the same.
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "stochastic_rounding": stochastic_rounding, "seed": seed})
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        self._number_parameters()
+
+    def _number_parameters(self) -> None:
+        """Random bits differ between parameters by a number that travels with the state, whoever steps them."""
+        for index, parameter in enumerate(_parameters(self.param_groups)):
+            self.state[parameter].setdefault("rounding_id", torch.tensor(index))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict) -> None:
+        state = self.state[parameter]
+        if "step" not in state:
+            self._begin(parameter, state)
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # blocks are runs of memory
+        state["step"] += 1
+        step = int(state["step"])
+        update = _update_8bit if "exp_avg_8bit" in state else _update_fp32
+        generator = self._generator(parameter, group, step)
+        weights, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
+        for start in range(0, parameter.numel(), CHUNK):
+            part = slice(start, min(start + CHUNK, parameter.numel()))
+            rounded = weights[part]
+            exact = rounded.float()  # fp32 weights themselves, or a copy
+            update(exact, gradient[part].float(), state, part, group, step)
+            if generator is not None:
+                stochastic_round_(rounded, exact, generator)
+            elif rounded.dtype != exact.dtype:
+                rounded.copy_(exact)
+
+    def _begin(self, parameter: Tensor, state: dict) -> None:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"`AdamW8bit` trains fp32 and bf16 weights, got `{parameter.dtype}`. Load the model with "
+                "`dtype=torch.bfloat16` or `dtype=torch.float32`."
+            )
+        state.setdefault("rounding_id", torch.tensor(_position(parameter, self.param_groups)))
+        state["step"] = torch.tensor(0.0)
+        if parameter.numel() < LEAST_QUANTIZED:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            return
+        # Not the usual names: who meets `exp_avg_sq` of a parameter's shape may take it for the second moment itself.
+        for name in ("exp_avg", "exp_avg_sq"):
+            blocks = math.ceil(parameter.numel() / BLOCK)
+            state[f"{name}_8bit"] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
+            state[f"{name}_absmax"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+
+    def _generator(self, parameter: Tensor, group: dict, step: int) -> torch.Generator | None:
+        if parameter.dtype == torch.float32 or not group["stochastic_rounding"]:
+            return None
+        identity = int(self.state[parameter]["rounding_id"])
+        return torch.Generator(parameter.device).manual_seed(_mixed(group["seed"], identity, step))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Restore what `state_dict` returned, to the last bit.
+
+        Raises:
+            ValueError: If it is of another optimizer or of other parameters.
+        """
+        if any("stochastic_rounding" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "`state_dict` was written by another optimizer than `AdamW8bit`. Resume with that one, or load only "
+                "the weights of the checkpoint."
+            )
+        # The base class casts states to the dtype of their parameters, which would turn codes into weights.
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for index, parameter in zip(saved, _parameters(self.param_groups)):
+            self.state[parameter] = {
+                name: value.to("cpu" if name in _ON_HOST else parameter.device, copy=True)
+                for name, value in state_dict["state"].get(index, {}).items()
+            }
+        self._number_parameters()
+
+
+def _parameters(groups: list[dict]) -> Iterable[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def _position(parameter: Tensor, groups: list[dict]) -> int:
+    return next(index for index, other in enumerate(_parameters(groups)) if other is parameter)
+
+
+def _mixed(seed: int, identity: int, step: int) -> int:
+    """Neighbouring numbers to far apart seeds (splitmix64); torch's CPU generator uses only the lower half of them."""
+    mask = 2**64 - 1
+    value = 0
+    for number in (seed, identity, step):
+        value = (value + number + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1
+
+
+def _update_8bit(weights: Tensor, gradient: Tensor, state: dict, part: slice, group: dict, step: int) -> None:
+    """The slice `part` of a parameter, flat and fp32."""
+    blocks = slice(part.start // BLOCK, math.ceil(part.stop / BLOCK))
+    beta1, beta2 = group["betas"]
+    first, second = state["exp_avg_8bit"].view(-1)[part], state["exp_avg_sq_8bit"].view(-1)[part]
+    bitsandbytes_functional().optimizer_update_8bit_blockwise(
+        "adam", gradient, weights, first, second,
+        beta1, beta2, 0.0, 0.0, group["eps"], step, float(group["lr"]),
+        dynamic_map(True, weights.device), dynamic_map(False, weights.device),
+        state["exp_avg_absmax"][blocks], state["exp_avg_sq_absmax"][blocks],
+        weight_decay=group["weight_decay"],
+    )  # fmt: skip
+    clear_false_zeros_(first)
+
+
+def _update_fp32(weights: Tensor, gradient: Tensor, state: dict, part: slice, group: dict, step: int) -> None:
+    """The arithmetic of `torch.optim.AdamW`, operation by operation."""
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    first, second = state["exp_avg"].view(-1)[part], state["exp_avg_sq"].view(-1)[part]
+    weights.mul_(1 - lr * group["weight_decay"])
+    first.lerp_(gradient, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+    weights.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))

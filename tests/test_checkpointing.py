@@ -1,0 +1,432 @@
+"""Checkpointing that follows the phase: what is saved for backward, measured, and that nothing else changes."""
+
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid.memory.checkpointing import ActivationCheckpointing, BoundaryOffload, saved_for_backward
+from hf_hybrid.phases import Phase
+from hf_hybrid.plugins import PluginContext
+
+LAYERS = 8
+HIDDEN = 128
+TOKENS = torch.arange(2 * 128).view(2, 128) * 37 % 256
+BOUNDARY = TOKENS.numel() * HIDDEN * 4
+SETTING = {"use_reentrant": False}
+
+
+def deep_model(**overrides):
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 352, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    values = {**sizes, "num_key_value_heads": 4, "max_position_embeddings": 256, **overrides}
+    return tiny_model(**values).train()
+
+
+def loss_of(model, tokens=TOKENS):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def gradients(model, tokens=TOKENS, offload=None):
+    model.zero_grad()
+    with offload or nullcontext():
+        loss = loss_of(model, tokens)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def switched_on(model):
+    return [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+
+
+def started(plugin, model):
+    plugin.on_train_begin(PluginContext(model, None, 10))
+    return plugin
+
+
+# What it saves.
+
+
+def test_layers_alone_save_nine_tenths_and_offload_leaves_one_boundary():
+    """Counted: everything the forward pass made and backward needs, from embeddings to the final norm, no head."""
+    model = deep_model()
+
+    def forward():
+        return model.model(TOKENS, use_cache=False).last_hidden_state
+
+    plain = saved_for_backward(model, forward)
+    plugin = started(ActivationCheckpointing(), model)
+    checkpointed = saved_for_backward(model, forward)
+    plugin.on_train_end()
+    assert saved_for_backward(model, forward) == plain
+    plugin = started(ActivationCheckpointing(offload=True, min_bytes=BOUNDARY), model)
+    forward()  # the first pass creates the host buffers; from then on they exist before the forward pass
+    offloaded = saved_for_backward(model, forward)
+    plugin.on_train_end()
+    assert checkpointed <= 0.1 * plain, (checkpointed, plain)
+    assert checkpointed - offloaded == (LAYERS - 1) * BOUNDARY
+    with torch.no_grad():
+        assert saved_for_backward(model, forward) == 0
+
+
+def test_the_measure_counts_each_storage_once_and_sees_keyword_arguments_of_checkpointed_layers():
+    linear = nn.Linear(8, 8)
+    given = torch.randn(4, 8)
+    made = 4 * 8 * 4
+    assert saved_for_backward(linear, lambda: linear(given)) == 0  # weight and batch were there before
+    assert saved_for_backward(linear, lambda: (x := linear(given).exp()) * x.view(4, 8)) == made
+    assert saved_for_backward(linear, lambda: {"out": [linear(given).exp()]}) == made
+
+    def with_keyword():
+        return torch.utils.checkpoint.checkpoint(
+            lambda x, scale: linear(x) * scale, given, scale=given + 1, use_reentrant=False
+        )
+
+    assert saved_for_backward(linear, with_keyword) == made
+
+    def with_weights_brought_in():
+        linear.weight.data = linear.weight.data.clone()
+        return linear(given.clone().requires_grad_())
+
+    assert saved_for_backward(linear, with_weights_brought_in) == made
+
+
+class Watch(PhasePlugin):
+    """Where the run is, and how many tensors autograd was given to save during probes."""
+
+    def __init__(self):
+        self.place, self.saved_in_probes, self.probes = None, 0, 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor):
+        self.saved_in_probes += 1
+        return tensor
+
+    def before_forward(self, phase):
+        self.place = phase
+
+    def before_probe(self):
+        self.place = "probe"
+        self.probes += 1
+        self.hooks.__enter__()
+
+    def after_probe(self):
+        self.hooks.__exit__()
+
+
+class MeasuredTrainer(HybridTrainer):
+    """Measures every forward pass, with head and loss, in a pass of its own."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        compute = super().compute_loss
+        size = saved_for_backward(model, lambda: compute(model, dict(inputs), *args, **kwargs))
+        self.sizes.setdefault(self.plugins.plugins[0].place, []).append(size)
+        return compute(model, inputs, *args, **kwargs)
+
+
+def run(tmp_path, *plugins, model=None, trainer_class=HybridTrainer, **overrides):
+    trainer = trainer_class(
+        model or deep_model(), hybrid_config(tmp_path, **overrides), train_dataset=ByteText(200), plugins=plugins
+    )
+    trainer.sizes = {}
+    trainer.train()
+    return trainer
+
+
+def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_results_are_the_same(tmp_path):
+    """Counted: everything that the whole forward pass made and backward needs, head and loss included."""
+    plain, checkpointed, offloaded = (
+        run(tmp_path, Watch(), *plugins, trainer_class=MeasuredTrainer, max_steps=16)
+        for plugins in ([], [ActivationCheckpointing()], [ActivationCheckpointing(offload=True, min_bytes=0)])
+    )
+    for trainer in (checkpointed, offloaded):
+        assert [log.get("loss") for log in trainer.state.log_history] == [
+            log.get("loss") for log in plain.state.log_history
+        ]
+        assert_same_weights(weights(trainer.model), weights(plain.model))
+    assert set(plain.sizes) == {Phase.WARMUP, Phase.FULL, Phase.CORRECT, "probe"}
+    for phase in (Phase.WARMUP, Phase.FULL, Phase.CORRECT):
+        assert max(checkpointed.sizes[phase]) <= 0.1 * min(plain.sizes[phase])
+        # In the very first forward pass the host buffers are new and count.
+        assert max(offloaded.sizes[phase][1:]) < 0.6 * min(checkpointed.sizes[phase])
+    for trainer in (plain, checkpointed, offloaded):
+        watch = trainer.plugins.plugins[0]
+        assert set(trainer.sizes["probe"]) == {0}
+        assert watch.probes > 0 and watch.saved_in_probes == 0
+    assert offloaded.plugins.plugins[1].stats.tensors > 0
+
+
+# When it is on.
+
+
+def test_it_is_on_in_the_phases_named_and_off_in_the_others(tmp_path):
+    model = deep_model(num_hidden_layers=2)
+    seen = {}
+
+    class Look(PhasePlugin):
+        def before_forward(self, phase):
+            seen.setdefault(phase, set()).update(switched_on(model))
+
+    run(tmp_path, ActivationCheckpointing(phases=(Phase.FULL, "correct")), Look(), model=model)
+    assert seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {True}}
+    assert not any(switched_on(model))
+    plugin = started(ActivationCheckpointing(), model)
+    assert all(switched_on(model))
+    plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
+    assert not any(switched_on(model))
+    plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+    assert all(switched_on(model))
+
+
+def test_a_run_that_begins_in_another_phase_is_followed():
+    model = deep_model(num_hidden_layers=2)
+    plugin = started(ActivationCheckpointing(phases="full"), model)
+    assert not any(switched_on(model))
+    plugin.before_forward(Phase.FULL)
+    assert all(switched_on(model))
+
+
+def test_what_the_user_set_comes_back(tmp_path):
+    model = deep_model()
+    run(tmp_path, ActivationCheckpointing(), model=model, max_steps=6, activation_checkpointing=True)
+    assert all(switched_on(model))  # as Trainer leaves it
+    model.activation_checkpointing_enable(SETTING, every_n_layers=2)
+    before = switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]
+    plugin = started(ActivationCheckpointing(offload=True), model)
+    assert all(switched_on(model))
+    plugin.on_train_end()
+    assert (switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]) == before
+
+
+def test_a_run_that_failed_leaves_nothing_for_the_next_one(tmp_path):
+    model = deep_model(num_hidden_layers=2)
+    plugin = ActivationCheckpointing(offload=True, min_bytes=0)
+
+    class Fails(PhasePlugin):
+        def after_backward(self, phase):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(tmp_path, plugin, Fails(), model=model)
+    packed = []  # no hook of ours is left on top of anyone's
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        torch.ones(2, requires_grad=True).exp()
+    assert packed
+    run(tmp_path, plugin, model=model, max_steps=6)
+    assert not any(switched_on(model))
+    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
+
+
+def test_switching_adds_no_hooks_and_frozen_lower_layers_get_no_backward_pass():
+    model = deep_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:4].requires_grad_(False)
+    plugin = started(ActivationCheckpointing(offload=True, min_bytes=0), model)
+    for _ in range(3):
+        plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
+        plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+    assert not model.model.embed_tokens._forward_hooks
+    recomputed = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: recomputed.append(module))
+    gradients(model)
+    assert len(recomputed) == LAYERS + 4
+    plugin.on_train_end()
+    model.enable_input_require_grads()
+    plugin = started(plugin, model)
+    plugin.on_train_end()
+    assert len(model.model.embed_tokens._forward_hooks) == 1
+    model.disable_input_require_grads()
+    assert not model.model.embed_tokens._forward_hooks
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_adapters_inside_wrappers(offload):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(deep_model(num_hidden_layers=3), config)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    reference, model = adapted(), adapted()
+    started(ActivationCheckpointing(offload=offload, min_bytes=0), Wrapper(model))
+    assert all(switched_on(model))
+    assert_same_weights(gradients(reference), gradients(model))
+
+
+# The way to the host and back.
+
+
+def test_offloaded_inputs_come_back_to_the_bit_and_recomputed_tensors_stay():
+    model = deep_model()
+    expected = gradients(model)
+    model.activation_checkpointing_enable(SETTING)
+    offload = BoundaryOffload(model, min_bytes=BOUNDARY)
+    for step in range(1, 4):
+        assert_same_weights(gradients(model, offload=offload), expected)
+        # One per layer: recomputing in the backward pass moved nothing more.
+        assert offload.stats.tensors == step * LAYERS
+        assert offload.stats.bytes_offloaded == step * LAYERS * BOUNDARY
+    assert offload.stats.peak_host_bytes == LAYERS * BOUNDARY, "buffers are used again"
+    assert offload.stats.waits == 0, "each is on its way back before it is needed"
+
+
+def test_graphs_that_are_kept_dropped_or_alive_together():
+    model = deep_model()
+    model.activation_checkpointing_enable(SETTING)
+    short = TOKENS[:, :64]
+    with BoundaryOffload(model, min_bytes=0) as offload:
+        expected = gradients(model)
+        loss_of(model)  # never used
+        other, kept = loss_of(model, short), loss_of(model)
+        model.zero_grad()
+        kept.backward(retain_graph=True)
+        assert offload.stats.waits == 0
+        model.zero_grad()
+        kept.backward()
+        assert offload.stats.waits == 1, "the first pass took the newest, and the others are fetched ahead again"
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+        model.zero_grad()
+        other.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.activation_checkpointing_disable()
+    expected = gradients(model, short)
+    assert all(torch.equal(grads[name], expected[name]) for name in grads)
+    assert offload.stats.peak_host_bytes <= 2 * LAYERS * BOUNDARY, "two graphs at a time, so two sets of buffers"
+
+
+def test_parameters_small_tensors_and_other_types_stay():
+    model = deep_model(num_hidden_layers=2)
+    model.activation_checkpointing_enable(SETTING)
+    layer = model.model.layers[0]
+    positions = model.model.rotary_emb(torch.zeros(1, 1), torch.arange(16)[None])
+    learned = nn.Parameter(torch.randn(1, 16, HIDDEN))
+    model.register_parameter("learned", learned)
+    offload = BoundaryOffload(model, min_bytes=16 * HIDDEN * 4)
+    with offload:
+        for given in (learned, learned.view(1, 16, HIDDEN), torch.randn(1, 15, HIDDEN)):
+            layer(given, position_embeddings=[part[:, : given.shape[1]] for part in positions]).sum().backward()
+        assert offload.stats.tensors == 0
+        layer(learned * 1, None, torch.zeros(4096), position_embeddings=positions).sum().backward()
+    assert offload.stats.tensors == 1, "the input moves, the argument after it does not"
+    layer(learned * 1, position_embeddings=positions).sum().backward()
+    assert offload.stats.tensors == 1, "outside of the context nothing moves"
+
+
+def test_a_layer_that_overwrites_its_input_is_an_error_as_it_is_without_offload():
+    model = deep_model(num_hidden_layers=2)
+    model.activation_checkpointing_enable(SETTING)
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda module, args: args[0].add_(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        gradients(model, offload=BoundaryOffload(model, min_bytes=0))
+
+
+class LateStream(TorchFunctionMode):
+    """
+    A copy stream at its slowest: a copy happens only when someone waits for it. Copies hold no memory, so one that
+    nobody waited for before its memory was given up is found out.
+    """
+
+    def __init__(self, *args):
+        super().__init__()
+        self.jobs, self.ordered = [], False
+
+    def wait_stream(self, stream):
+        self.ordered = True
+
+    def wait_event(self, event):
+        stream, count = event
+        while stream.jobs and stream.jobs[0][0] <= count:
+            number, *ends = stream.jobs.pop(0)
+            target, source = (self._tensor(*end) for end in ends)
+            target.copy_(source)
+
+    def record_event(self):
+        return self, self.count
+
+    @staticmethod
+    def _tensor(storage, dtype, *view):
+        assert storage() is not None, "memory was given up before the copy was done"
+        return torch.empty(0, dtype=dtype).set_(storage(), *view)
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            assert self.ordered, "the copy does not wait for what computes its source"
+            self.ordered, self.count = False, self.count + 1
+            self.jobs.append((self.count, *map(self._end, args)))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _end(tensor):
+        storage = weakref.ref(tensor.untyped_storage())
+        return storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+class LateDevice:
+    """Stands in for `torch.cuda`."""
+
+    Stream = LateStream
+    compute = LateStream()
+
+    @staticmethod
+    def stream(stream):
+        return stream
+
+    @classmethod
+    def current_stream(cls, device):
+        return cls.compute
+
+
+def test_copies_are_waited_for_however_late_they_are(monkeypatch):
+    model = deep_model()
+    expected = gradients(model)
+    short = gradients(model, TOKENS[:, :64])
+    model.activation_checkpointing_enable(SETTING)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: LateDevice)
+    offload = BoundaryOffload(model, min_bytes=0)
+    for _ in range(2):
+        assert_same_weights(gradients(model, offload=offload), expected)
+        assert_same_weights(gradients(model, TOKENS[:, :64], offload=offload), short)
+        with offload:
+            torch.autograd.grad(loss_of(model), model.model.layers[5].mlp.up_proj.weight)  # ends half way
+    assert offload.stats.waits == 0
+    assert offload.stats.peak_host_bytes <= LAYERS * BOUNDARY
+
+
+# What cannot be.
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="`phases` holds `predict`, which has no backward pass"):
+        ActivationCheckpointing(phases=["full", "predict"])
+    with pytest.raises(ValueError, match="`phases` holds `fully`"):
+        ActivationCheckpointing(phases="fully")
+    with pytest.raises(ValueError, match="`Linear` does not support activation checkpointing. Remove"):
+        started(ActivationCheckpointing(), nn.Linear(2, 2))
+    sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1]}
+    unsupported = ResNetForImageClassification(ResNetConfig(**sizes))
+    with pytest.raises(ValueError, match="`ResNetForImageClassification` does not support"):
+        started(ActivationCheckpointing(), unsupported)
+    with pytest.raises(ValueError, match="`offload=True` needs `GradientCheckpointingLayer`s"):
+        BoundaryOffload(unsupported)
+    model = deep_model(num_hidden_layers=1)
+    model.parameters = lambda: iter([SimpleNamespace(device=torch.device("mps"))])
+    with pytest.raises(ValueError, match="needs a device with streams, not `mps`"):
+        BoundaryOffload(model)

@@ -1,0 +1,396 @@
+"""Plans: bytes by hand, big models within their targets, refusals whose advice works, floors of the step time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from hf_hybrid.memory.accounting import ModelShape, Unit, storage_bytes
+from hf_hybrid.memory.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
+from hf_hybrid.memory.layers import embeddings_and_head, find_layers
+from hf_hybrid.memory.streaming import LayerStreamer
+
+GIB = 2**30
+
+# The tiny Llama: four attention matrices of 32 x 32, three MLP matrices of 32 x 64, two norms; 256 tokens; one norm.
+LAYER = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+EMBEDDING = 256 * 32
+REST = 32
+TOTAL = 2 * LAYER + EMBEDDING + REST
+TOKENS = 64
+BOUNDARY = TOKENS * 32 * 4
+SAVED = 49 / 2 * BOUNDARY
+LOGITS = TOKENS * 256 * 4
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ModelShape:
+    return ModelShape.of(tiny_model(), ["model.layers.0", "model.layers.1"])
+
+
+def llama_8b(**changes) -> ModelShape:
+    shape = ModelShape(
+        layers=(Unit(218_112_000),) * 32,
+        embedding=Unit(128256 * 4096),
+        head=Unit(128256 * 4096),
+        rest=Unit(4096),
+        hidden=4096,
+        vocab=128256,
+        element_bytes=2,
+        trainable_bytes=2,
+        largest_trainable=128256 * 4096,
+    )
+    return replace(shape, **changes)
+
+
+def adapters_on_50b() -> ModelShape:
+    """64 layers of 8192, rank 16 on four matrices each, in fp32 on a bf16 base."""
+    return ModelShape(
+        layers=(Unit(1_500_000, 748_400_000),) * 64,
+        embedding=Unit(0, 128256 * 8192),
+        head=Unit(0, 128256 * 8192),
+        rest=Unit(0, 8192),
+        hidden=8192,
+        vocab=128256,
+        element_bytes=2,
+        trainable_bytes=4,
+        largest_trainable=16 * 28672,
+    )
+
+
+def columns(table, place):
+    return [table.get(category, place) for category, _, _ in table.rows()]
+
+
+def test_resident_by_hand(tiny):
+    buffers = tiny.buffer_bytes
+    result = plan(tiny, tokens=TOKENS)
+    drift = TOTAL * (4 + 4) + 4 * EMBEDDING
+    assert result.mode == "resident" and result.request == Request(tokens=TOKENS)
+    assert columns(result.table, "device") == [
+        4 * TOTAL,
+        4 * TOTAL,
+        8 * TOTAL,
+        2 * SAVED + 2.5 * LOGITS,
+        drift,
+        buffers,
+    ]
+    assert result.peak_host_bytes == 0
+    with_host = plan(tiny, tokens=TOKENS, buffers_device="cpu", activation_checkpointing=True)
+    assert with_host.table.get("activations", "device") == 2 * BOUNDARY + -(-1.15 * SAVED // 1)
+    assert with_host.table.get("drift", "host") == drift and with_host.table.get("drift", "device") == 0
+    along_drift = plan(tiny, tokens=TOKENS, direction="drift")
+    assert along_drift.table.get("drift", "device") == drift + 4 * TOTAL
+
+
+def test_resident_under_autocast(tiny):
+    assert plan(tiny, tokens=TOKENS, working_bytes=2).table.get("weights", "device") == (4 + 2) * TOTAL
+
+
+def test_streamed_by_hand(tiny):
+    result = plan(tiny, tokens=TOKENS, micro_batches=3, mode="stream", enable_predict=False)
+    assert (result.mode, result.resident_layers, result.stream_embeddings) == ("streamed", 0, False)
+    stay = EMBEDDING + REST
+    assert columns(result.table, "device") == [
+        2 * 4 * LAYER + 4 * stay,
+        4 * stay + 4 * LAYER,
+        8 * stay,
+        2 * 3 * BOUNDARY + -(-1.15 * SAVED // 1),
+        0,
+        tiny.buffer_bytes,
+    ]
+    assert columns(result.table, "host") == [4 * 2 * LAYER, 4 * 2 * LAYER, 8 * 2 * LAYER, 0, 0, 0]
+
+
+def test_what_options_change_in_a_streamed_plan(tiny):
+    base = {"tokens": TOKENS, "micro_batches": 3, "mode": "stream", "enable_predict": False}
+    before = plan(tiny, **base).table
+
+    def change(**options):
+        after = plan(tiny, **{**base, **options}).table
+        moved = {
+            (category, place): after.get(category, place) - before.get(category, place)
+            for category, _, _ in after.rows()
+            for place in ("device", "host")
+        }
+        return {key: count for key, count in moved.items() if count}
+
+    assert change(prefetch_layers=2) == {("weights", "device"): 4 * LAYER}
+    assert change(resident_layers=1) == {("weights", "device"): 4 * LAYER}
+    assert change(accumulation_walk="micro_batch") == {("activations", "device"): -2 * 2 * BOUNDARY}
+    assert change(enable_predict=True) == {("drift", "host"): 8 * TOTAL + 4 * EMBEDDING}
+    assert change(working_bytes=2, activation_bytes=4) == {
+        ("weights", "device"): -2 * 2 * LAYER,
+        ("weights", "host"): 2 * 2 * LAYER,  # the rounded copy that travels
+        ("gradients", "device"): -2 * LAYER,
+    }
+    assert change(stream_embeddings=True) == {
+        ("weights", "host"): 4 * EMBEDDING,
+        ("gradients", "host"): 4 * EMBEDDING,
+        ("states", "host"): 8 * EMBEDDING,
+        ("states", "device"): -8 * EMBEDDING,
+    }
+
+
+def test_offloaded_boundaries_leave_two(tiny):
+    shape = replace(tiny, layers=tiny.layers * 4)
+    options = {"tokens": TOKENS, "mode": "stream", "enable_predict": False}
+    near, far = plan(shape, **options).table, plan(shape, **options, offload_activations=True).table
+    assert far.get("activations", "host") == 6 * BOUNDARY
+    assert near.get("activations", "device") - far.get("activations", "device") == 6 * BOUNDARY
+
+
+def test_chunks_shrink_the_loss():
+    options = {"tokens": 2048, "mode": "stream", "enable_predict": False}
+    whole, chunked = plan(llama_8b(), **options), plan(llama_8b(), **options, chunked_loss=True)
+    boundaries = 2048 * 4096 * 2 * 32
+    assert whole.table.get("activations", "device") == boundaries + 2048 * 128256 * 4 * 2.5
+    assert chunked.table.get("activations", "device") == boundaries + 1024 * 128256 * 4 * 2
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("working", [None, torch.bfloat16])
+@pytest.mark.parametrize("ends", [False, True])
+def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
+    model = tiny_model(hidden_size=128, num_hidden_layers=4, tie_word_embeddings=False)
+    if int8:
+        model.model.layers.requires_grad_(False)
+    layers, embeddings = find_layers(model), model.get_input_embeddings().weight
+    streamer = LayerStreamer(
+        model,
+        layers,
+        embeddings_and_head(model) if ends else (),
+        device=torch.device("cpu"),
+        kept=1,
+        dtype_of=lambda p: p.dtype if working is None or p is embeddings else working,
+        int8=int8,
+    )
+    planned = plan(
+        ModelShape.of(model, [name for name, _ in layers]),
+        tokens=TOKENS,
+        mode="stream",
+        resident_layers=1,
+        stream_embeddings=ends,
+        working_bytes=working and working.itemsize,
+        base_precision="int8" if int8 else "same",
+        enable_predict=False,
+    ).table
+    streamer.attach()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    with torch.autocast("cpu", enabled=working is not None):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    streamer.gradients_arrived()
+    held = streamer.bytes_held()
+    rest = storage_bytes(p for p in model.parameters() if id(p) not in streamer.streamed)
+    expanded = planned.get("buffers", "device") - storage_bytes(model.buffers())
+    closely = {"rel": 0.02 if int8 else 0}  # norms stay as they are, and matrices differ in their number of rows
+    assert held["host_gradients"] == planned.get("gradients", "host")
+    assert held["host_weights"] == pytest.approx(planned.get("weights", "host"), **closely)
+    device = planned.get("weights", "device") + (expanded if int8 else 0)
+    assert held["device_weights"] + rest == pytest.approx(device, **closely)
+
+
+def test_8b_with_all_parameters_trained_fits_8_gib():
+    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False}
+    fitted = plan(llama_8b(), device_budget=8 * GIB, host_budget=55 * GIB, **options)
+    assert fitted.mode == "streamed" and fitted.stream_embeddings and fitted.resident_layers > 0
+    assert fitted.weight_bytes == 2 and fitted.fits(8 * GIB, 55 * GIB)
+    least = plan(llama_8b(), mode="stream", stream_embeddings=True, **options)
+    slots, wide, boundaries = 2 * 2 * 218_112_000, 2 * 128256 * 4096, 2048 * 4096 * 2 * 32
+    logits = 2048 * 128256 * 4 * 2.5
+    per_weight = 2 + 2 + 2 + 2 * 4 / 256  # weights, gradients, two codes and their scales
+    assert least.peak_device_bytes == slots + wide + wide + boundaries + logits + 4096 * per_weight  # and the last norm
+    assert least.peak_host_bytes == (32 * 218_112_000 + 2 * 128256 * 4096) * per_weight
+
+
+def test_50b_with_adapters_fits_12_gib():
+    options = {"tokens": 2048, "base_precision": "int8", "enable_predict": False}
+    fitted = plan(adapters_on_50b(), device_budget=12 * GIB, host_budget=60 * GIB, **options)
+    assert (fitted.mode, fitted.base_precision, fitted.weight_bytes) == ("streamed", "int8", 1)
+    assert fitted.table.get("states", "host") == 0, "adapters are trained on the device"
+    assert "frozen layers in int8" in fitted.describe()
+
+
+def test_resident_layers_fill_the_budget():
+    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False, "stream_embeddings": True}
+    for budget in (6, 8, 12, 40):
+        fitted = plan(llama_8b(), mode="stream", device_budget=budget * GIB, **options)
+        more = fitted.resident_layers + 1
+        assert fitted.fits(budget * GIB, None)
+        if more <= 32:
+            assert not plan(llama_8b(), mode="stream", resident_layers=more, **options).fits(budget * GIB, None)
+        else:
+            assert budget == 40
+
+
+def test_the_lightest_technique_that_fits_is_chosen():
+    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False, "activation_checkpointing": True}
+    chosen = [plan(llama_8b(), device_budget=budget * GIB, **options) for budget in (80, 24, 6)]
+    assert [p.mode for p in chosen] == ["resident", "streamed", "streamed"]
+    assert [p.stream_embeddings for p in chosen] == [False, False, True]
+    assert plan(llama_8b(), **options).mode == "resident", "no limit"
+    assert plan(llama_8b(), mode="stream", **options).resident_layers == 0
+
+
+def test_what_was_asked_for_is_respected():
+    roomy = {"tokens": 512, "device_budget": 400 * GIB, "enable_predict": False}
+    assert plan(llama_8b(), **roomy, resident_layers=3).resident_layers == 3
+    assert plan(llama_8b(), **roomy, mode="stream", stream_embeddings=True).stream_embeddings
+    assert plan(llama_8b(), **roomy, mode="stream", prefetch_layers=3).prefetch_layers == 3
+    assert plan(llama_8b(), **roomy).optimizer_states == "exact"
+    assert plan(adapters_on_50b(), **roomy, base_precision="int8").mode == "streamed"
+
+
+IMPOSSIBLE = {
+    "host too small": (llama_8b(), {"tokens": 2048, "device_budget": 16 * GIB, "host_budget": 60 * GIB}),
+    "device too small": (llama_8b(), {"tokens": 8192, "batch_size": 4, "device_budget": 6 * GIB}),
+    "resident does not fit": (llama_8b(), {"tokens": 2048, "mode": "off", "device_budget": 24 * GIB}),
+    "too many resident layers": (llama_8b(), {"tokens": 512, "resident_layers": 30, "device_budget": 12 * GIB}),
+    "a large window": (
+        llama_8b(),
+        {"tokens": 4096, "micro_batches": 16, "mode": "stream", "device_budget": 10 * GIB, "enable_predict": False},
+    ),
+    "leaps beside the weights": (
+        replace(llama_8b(), layers=(Unit(218_112_000),) * 2),
+        {"tokens": 256, "mode": "off", "device_budget": 14 * GIB, "activation_checkpointing": True},
+    ),
+    "a frozen base too large for the host": (
+        adapters_on_50b(),
+        {"tokens": 2048, "mode": "stream", "device_budget": 16 * GIB, "host_budget": 64 * GIB},
+    ),
+    "embeddings held down": (
+        llama_8b(),
+        {"tokens": 512, "mode": "stream", "stream_embeddings": False, "device_budget": 5 * GIB},
+    ),
+}
+FIELDS = {"memory": "mode", "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "micro_batches"}
+
+
+@pytest.mark.parametrize(("shape", "asked"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_advice_of_a_refusal_works(shape, asked):
+    with pytest.raises(PlanError) as caught:
+        plan(shape, **asked)
+    error, limits = caught.value, (asked.get("device_budget"), asked.get("host_budget"))
+    assert not error.plan.fits(*limits) and error.nearest.fits(*limits)
+    text = str(error)
+    assert str(error.plan.table) in text and "Nearest plan that works: `" in text
+    changed = {FIELDS.get(option, option): value for option, value in error.changes.items()}
+    for option, value in error.changes.items():
+        assert f"`{option}={value}`" in text
+    if "batch_size" in changed:
+        changed["tokens"] = asked["tokens"] * changed["batch_size"] // asked["batch_size"]
+    again = plan(shape, **{**asked, **changed})
+    assert again.fits(*limits)
+    assert again.table == error.nearest.table
+
+
+def test_refusal_says_which_limit_is_exceeded_by_how_much():
+    with pytest.raises(PlanError) as caught:
+        plan(llama_8b(), tokens=2048, mode="stream", resident_layers=0, host_budget=90 * GIB)
+    over = caught.value.plan.peak_host_bytes - 90 * GIB
+    assert f"({over} bytes) over `host_budget_gib=90.00`" in str(caught.value)
+    assert "vram_budget_gib" not in str(caught.value)
+    assert caught.value.changes == {"enable_predict": False}
+
+
+def test_speed_is_given_up_before_exactness():
+    with pytest.raises(PlanError) as caught:
+        plan(llama_8b(), tokens=2048, batch_size=2, mode="off", device_budget=28 * GIB, enable_predict=False)
+    assert caught.value.changes == {"memory": "auto"}
+    with pytest.raises(PlanError) as caught:
+        plan(adapters_on_50b(), tokens=4096, mode="stream", device_budget=12 * GIB, enable_predict=False)
+    assert caught.value.nearest.base_precision == "same"
+
+
+def test_a_layer_larger_than_the_device_and_nothing_that_works():
+    with pytest.raises(PlanError) as caught:
+        plan(llama_8b(), tokens=1, device_budget=GIB // 4, mode="stream", enable_predict=False)
+    error = caught.value
+    assert error.nearest is None and error.changes == {}
+    assert "the largest layer alone takes 416.02 MiB" in str(error)
+    assert "No change of options fits these limits. The smallest need found: " in str(error)
+
+
+def test_refusals_for_other_reasons_look_the_same(tiny):
+    planned = plan(tiny, tokens=TOKENS)
+    error = refuse("`optim=lomo` cannot be streamed.", planned, "Set `optim=adamw_torch_fused`.")
+    assert isinstance(error, ValueError) and error.plan is planned
+    assert str(error).split("\n\n") == [
+        "`optim=lomo` cannot be streamed.",
+        planned.describe(),
+        "Set `optim=adamw_torch_fused`.",
+    ]
+    plain = refuse("No.", tiny)
+    assert f"{4 * TOTAL / 2**10:.2f} KiB" in str(plain) and "No change of options is known to work." in str(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "on"}, "`memory` must be one of off, auto, stream, got `on`"),
+        ({"optimizer_states": "4bit"}, "`optimizer_states` must be one of exact, 8bit"),
+        ({"batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+        ({"prefetch_layers": -1}, "`prefetch_layers` must be at least 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(tiny, **{"tokens": TOKENS, **options})
+
+
+def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
+    nothing = Unit()
+    layers = (Unit(trainable, frozen),) * 10
+    return ModelShape(layers, nothing, nothing, nothing, 4096, 1000, 2, stored, trainable)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "per_weight"),
+    [
+        # fp32 masters, updated on the host: weights twice, gradients back; 28 B of the update, the rounded copy.
+        (only_layers(10**6, 0, 4), {"working_bytes": 2}, {"h2d": 4, "d2h": 2, "dram": 4 + 2 + 28 + 2}),
+        # 8-bit states, updated on the device: also gradients and states there, states and weights back.
+        (
+            only_layers(10**6, 0, 2),
+            {"optimizer_states": "8bit"},
+            {"h2d": 4 + 2 + 2.03125, "d2h": 2 + 2 + 2.03125, "dram": 14.0625},
+        ),
+        # A frozen base in int8, adapters resident: the base twice.
+        (only_layers(10, 10**6, 4), {"base_precision": "int8"}, {"h2d": 2, "d2h": 0, "dram": 2}),
+    ],
+)
+def test_traffic_of_a_step(shape, options, per_weight):
+    planned = plan(shape, tokens=64, mode="stream", enable_predict=False, **options)
+    traffic = step_traffic(shape, planned)
+    weights = 10 * max(shape.layers[0])
+    assert {name: count / weights for name, count in traffic.items()} == pytest.approx(per_weight, rel=1e-2)
+
+
+def test_traffic_follows_the_walk_and_what_is_resident():
+    shape = only_layers(10**6, 0, 4)
+
+    def into(**options):
+        return step_traffic(shape, plan(shape, tokens=64, mode="stream", micro_batches=4, **options))["h2d"]
+
+    once = into()
+    assert into(accumulation_walk="micro_batch") == 4 * once
+    # A resident layer still comes once per step, after its update; it need not come again for the backward.
+    assert into(resident_layers=5) == once * 0.75
+    offloaded = into(offload_activations=True) - once
+    assert offloaded == 4 * 8 * 64 * 4096 * 2
+    assert step_traffic(shape, plan(shape, tokens=64)) == {"h2d": 0, "d2h": 0, "dram": 0}
+
+
+def test_floor_is_the_slower_of_computing_and_moving(tiny):
+    full, adapters = only_layers(10**6, 0, 2), only_layers(10, 10**6, 2)
+    computing = step_floor_seconds(full, plan(full, tokens=64, mode="stream"), 4096, 1e12)
+    assert computing == 8 * 10**7 * 4096 / 1e12
+    streamed = plan(adapters, tokens=64, mode="stream")
+    assert step_floor_seconds(adapters, streamed, 4096, 1e12) == pytest.approx(6 * 10**7 * 4096 / 1e12, rel=1e-4)
+    moving = step_floor_seconds(full, plan(full, tokens=64, mode="stream"), 1, 1e15, h2d=1e6, d2h=1e9, dram=1e9)
+    assert moving == 4 * 10**7 / 1e6
+    # Tied embeddings multiply as the head; lookups alone do not. Without checkpointing nothing is computed twice.
+    assert step_floor_seconds(tiny, plan(tiny, tokens=64), 1, 1.0) == 6 * TOTAL
+    untied = replace(tiny, head=tiny.embedding, tied=False)
+    assert step_floor_seconds(untied, plan(untied, tokens=64), 1, 1.0) == 6 * TOTAL

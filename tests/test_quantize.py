@@ -1,0 +1,359 @@
+"""Int8 rows keep their bound; int8 probes leave the training weights alone, and are used only where noise allows it."""
+
+import logging
+import math
+import sys
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.memory.quantize import (
+    Int8Predict,
+    NoiseMeter,
+    added_noise,
+    dequantize_rows,
+    layer_linears,
+    quantize_rows,
+    worth_it,
+)
+from hf_hybrid.phases import Phase
+from hf_hybrid.plugins import PhasePlugin, PluginContext, PluginList
+from hf_hybrid.probing import SequenceLosses
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7, 33), (3, 5, 64), (1, 1)])
+def test_rows_are_off_by_half_a_step_at_most(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(3).to(dtype)
+    codes, scales = quantize_rows(weight)
+    assert codes.dtype == torch.int8 and codes.shape == weight.shape
+    assert scales.dtype == torch.float32 and scales.shape == (*shape[:-1], 1)
+    out = dequantize_rows(codes, scales, torch.empty(shape))
+    bound = weight.float().abs().amax(dim=-1, keepdim=True) / 254
+    assert ((out - weight.float()).abs() <= bound * (1 + 1e-5)).all()
+    assert codes.abs().amax(dim=-1).eq(127).all()
+
+
+def test_rows_are_the_same_in_chunks(monkeypatch):
+    weight = torch.randn(6, 9, 11)
+    whole = quantize_rows(weight)
+    monkeypatch.setattr("hf_hybrid.memory.quantize._CHUNK", 40)
+    assert all(torch.equal(a, b) for a, b in zip(whole, quantize_rows(weight)))
+    transposed = weight.transpose(0, 1)
+    assert torch.equal(quantize_rows(transposed)[0], whole[0].transpose(0, 1))
+
+
+def test_zeros_stay_zeros_and_broken_rows_stay_broken():
+    weight = torch.tensor([[0.0, 0.0], [1.0, -2.0], [math.nan, 1.0], [math.inf, 1.0], [1e-41, 0.0]])
+    out = dequantize_rows(*quantize_rows(weight), torch.empty(5, 2))
+    assert torch.equal(out[0], torch.zeros(2))
+    assert torch.allclose(out[1], weight[1], atol=2 / 254)
+    assert out[2:4].isnan().all()
+    assert out[4].abs().max() < 1e-38
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_come_back_in_any_float_dtype(dtype):
+    codes, scales = quantize_rows(torch.randn(4, 16))
+    out = torch.nn.Parameter(torch.empty(4, 16, dtype=dtype))
+    address = out.data_ptr()
+    dequantize_rows(codes, scales, out)
+    assert out.data_ptr() == address
+    assert torch.equal(out.data, (codes * scales).to(dtype))
+
+
+def test_rows_refuse_what_they_cannot_store():
+    with pytest.raises(ValueError, match=r"`weight` must be a floating-point matrix.*`\(3,\)`"):
+        quantize_rows(torch.ones(3))
+    with pytest.raises(ValueError, match="`torch.int64`"):
+        quantize_rows(torch.ones(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got `\(3, 2\)` and `\(2, 1\)`"):
+        dequantize_rows(*quantize_rows(torch.ones(2, 3)), torch.empty(3, 2))
+
+
+def test_linears_of_layers_without_head_adapters_and_shared_weights():
+    model = tiny_model(tie_word_embeddings=False)
+    assert len(layer_linears(model)) == 14
+    assert len(layer_linears(model, min_features=64)) == 0
+    shared = model.model.layers[0].self_attn.q_proj
+    model.extra = torch.nn.Linear(32, 32)
+    model.extra.weight = shared.weight
+    assert shared not in layer_linears(model) and len(layer_linears(model)) == 13
+    model.model.layers[1].mlp.up_proj.forward = lambda x: x
+    assert len(layer_linears(model)) == 12
+
+
+def test_linears_under_lora_are_those_of_the_base():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=32, target_modules=["q_proj"]))
+    found = layer_linears(model)
+    assert len(found) == 14 and not any(module.weight.requires_grad for module in found)
+
+
+def started(model, **options) -> Int8Predict:
+    plugin = Int8Predict("on", **options)
+    plugin.on_train_begin(PluginContext(model, None, 1))
+    return plugin
+
+
+def quantised(model) -> list[torch.nn.Linear]:
+    """The modules that compute through int8 now."""
+    return [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" in vars(m)]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=ByteText(2)[0]["input_ids"][None]).logits
+
+
+@pytest.mark.parametrize("engine", ["torch", "bitsandbytes"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_probe_computes_nearly_the_same_in_the_same_dtype(engine, autocast):
+    if engine == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
+    model = tiny_model(**WIDE, attention_bias=True)
+    seen = []
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        full = logits(model)
+        plugin = started(model, engine=engine)
+        plugin.before_probe()
+        int8 = logits(model)
+        plugin.after_probe()
+        assert torch.equal(logits(model), full)
+    assert int8.dtype == full.dtype and not torch.equal(int8, full)
+    assert [x.dtype for x in seen] == 3 * [torch.bfloat16 if autocast else torch.float32]
+    assert seen[1].shape == seen[0].shape
+    assert ((int8 - full).norm() / full.norm()) < 0.03
+
+
+def test_stored_form_is_little_more_than_half_of_bf16():
+    model = tiny_model(**WIDE)
+    plugin = started(model)
+    stored, bf16 = plugin.stored_bytes()
+    assert bf16 == 2 * 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert stored <= 0.55 * bf16
+    plugin.before_probe()
+    held = [module.forward.args[1:] for module in quantised(model)]
+    assert sum(t.numel() * t.element_size() for pair in held for t in pair) == stored
+    plugin.after_probe()
+
+
+def test_masters_are_parked_and_come_back_bit_equal():
+    model = tiny_model(**WIDE)
+    before, parameters = weights(model), dict(model.named_parameters())
+    plugin = started(model)
+    plugin.before_probe()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.untyped_storage().nbytes() == 4 and weight.shape == (512, 256) and weight.isnan().all()
+    assert not model.lm_head.weight.isnan().any()
+    plugin.after_probe()
+    assert_same_weights(weights(model), before)
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert not quantised(model)
+
+
+def test_without_parking_not_a_byte_of_the_weights_moves():
+    model = tiny_model(**WIDE)
+    before = {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    plugin = started(model, offload_master=False)
+    plugin.before_probe()
+    assert {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()} == before
+    plugin.after_probe()
+    assert {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters()} == before
+
+
+def test_weights_shared_between_layers_are_stored_once():
+    model = tiny_model(**WIDE)
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    before = weights(model)
+    plugin = started(model)
+    assert plugin.stored_bytes()[1] == 2 * (8 * 256 * 256 + 5 * 256 * 512)
+    plugin.before_probe()
+    assert torch.isfinite(logits(model)).all()
+    plugin.after_probe()
+    assert first.weight is second.weight
+    assert_same_weights(weights(model), before)
+
+
+def test_failure_half_way_restores(monkeypatch):
+    model = tiny_model(**WIDE)
+    before = weights(model)
+    plugin = started(model)
+    calls = []
+
+    def failing(weight):
+        calls.append(weight)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError("no")
+        return quantize_rows(weight)
+
+    monkeypatch.setattr("hf_hybrid.memory.quantize.quantize_rows", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        plugin.before_probe()
+    assert_same_weights(weights(model), before)
+    assert not quantised(model)
+
+
+def test_failing_probe_restores(tmp_path):
+    model = tiny_model(**WIDE)
+    trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(100))
+    before = weights(model)
+    plugin = started(model)
+    losses = SequenceLosses(trainer, PluginList([plugin]))
+    with pytest.raises(Exception, match="index out of range"):
+        losses({"input_ids": torch.full((2, 8), 10_000), "labels": torch.zeros(2, 8, dtype=torch.long)})
+    assert_same_weights(weights(model), before)
+    assert not quantised(model)
+
+
+class Witness(PhasePlugin):
+    """Stands around Int8Predict: sees the weights before and after each probe, and may wrap the probe's evaluation."""
+
+    def __init__(self, plugin=None):
+        self.plugin, self.trainer, self.probes, self.quantised = plugin, None, 0, 0
+
+    def on_train_begin(self, context):
+        self.model = context.model
+        if self.plugin is not None:
+            probe = self.trainer._engine.probe
+            probe.evaluate = self.plugin.probe_losses(probe.evaluate)
+
+    def before_probe(self):
+        self.kept = weights(self.model), dict(self.model.named_parameters())
+
+    def after_probe(self):
+        kept, parameters = self.kept
+        assert_same_weights(weights(self.model), kept)
+        assert all(parameters[name] is p for name, p in self.model.named_parameters())
+        assert not quantised(self.model)
+        self.probes += 1
+
+
+def run(folder, plugin, **overrides):
+    witness = Witness(plugin)
+
+    class Inside(PhasePlugin):
+        def before_probe(self):
+            witness.quantised += len(quantised(witness.model)) > 0
+
+    config = hybrid_config(folder, probe_budget=0.5, probe_batch_size=8, learning_rate=1e-3, **overrides)
+    model = tiny_model(**WIDE, num_hidden_layers=1)
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(400), plugins=[witness, plugin, Inside()])
+    witness.trainer = trainer
+    trainer.train()
+    return trainer, witness
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_with_int8_probes(tmp_path, bf16):
+    plugin = Int8Predict("on")
+    trainer, witness = run(tmp_path, plugin, bf16=bf16)
+    assert witness.probes >= 8 and witness.quantised == witness.probes
+    assert all(torch.isfinite(p).all() and p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert not quantised(trainer.model) and plugin.stored_bytes() == (0, 0)
+    probed = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] != "unprobed"]
+    assert probed and all(math.isfinite(leap["loss_after"]) for leap in probed)
+
+
+@pytest.mark.parametrize("limit, used", [(1e9, True), (1e-9, False)])
+def test_measured_noise_decides(tmp_path, caplog, limit, used):
+    plugin = Int8Predict("auto", noise_limit=limit)
+    with caplog.at_level(logging.INFO, logger="hf_hybrid.memory.quantize"):
+        _, witness = run(tmp_path, plugin, max_steps=60)
+    assert f"it is {'used' if used else 'not used'}" in caplog.text
+    assert plugin.meter.int8 == used
+    measured = plugin.meter.extra_passes
+    assert measured >= 6 and witness.probes > 2 * measured
+    # While measuring, every second pass; after it all or none.
+    assert witness.quantised == (witness.probes - measured if used else measured)
+
+
+def test_auto_without_the_hook_up_never_quantises(tmp_path):
+    plugin = Int8Predict("auto")
+    plugin.on_train_begin(PluginContext(tiny_model(**WIDE), None, 1))
+    plugin.before_probe()
+    assert not any(map(quantised, plugin._linears))
+
+
+def test_added_noise_counts_what_all_sequences_share():
+    before, after = [3.0, 2.0, 4.0, 1.0], [2.9, 1.95, 3.8, 0.95]
+    assert added_noise(before, after, before, after) == 0.0
+    shifted = [loss + 0.1 for loss in after]
+    # The paired difference has standard error 0.0354: a shift of 0.1 in each is 8 times its variance.
+    assert added_noise(before, after, before, shifted) == pytest.approx(8.0)
+    assert added_noise(before, after, before, [math.nan, *after[1:]]) == math.inf
+    assert added_noise(before, before, before, before) == 0.0
+    assert added_noise(before, before, before, after) == math.inf
+    with pytest.raises(ValueError, match=r"got \[4, 4, 4, 3\]"):
+        added_noise(before, after, before, after[1:])
+    assert worth_it([0.0, 0.19]) and not worth_it([0.0, 0.21]) and not worth_it([])
+
+
+def look(meter, noise=0.0, key=1):
+    before, after = [3.0, 2.0, 4.0], [2.9, 1.95, 3.8]
+    meter.add(key, before, before)
+    meter.add(key, after, [loss + noise for loss in after])
+    meter.looked = True
+    meter.close_look()
+
+
+def test_meter_holds_a_decision_then_measures_again():
+    meter = NoiseMeter(limit=0.1)
+    for _ in range(NoiseMeter.LOOKS):
+        assert meter.measuring
+        look(meter)
+    assert meter.int8 and not meter.measuring
+    for _ in range(NoiseMeter.HOLD):
+        assert not meter.measuring
+        meter.close_look()  # a real step without a probe counts for nothing
+        meter.looked = True
+        meter.close_look()
+    assert meter.measuring
+    for _ in range(NoiseMeter.LOOKS):
+        look(meter, noise=1.0)
+    assert not meter.int8 and not meter.measuring
+
+
+def test_meter_ignores_looks_that_say_nothing():
+    meter = NoiseMeter(limit=0.1)
+    meter.add(1, [1.0, 2.0], [1.0, 2.0])  # the leap was never probed
+    meter.close_look()
+    for after in ([1.0, 2.0], [math.inf, 2.0]):  # nothing changed; broken in full precision too
+        meter.add(1, [1.0, 2.0], [1.0, 2.0])
+        meter.add(1, after, after)
+        meter.close_look()
+    assert meter.noises == [] and meter.extra_passes == 5
+
+
+def test_meter_survives_a_checkpoint():
+    plugin = Int8Predict("auto")
+    look(plugin.meter)
+    look(plugin.meter, noise=math.inf)
+    state = plugin.state_dict()
+    assert state["noises"] == [0.0, math.inf]
+    restored = Int8Predict("auto")
+    restored.load_state_dict({**state, "noises": [0.0, "inf"]})
+    assert restored.state_dict() == state
+    restored.before_forward(Phase.FULL)
+    look(restored.meter)
+    assert restored.meter.hold == NoiseMeter.HOLD and not restored.meter.int8
+
+
+def test_errors_name_the_argument_and_the_way_out(monkeypatch):
+    with pytest.raises(ValueError, match="`mode` must be one of auto, on, got `yes`"):
+        Int8Predict("yes")
+    with pytest.raises(ValueError, match="`engine` must be one of torch, bitsandbytes"):
+        Int8Predict(engine="numpy")
+    with pytest.raises(ValueError, match="`noise_limit` must be greater than 0, got `0`"):
+        Int8Predict(noise_limit=0)
+    with pytest.raises(ValueError, match="`min_features=256`"):
+        started(tiny_model())
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(ImportError, match=r'pip install "hf_hybrid\[quantization\]"'):
+        Int8Predict(engine="bitsandbytes")

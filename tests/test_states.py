@@ -1,0 +1,259 @@
+"""Optimizer states that are elsewhere in Predict: exact where that is promised, whole in every checkpoint."""
+
+import json
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from torch import nn
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.memory import states
+from hf_hybrid.memory.low_bit import AdamW8bit
+from hf_hybrid.memory.states import OptimizerStatePlacement, QuantizedTensor
+from hf_hybrid.phases import Phase
+from hf_hybrid.plugins import PluginContext
+
+torch.set_num_threads(1)
+STEPS = 40
+SIZE = 64 * 80
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Let the CPU pass for a device: tensors are then really copied out and back."""
+    monkeypatch.setattr(states, "in_host_memory", lambda tensor: False)
+
+
+def trained(folder, *plugins, resume=None, **overrides):
+    config = hybrid_config(folder, **{"max_steps": STEPS, "max_predict_steps": 4, "leap_worth": 6.0, **overrides})
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), plugins=plugins)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.hybrid_summary()["predicted_steps"] > 2
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return weights(trained(tmp_path_factory.mktemp("plain")).model)
+
+
+class Scene:
+    """A plugin around an optimizer over one matrix and one vector that was stepped twice."""
+
+    def __init__(self, placement, make=torch.optim.AdamW, **options):
+        if placement == "8bit" or make is AdamW8bit:
+            pytest.importorskip("bitsandbytes")
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(64, 80)), nn.Parameter(torch.randn(80))]
+        self.optimizer = make(self.parameters, lr=1e-2, **options)
+        self.plugin = OptimizerStatePlacement(placement)
+        self.plugin.on_train_begin(PluginContext(None, self.optimizer, 10))
+        for _ in range(2):
+            self.step()
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+
+    @property
+    def state(self):
+        return self.optimizer.state[self.parameters[0]]
+
+    def copy(self):
+        return {key: value.clone() for key, value in self.state.items()}
+
+    def enter(self):
+        self.plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
+
+    def leave(self):
+        self.plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+
+
+# By itself.
+
+
+@pytest.mark.parametrize("placement", ["host", "pinned"])
+def test_moved_states_are_readable_and_come_back_to_the_last_bit(placement, device):
+    scene = Scene(placement)
+    before, tensors = scene.copy(), dict(scene.state)
+    total = 8 * (SIZE + 80)
+    assert scene.plugin.resident_bytes() == {"device": total + 8, "host": 0}
+    for round_trip in (1, 2):
+        scene.enter()
+        assert scene.state["exp_avg"] is not tensors["exp_avg"] and scene.state["step"] is tensors["step"]
+        assert all(torch.equal(scene.state[key], before[key]) for key in before)
+        assert scene.plugin.resident_bytes() == {"device": 8, "host": total}
+        scene.leave()
+        scene.plugin.after_backward(Phase.CORRECT)
+        assert all(torch.equal(scene.state[key], before[key]) for key in before)
+        kept = total if placement == "pinned" else 0
+        assert scene.plugin.resident_bytes() == {"device": total + 8, "host": kept}
+        assert scene.plugin.bytes_moved == 2 * round_trip * total
+    assert scene.plugin.seconds > 0
+
+
+def test_pinned_buffers_are_used_again_and_the_states_are_not_in_them(device):
+    scene = Scene("pinned")
+    scene.enter()
+    buffer = scene.state["exp_avg"]
+    scene.leave()
+    assert scene.state["exp_avg"].data_ptr() != buffer.data_ptr()
+    scene.step()
+    expected = scene.copy()
+    scene.enter()
+    assert scene.state["exp_avg"] is buffer and torch.equal(buffer, expected["exp_avg"])
+
+
+@pytest.mark.parametrize("placement", ["stay", "host", "pinned"])
+def test_what_is_in_host_memory_stays_there(placement):
+    scene = Scene(placement)
+    tensors = dict(scene.state)
+    scene.enter()
+    assert all(scene.state[key] is tensors[key] for key in tensors)
+    assert scene.plugin.bytes_moved == 0
+
+
+def test_eight_bit_states_of_any_optimizer_are_moved_as_they_are(device):
+    scene = Scene("host", AdamW8bit)
+    before = scene.copy()
+    scene.enter()
+    scene.leave()
+    assert all(torch.equal(scene.state[key], before[key]) for key in before)
+    assert scene.state["exp_avg_8bit"].dtype == torch.uint8
+
+
+def test_8bit_takes_a_quarter_and_comes_back_near():
+    scene = Scene("8bit")
+    before = scene.copy()
+    scene.enter()
+    resident = scene.plugin.resident_bytes()
+    assert resident["host"] == 0 and resident["device"] / (8 * (SIZE + 80)) == pytest.approx(0.25, abs=0.01)
+    during = {key: scene.state.get(key) for key in scene.state}
+    scene.leave()
+    after = scene.state
+    assert type(after) is dict and after.keys() == before.keys()
+    assert all(torch.equal(after[key], during[key]) for key in after), "what a leap reads is what comes back"
+    first = (after["exp_avg"] - before["exp_avg"]).abs().max() / before["exp_avg"].abs().max()
+    assert 0 < first < 0.01
+    second = (after["exp_avg_sq"] / before["exp_avg_sq"]).log().abs()
+    assert second.median() < 0.05 and (after["exp_avg_sq"] > 0).all()
+    assert scene.plugin.bytes_moved == 0
+    scene.step()
+
+
+def test_quantised_second_moments_are_never_negative_and_zero_only_where_they_were():
+    pytest.importorskip("bitsandbytes")
+    second = torch.logspace(-30, 0, 4096).reshape(64, 64)[:, torch.randperm(64)]
+    second[3] = 0
+    restored = QuantizedTensor.of(second).restore()
+    assert torch.equal(restored == 0, second == 0) and (restored >= 0).all()
+    first = torch.randn(64, 64)
+    first[5] = 0
+    assert torch.equal(QuantizedTensor.of(first).restore() == 0, first == 0)
+    zeros = torch.zeros(1000)
+    assert torch.equal(QuantizedTensor.of(zeros).restore(), zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_in_chunks_is_the_same(dtype, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    tensor = torch.randn(50, 33).to(dtype)
+    whole = QuantizedTensor.of(tensor).restore()
+    monkeypatch.setattr(states, "CHUNK", 512)
+    parts = QuantizedTensor.of(tensor).restore()
+    assert parts.dtype == dtype and torch.equal(whole, parts)
+    assert (parts - tensor).abs().max() < 0.02 * tensor.abs().max()
+
+
+def test_drop_keeps_what_a_leap_divides_by_until_predict_is_over(device):
+    scene = Scene("drop", amsgrad=True)
+    second = scene.state["exp_avg_sq"].clone()
+    scene.enter()
+    assert scene.state.keys() == {"step", "exp_avg_sq", "max_exp_avg_sq"}
+    assert torch.equal(scene.state["exp_avg_sq"], second) and scene.plugin.resident_bytes()["device"] == 8
+    scene.leave()
+    assert not scene.optimizer.state
+    assert scene.plugin.resident_bytes() == {"device": 0, "host": 0}
+    scene.step()
+    assert scene.state["step"].item() == 1
+
+
+def test_steps_put_off_are_made_before_states_leave():
+    scene = Scene("8bit")
+    made = []
+    scene.optimizer.flush = lambda: made.append(type(scene.state))
+    scene.enter()
+    assert made == [dict]
+
+
+def test_an_unknown_placement_names_the_choices():
+    with pytest.raises(ValueError, match="`placement` must be one of `stay`, `host`, `pinned`, `8bit`, `drop`, got `g"):
+        OptimizerStatePlacement("gpu")
+
+
+# In a run.
+
+
+@pytest.mark.parametrize("placement", ["stay", "host", "pinned"])
+def test_a_run_is_the_same_to_the_last_bit(placement, plain, device, tmp_path):
+    plugin = OptimizerStatePlacement(placement)
+    trainer = trained(tmp_path, plugin)
+    assert_same_weights(weights(trainer.model), plain)
+    assert (plugin.bytes_moved > 0) == (placement != "stay")
+
+
+@pytest.mark.parametrize("placement", ["host", "8bit"])
+def test_checkpoints_of_predict_hold_whole_states_and_resume_exactly(placement, device, tmp_path):
+    if placement == "8bit":
+        pytest.importorskip("bitsandbytes")
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = trained(tmp_path, OptimizerStatePlacement(placement), **saving)
+    folder = _last_in_predict(tmp_path)
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    shapes = [parameter.shape for group in whole.optimizer.param_groups for parameter in group["params"]]
+    assert [saved[index]["exp_avg_sq"].shape for index in range(len(shapes))] == shapes
+    assert all(type(saved[index]["exp_avg"]) is torch.Tensor for index in range(len(shapes)))
+    resumed = trained(tmp_path / "resumed", OptimizerStatePlacement(placement), resume=str(folder))
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+    # Saving does not change the run.
+    assert_same_weights(
+        weights(trained(tmp_path / "unsaved", OptimizerStatePlacement(placement)).model), weights(whole.model)
+    )
+
+
+def test_dropped_states_start_anew_and_resume_exactly(plain, device, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = trained(tmp_path, OptimizerStatePlacement("drop"), **saving)
+    counts = {int(state["step"]) for state in whole.optimizer.state.values()}
+    assert max(counts) < 10 < whole.hybrid_summary()["real_steps"]
+    assert any(not torch.equal(weights(whole.model)[name], plain[name]) for name in plain)
+    folder = _last_in_predict(tmp_path)
+    assert not torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    resumed = trained(tmp_path / "resumed", OptimizerStatePlacement("drop"), resume=str(folder))
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_8bit_ends_near_the_exact_run(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    losses = {}
+    for placement in ("stay", "8bit"):
+        trainer = trained(tmp_path / placement, OptimizerStatePlacement(placement))
+        losses[placement] = trainer.evaluate(ByteText(64, offset=800))["eval_loss"]
+        assert all(type(state) is dict for state in trainer.optimizer.state.values())
+    assert losses["8bit"] == pytest.approx(losses["stay"], rel=0.03)
+
+
+def _last_in_predict(folder):
+    """The newest checkpoint, not of the very end, that was saved after a predicted step whose Predict goes on."""
+    found = []
+    for checkpoint in folder.glob("checkpoint-*"):
+        engine = json.loads((checkpoint / "hybrid_state.json").read_text())["engine"]
+        controller = engine["controller"]
+        inside = controller["phase"] == engine["announced"] == "predict" and not controller["leap_pending"]
+        step = int(checkpoint.name.split("-")[1])
+        if inside and step < STEPS - 5:
+            found.append((step, checkpoint))
+    assert found, "no Predict of two steps in this run"
+    return max(found)[1]

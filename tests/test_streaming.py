@@ -1,0 +1,467 @@
+"""Streamed training is plain training: equal to the last bit, with few layers on the device at a time."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.memory.layers import NoLayerListError
+from hf_hybrid.memory.lazy_update import UnsupportedOptimizerError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from architectures import build_model  # noqa: E402
+from streamed_architectures import check  # noqa: E402
+
+LAYERS = 4
+OPTIONS = {
+    "max_steps": 20,
+    "gradient_accumulation_steps": 4,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.3,
+    "warmup_steps": 3,
+    "lr_scheduler_type": "cosine",
+}
+STREAMED = {"memory": "stream", "enable_predict": False}
+
+
+def steps(trainer):
+    return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+
+
+def train_plain(folder, data, model=None, **overrides):
+    model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
+    arguments = TrainingArguments(**config_values(folder, **{**OPTIONS, **overrides}))
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def make_streamed(folder, data, model=None, callbacks=(), device_map=None, **overrides):
+    model = tiny_model(num_hidden_layers=LAYERS) if model is None else model
+    config = HybridConfig(**config_values(folder, **{**OPTIONS, **STREAMED, **overrides}))
+    return HybridTrainer(model, config, train_dataset=data, callbacks=list(callbacks), device_map=device_map)
+
+
+def assert_same_run(streamed, plain):
+    assert steps(streamed) == steps(plain)
+    assert_same_weights(weights(streamed.model), weights(plain.model))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train_plain(tmp_path_factory.mktemp("plain"), ByteText(400))
+
+
+# Equal to plain Trainer.
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+@pytest.mark.parametrize("ends", [None, True], ids=["ends resident", "ends streamed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
+    def build():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+    if not tied:
+        plain = train_plain(tmp_path, train_set, build())
+    trainer = make_streamed(tmp_path, train_set, build(), accumulation_walk=walk, stream_embeddings=ends)
+    trainer.train()
+    assert len(trainer.streaming.streamer.units) == LAYERS + (0 if ends is None else 1 if tied else 2)
+    if walk == "layer" and tied:
+        # Head and embeddings add up their gradients in another order: rounding, nothing else.
+        torch.testing.assert_close(steps(trainer), steps(plain), rtol=1e-5, atol=0)
+        return
+    assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize("options", [{"prefetch_layers": 0}, {"prefetch_layers": 3}, {"resident_layers": 2}], ids=str)
+def test_prefetch_and_residency_change_no_number(options, plain, tmp_path, train_set):
+    trainer = make_streamed(tmp_path, train_set, **options, accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "rmsprop"])
+def test_other_optimizers(optim, tmp_path, train_set):
+    plain = train_plain(tmp_path, train_set, optim=optim)
+    trainer = make_streamed(tmp_path, train_set, optim=optim, accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+def test_no_clipping(tmp_path, train_set):
+    plain = train_plain(tmp_path, train_set, max_grad_norm=0.0)
+    trainer = make_streamed(tmp_path, train_set, max_grad_norm=0.0, accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+def test_bf16_autocast(tmp_path, train_set):
+    """Matrices travel rounded to bf16, which is what autocast computes with."""
+    plain = train_plain(tmp_path, train_set, bf16=True)
+    trainer = make_streamed(tmp_path, train_set, bf16=True, accumulation_walk="micro_batch")
+    trainer.train()
+    pieces = [piece for unit in trainer.streaming.streamer.units for piece in unit.storage.pieces]
+    assert {piece.dtype for piece in pieces if "proj" in piece.name} == {torch.bfloat16}
+    assert_same_run(trainer, plain)
+
+
+def test_dropout_drops_the_same(tmp_path, train_set):
+    dropout = {"num_hidden_layers": LAYERS, "attention_dropout": 0.2}
+    plain = train_plain(tmp_path, train_set, tiny_model(**dropout))
+    trainer = make_streamed(tmp_path, train_set, tiny_model(**dropout), accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen2_moe", "phi", "mamba", "bloom", "falcon", "opt"])
+def test_architectures(model_type):
+    """A cross-section; all of them: `python benchmarks/streamed_architectures.py`."""
+    row = check(model_type, "micro_batch")
+    assert row["outcome"] == "equal", row
+
+
+def lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_lora_over_a_streamed_base(walk, tmp_path, train_set):
+    plain = train_plain(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)))
+    trainer = make_streamed(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)), accumulation_walk=walk)
+    trainer.train()
+    assert all("lora" not in piece.name for u in trainer.streaming.streamer.units for piece in u.storage.pieces)
+    assert_same_run(trainer, plain)
+
+
+def test_lora_over_an_int8_base(tmp_path, train_set):
+    """The base is what int8 holds of it, and one byte per weight on the host."""
+    model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
+    before = weights(model)
+    trainer = make_streamed(tmp_path, train_set, model, base_precision="int8")
+    storage = trainer.streaming.streamer.layers[0].storage
+    assert storage.packed_bytes < 1.2 * sum(p.parameter.numel() for p in storage.pieces)
+    trainer.train()
+    after = weights(trainer.model)
+    for name, weight in before.items():
+        if "lora" in name:
+            assert not torch.equal(after[name], weight)
+        else:
+            step = weight.abs().amax(dim=-1, keepdim=True) / 127
+            assert ((after[name] - weight).abs() <= 0.51 * step).all(), name
+    assert steps(trainer)[-1][0] < steps(trainer)[0][0]
+
+
+def test_partly_frozen_model(tmp_path, train_set):
+    def build():
+        model = tiny_model(num_hidden_layers=LAYERS)
+        for layer in model.model.layers[:2]:
+            layer.requires_grad_(False)
+        return model
+
+    plain = train_plain(tmp_path, train_set, build())
+    trainer = make_streamed(tmp_path, train_set, build(), accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+# What is on the device, and how often it travels.
+
+
+class LiveWeights(TrainerCallback):
+    """Counts, at every use of a layer, the distinct storages behind the parameters of all layers."""
+
+    def __init__(self, model):
+        self.model, self.peak_bytes, self.peak_layers, self.seen = model, 0, 0, 0
+        for module in model.model.layers[0].modules(), model.model.layers[-1].modules():
+            for inner in module:
+                if isinstance(inner, torch.nn.Linear):
+                    inner.register_forward_hook(lambda *_: self.count())
+                    inner.register_full_backward_pre_hook(lambda *_: self.count())
+
+    def count(self):
+        self.seen += 1
+        real = []
+        for layer in self.model.model.layers:
+            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in layer.parameters()}
+            real.append({key: size for key, size in storages.items() if size > 64})  # more than a placeholder
+        self.peak_layers = max(self.peak_layers, sum(bool(storages) for storages in real))
+        merged = {key: size for storages in real for key, size in storages.items()}
+        self.peak_bytes = max(self.peak_bytes, sum(merged.values()))
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+@pytest.mark.parametrize("prefetch,kept", [(0, 0), (1, 0), (1, 2)])
+def test_live_layers(walk, prefetch, kept, tmp_path, train_set):
+    model = tiny_model(num_hidden_layers=8)
+    layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    watch = LiveWeights(model)
+    options = {"prefetch_layers": prefetch, "resident_layers": kept, "accumulation_walk": walk, "max_steps": 2}
+    trainer = make_streamed(tmp_path, train_set, model, [watch], **options)
+    live = Allocations(trainer)
+    trainer.train()
+    assert watch.seen > 50
+    assert watch.peak_layers == 1  # the others are placeholders for whoever looks
+    assert live.peak <= (prefetch + 1 + kept) * 1.1 * layer  # 1.1: alignment of tiny tensors
+    assert live.peak >= 0.9 * layer
+
+
+class Allocations:
+    """Bytes of device buffers that torch really holds for slots, found by the garbage collector, not by bookkeeping."""
+
+    def __init__(self, trainer):
+        self.peak = 0
+        host = {unit.storage.packed.data_ptr() for unit in trainer.streaming.streamer.units}
+        for layer in trainer.model.model.layers[::3]:  # the garbage collector's list is long
+            layer.mlp.register_forward_hook(lambda *_: self.count(host))
+
+    def count(self, host):
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        self.peak = max(self.peak, sum(size for key, size in sizes.items() if key not in host))
+
+
+def test_weights_travel_twice_per_step(tmp_path, train_set):
+    trainer = make_streamed(tmp_path, train_set, gradient_accumulation_steps=8, max_steps=5, accumulation_walk="layer")
+    loads = []
+
+    class Count(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            loads.append([unit.loads for unit in trainer.streaming.streamer.layers])
+
+    trainer.add_callback(Count())
+    trainer.train()
+    assert loads[0] == [2] * LAYERS
+    assert loads[-1] == [10] * LAYERS
+
+
+def test_resident_layers_travel_less(tmp_path, train_set):
+    totals = []
+    for kept in (0, 2, LAYERS):
+        trainer = make_streamed(tmp_path, train_set, resident_layers=kept, max_steps=5)
+        trainer.train()
+        totals.append(trainer.memory_statistics()["loads"])
+    assert totals[0] > totals[1] > totals[2]
+
+
+# Windows.
+
+
+class Uneven(torch.utils.data.Dataset):
+    """Sequences of different lengths with padding and masked labels."""
+
+    def __init__(self):
+        self.text = ByteText(64)
+
+    def __len__(self):
+        return len(self.text)
+
+    def __getitem__(self, index):
+        length = 8 + 3 * (index % 8)
+        ids = self.text[index]["input_ids"][:length]
+        labels = torch.where(torch.arange(length) < index % 5, -100, ids)
+        return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def collate(rows):
+    pad = torch.nn.utils.rnn.pad_sequence
+    values = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {k: pad([row[k] for row in rows], batch_first=True, padding_value=v) for k, v in values.items()}
+
+
+def test_gradients_of_uneven_windows(tmp_path):
+    """Layer by layer and micro-batch by micro-batch: the same gradients, also where every micro-batch is longer."""
+    found = {}
+    for walk in ("micro_batch", "layer"):
+        config = HybridConfig(
+            **config_values(tmp_path, **STREAMED, max_steps=1, gradient_accumulation_steps=8, accumulation_walk=walk)
+        )
+        trainer = HybridTrainer(
+            tiny_model(num_hidden_layers=LAYERS), config, train_dataset=Uneven(), data_collator=collate
+        )
+
+        class Keep(TrainerCallback):
+            def on_pre_optimizer_step(self, *args, **kwargs):
+                model, streamer = trainer.model, trainer.streaming.streamer
+                gradients = {n: streamer.counterpart(p).grad for n, p in model.named_parameters()}
+                found[walk] = {n: g.clone() for n, g in gradients.items()}
+
+        trainer.add_callback(Keep())
+        trainer.train()
+    for name, gradient in found["micro_batch"].items():
+        relative = (found["layer"][name] - gradient).norm() / gradient.norm()
+        assert relative <= 1e-6, (name, relative)
+
+
+def test_an_error_in_one_micro_batch_leaves_the_weights(tmp_path, train_set):
+    model = tiny_model(num_hidden_layers=LAYERS)
+    before, calls = weights(model), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 7:
+            raise RuntimeError("out of memory, say")
+
+    model.model.layers[2].register_forward_hook(fail)
+    trainer = make_streamed(tmp_path, train_set, model, accumulation_walk="layer")
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        trainer.train()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    changed = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+    assert len(changed) == len(before)  # one step was made, and is there
+
+
+# Everything around a run.
+
+
+def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
+    """Streamed saves are read by plain Trainer, and the other way round."""
+    saving = {"save_strategy": "steps", "save_steps": 8}
+    plain = train_plain(tmp_path / "plain", train_set, **saving)
+    trainer = make_streamed(tmp_path / "streamed", train_set, accumulation_walk="micro_batch", **saving)
+    trainer.train()
+    assert_same_run(trainer, plain)
+    for folder in ("plain", "streamed"):
+        checkpoint = str(tmp_path / folder / "checkpoint-8")
+        resumed = make_streamed(tmp_path / f"{folder}-1", train_set, accumulation_walk="micro_batch")
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert_same_weights(weights(resumed.model), weights(plain.model))
+    arguments = TrainingArguments(**config_values(tmp_path / "again", **OPTIONS))
+    again = Trainer(tiny_model(num_hidden_layers=LAYERS), arguments, train_dataset=train_set)
+    again.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-8"))
+    assert_same_weights(weights(again.model), weights(plain.model))
+
+
+def test_evaluation_and_best_model(tmp_path, train_set):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "load_best_model_at_end": True,
+    }
+    held_out = ByteText(16, offset=500)
+    plain = Trainer(
+        tiny_model(num_hidden_layers=LAYERS),
+        TrainingArguments(**config_values(tmp_path / "plain", **{**OPTIONS, **options})),
+        train_dataset=train_set,
+        eval_dataset=held_out,
+    )
+    config = HybridConfig(
+        **config_values(tmp_path / "streamed", **{**OPTIONS, **options, **STREAMED}), accumulation_walk="micro_batch"
+    )
+    streamed = HybridTrainer(
+        tiny_model(num_hidden_layers=LAYERS), config, train_dataset=train_set, eval_dataset=held_out
+    )
+    before = plain.evaluate()["eval_loss"]
+    assert streamed.evaluate()["eval_loss"] == before
+    assert_same_weights(weights(streamed.model), weights(plain.model))
+    plain.train()
+    streamed.train()
+    losses = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (plain, streamed)]
+    assert losses[0] == losses[1] and len(losses[0]) >= 4
+    assert_same_weights(weights(streamed.model), weights(plain.model))
+    assert streamed.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert streamed.model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+def test_second_training_goes_on(tmp_path, train_set):
+    plain = train_plain(tmp_path, train_set, max_steps=4)
+    streamed = make_streamed(tmp_path, train_set, max_steps=4, accumulation_walk="micro_batch")
+    streamed.train()
+    plain.train()
+    streamed.train()
+    assert_same_weights(weights(streamed.model), weights(plain.model))
+
+
+def test_model_init(tmp_path, train_set):
+    arguments = config_values(tmp_path, **OPTIONS)
+
+    def build():
+        return tiny_model(num_hidden_layers=LAYERS)
+
+    plain = Trainer(model_init=build, args=TrainingArguments(**arguments), train_dataset=train_set)
+    config = HybridConfig(**arguments, **STREAMED, accumulation_walk="micro_batch")
+    streamed = HybridTrainer(model_init=build, args=config, train_dataset=train_set)
+    plain.train()
+    streamed.train()
+    assert_same_run(streamed, plain)
+
+
+def test_device_map_says_what_lives_where(plain, tmp_path, train_set):
+    places = {"": 0, **{f"model.layers.{index}": "cpu" for index in (1, 3)}}
+    trainer = make_streamed(tmp_path, train_set, device_map=places, accumulation_walk="micro_batch")
+    trainer.train()
+    assert [unit.name for unit in trainer.streaming.streamer.units] == ["model.layers.1", "model.layers.3"]
+    assert_same_run(trainer, plain)
+
+
+def test_model_offloaded_by_accelerate(plain, tmp_path, train_set):
+    """`accelerate.cpu_offload` trains nothing; its hooks are taken off."""
+    from accelerate import cpu_offload
+
+    model = cpu_offload(tiny_model(num_hidden_layers=LAYERS), execution_device="cpu")
+    trainer = make_streamed(tmp_path, train_set, model, accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
+
+
+# Leaps.
+
+
+@pytest.mark.parametrize("direction", ["gradient_memory", "drift"])
+def test_leaps_of_streamed_weights(direction, tmp_path, train_set):
+    runs = []
+    for memory in ("off", "stream"):
+        options = {**OPTIONS, "max_steps": 40, "direction": direction, "probe_budget": 0.2, "memory": memory}
+        config = hybrid_config(tmp_path, **options, accumulation_walk="micro_batch")
+        trainer = HybridTrainer(tiny_model(num_hidden_layers=LAYERS), config, train_dataset=train_set)
+        trainer.train()
+        runs.append(trainer)
+    resident, streamed = (trainer.hybrid_summary() for trainer in runs)
+    assert len(resident["leaps"]) > 3 and any(leap["verdict"] != "unprobed" for leap in resident["leaps"])
+    assert streamed["leaps"] == resident["leaps"]
+    assert_same_run(runs[1], runs[0])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "options,complaint",
+    [
+        ({"fp16": True}, "`fp16=True`"),
+        ({"torch_compile": True}, "`torch_compile=True`"),
+        ({"bf16_full_eval": True}, "`bf16_full_eval`"),
+    ],
+)
+def test_combinations_that_are_refused(options, complaint, tmp_path, train_set):
+    with pytest.raises(ValueError, match=complaint):
+        make_streamed(tmp_path, train_set, **options)
+
+
+def test_unsupported_optimizer_is_refused(tmp_path, train_set):
+    class Coupled(torch.optim.SGD):
+        pass
+
+    model = tiny_model(num_hidden_layers=LAYERS)
+    config = HybridConfig(**config_values(tmp_path, **OPTIONS, **STREAMED))
+    with pytest.raises(UnsupportedOptimizerError, match="Coupled"):
+        HybridTrainer(
+            model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None)
+        ).train()
+
+
+def test_models_without_layers_are_refused(tmp_path, train_set):
+    model = build_model("openai-gpt")
+    model.transformer.h = torch.nn.Sequential(*model.transformer.h)
+    with pytest.raises(NoLayerListError, match="looked for an `nn.ModuleList`"):
+        make_streamed(tmp_path, train_set, model)
