@@ -127,7 +127,12 @@ def main() -> int:
     pool.terminate()
     outcomes = [row["outcome"] for row in rows]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-    result = {**report_versions(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "counts": counts, "rows": rows}
+    result = {
+        **report_versions(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "counts": counts,
+        "rows": rows,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))

@@ -165,13 +165,13 @@ class HybridArguments:
     )
     checkpoint_phases: Optional[str] = _option(
         None,
-        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; streamed layers "
-        "always are. Default: what activation_checkpointing says.",
+        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; streamed "
+        "layers always are. Default: what activation_checkpointing says.",
     )
     chunked_loss: Literal["auto", "on", "off"] = _option(
         "auto",
         "Compute the loss of big vocabularies in chunks, without ever holding all logits. auto: with memory=auto or "
-        "stream, where the result agrees with the model's own loss.",
+        "stream and at least 32000 words, where the result agrees with the model's own loss (to rounding).",
     )
     weight_precision: Optional[str] = _option(
         None,

@@ -83,11 +83,14 @@ def _probe(trainer) -> HeldOutProbe:
             "`per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or set `enable_predict=False`."
         )
     per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
+    evaluate = losses
+    for plugin in trainer.plugins.plugins:
+        evaluate = plugin.probe_losses(evaluate)
     # Four evaluations must fit the budget of the whole run, or a short run could not afford to look twice.
     affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
     return HeldOutProbe(
         batches,
-        losses,
+        evaluate,
         sizes=sizes,
         sequences_per_probe=options.probe_batch_size or max(min(8, affordable), 2),
         sequences_per_step=per_step,

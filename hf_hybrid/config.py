@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
+from hf_hybrid.memory.precision import parse_precision
 from hf_hybrid.phases import PhaseLengths
 
 CONFIG_NAME = "hybrid_config.json"
@@ -77,6 +78,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     Raises:
         ValueError: With the option to change.
     """
+    _check_memory_options(options)
     if not options.enable_predict:
         return
     off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
@@ -97,6 +99,25 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients. Choose "
             f"another optimizer, for example `adamw_torch_fused`. {off}"
         )
+
+
+def _check_memory_options(options: HybridArguments) -> None:
+    by_phase = {"checkpoint_phases": None, "weight_precision": None, "predict_states": "stay"}
+    given = [name for name, default in by_phase.items() if getattr(options, name) != default]
+    if given and not options.enable_predict:
+        raise ValueError(
+            f"`{given[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
+            "activations throughout set `activation_checkpointing=True`."
+        )
+    if given and options.memory == "stream":
+        raise ValueError(
+            f"`{given[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
+            "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
+        )
+    if options.weight_precision is not None:
+        parse_precision(options.weight_precision)
+    if options.base_precision == "int8" and options.memory == "off":
+        raise ValueError("`base_precision=int8` is how streamed layers travel. Set `memory=auto` or `memory=stream`.")
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:

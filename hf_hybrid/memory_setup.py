@@ -15,8 +15,8 @@ from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_
 from hf_hybrid.memory.lazy_update import LazyOptimizer
 from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
+from hf_hybrid.plugins import PhasePlugin
 from hf_hybrid.prediction.trajectory import WeightStore
-
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class StreamedTraining(WeightStore):
         attached = self.streamer.attached
         if attached:
             self.settle()
-            self.streamer.detach(keep_rest=True)
+            # Adapters are saved without their base, which may stay packed; any other model is saved whole.
+            self.streamer.detach(for_good=self.plan.base_precision == "int8" and not hasattr(self.model, "peft_config"))
         try:
             yield
         finally:
@@ -92,6 +93,69 @@ class StreamedTraining(WeightStore):
         return self.streamer.statistics()
 
 
+BIG_VOCABULARY = 32_000
+
+
+class LossSwitch:
+    """Whether the loss is computed in chunks: where it is asked for, possible, and agrees with the model's own."""
+
+    def __init__(self):
+        self._chunked = None
+        self._agreed: bool | None = None
+        self._required = False
+
+    def install(self, trainer) -> None:
+        """
+        Prepare the trainer's model for a run.
+
+        Raises:
+            ValueError: If `chunked_loss=on` and the model cannot.
+        """
+        options = trainer.hybrid_args
+        # Where the logits are small, the model's own loss is kept, to the last bit.
+        vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
+        pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
+        wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
+        if not wanted or self._chunked is not None:
+            return
+        from hf_hybrid.memory.loss import ChunkedCausalLoss
+
+        self._required, self._agreed = options.chunked_loss == "on", None
+        reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
+        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+            reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
+        if reason is None:
+            self._chunked = ChunkedCausalLoss(trainer.model).install()
+        else:
+            self._refuse(reason)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        if self._chunked is not None:
+            self._chunked.remove()
+            self._chunked = None
+
+    def applies(self, model, inputs, items) -> bool:
+        """Whether this loss is computed in chunks; the first batch decides by comparing."""
+        labels = inputs.get("labels")
+        if self._chunked is None or labels is None or (self._agreed is None and not labels.ne(-100).any()):
+            return False
+        if self._agreed is None:
+            self._agreed = self._chunked.agrees(model, inputs, items)
+            if not self._agreed:
+                self._refuse(self._chunked.disagreement)
+        return self._agreed
+
+    def active(self, inputs):
+        """Around the forward pass whose loss is computed in chunks."""
+        return self._chunked.active(inputs)
+
+    def _refuse(self, reason: str) -> None:
+        if self._required:
+            raise ValueError(f"`chunked_loss=on` cannot be used: {reason}. Set `chunked_loss=off`.")
+        logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
+
+
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
     """
     Refuse what streaming cannot be combined with, before anything is built.
@@ -117,7 +181,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         raise fit.refuse(
             f"`optim={optim}` is not known to step each parameter by itself, which streamed layers need.",
             _shape(model, device_map),
-            f"Nearest that works: `optim=adamw_torch_fused`; or one of {', '.join(STATES_PER_WEIGHT)}; or `memory=off`.",
+            f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
         )
     trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
     if trains_quantised:
@@ -137,6 +201,28 @@ STATES_PER_WEIGHT = {
     "rmsprop": 1,
 }
 """Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer)."""
+
+
+def memory_plugins(trainer) -> list[PhasePlugin]:
+    """The parts that follow the phases, as the options ask for them; for models that are not streamed."""
+    options, plugins = trainer.hybrid_args, []
+    if trainer.streaming is not None:
+        return plugins
+    if options.checkpoint_phases is not None or options.offload_activations:
+        from hf_hybrid.memory.checkpointing import ActivationCheckpointing
+
+        phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
+        plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))
+    if options.weight_precision is not None:
+        from hf_hybrid.memory.precision import precision_plugins
+
+        autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
+        plugins += precision_plugins(options.weight_precision, trainer.model, autocast=autocast)
+    if options.predict_states != "stay":
+        from hf_hybrid.memory.states import OptimizerStatePlacement
+
+        plugins.append(OptimizerStatePlacement(options.predict_states))
+    return plugins
 
 
 CONTEXT_BYTES = int(0.6 * 2**30)
@@ -222,7 +308,9 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
         dtype_of=_working_dtypes(model, trainer.args.bf16),
         int8=plan.base_precision == "int8",
     )
-    return StreamedTraining(model, streamer, Window(streamer, options.accumulation_walk, park=options.offload_activations), plan)
+    return StreamedTraining(
+        model, streamer, Window(streamer, options.accumulation_walk, park=options.offload_activations), plan
+    )
 
 
 def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,10 @@ class PhasePlugin:
 
     def after_probe(self) -> None:
         """After it; the training weights must be in place again."""
+
+    def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
+        """May wrap what evaluates one held-out batch to a loss per sequence, for example to measure its noise."""
+        return evaluate
 
     def before_export(self) -> None:
         """Before weights are evaluated, saved or pushed: bring the real ones into the model."""

@@ -34,8 +34,8 @@ class SequenceLosses:
         model = trainer.model
         was_training = model.training
         model.eval()
-        self.plugins.call("before_probe")
         try:
+            self.plugins.call("before_probe")
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 losses = self._losses(model, trainer._prepare_inputs(batch))
         finally:

@@ -6,17 +6,16 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.memory_setup import StreamedTraining, check_streamable, set_up_memory
+from hf_hybrid.memory_setup import LossSwitch, StreamedTraining, check_streamable, set_up_memory
 
 
 class StreamedTrainerMixin:
     """
     Training of models that do not fit on the device, for any `Trainer` subclass.
 
-    Takes over the model for a run and for evaluations, and gives it back as ordinary host weights whenever somebody else
-    reads them: for saving, for the best checkpoint, and at the end.
+    Takes over the model for a run and for evaluations, and gives it back as ordinary host weights whenever somebody
+    else reads them: for saving, for the best checkpoint, and at the end.
 
     Args:
         device_map (`dict[str, int | str]`, *optional*):
@@ -27,6 +26,7 @@ class StreamedTrainerMixin:
     def __init__(self, *args, device_map: dict | None = None, **kwargs):
         self.streaming: StreamedTraining | None = None
         self._device_map = device_map
+        self._loss = LossSwitch()
         super().__init__(*args, **kwargs)
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         if self._memory_mode == "off":
@@ -60,10 +60,12 @@ class StreamedTrainerMixin:
 
     def train(self, *args, **kwargs):
         try:
+            self._loss.install(self)
             return super().train(*args, **kwargs)
         finally:
             if self.streaming is not None:
                 self.streaming.end()
+            self._loss.remove()
 
     def create_optimizer(self, model=None):
         if self.streaming is None:
@@ -115,6 +117,15 @@ class StreamedTrainerMixin:
             grad_norm = self.streaming.optimizer.total_norm(model.parameters())
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
+    # The loss.
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        compute = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs or not self._loss.applies(model, inputs, num_items_in_batch):
+            return compute()
+        with self._loss.active(inputs):
+            return compute()
+
     # Whoever reads weights finds them.
 
     @contextlib.contextmanager
@@ -142,5 +153,3 @@ class StreamedTrainerMixin:
     def memory_statistics(self) -> dict:
         """Loads, bytes moved and seconds waited by the streaming engine so far; empty where nothing is streamed."""
         return {} if self.streaming is None else self.streaming.statistics()
-
-

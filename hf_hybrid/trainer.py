@@ -13,13 +13,14 @@ from hf_hybrid.assembly import build_engine
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.data import BatchFeed, check_probe_set, hold_out
+from hf_hybrid.memory_setup import memory_plugins
 from hf_hybrid.phases import Phase
 from hf_hybrid.plugins import PluginContext, PluginList
 from hf_hybrid.prediction.divergence import TrainingDivergedError
 from hf_hybrid.prediction.engine import PredictionEngine
 from hf_hybrid.records import RunRecord, StepWindow
-from hf_hybrid.streamed_trainer import StreamedTrainerMixin
 from hf_hybrid.state_io import last_complete_checkpoint, load_hybrid_state, save_hybrid_state, write_json
+from hf_hybrid.streamed_trainer import StreamedTrainerMixin
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class HybridTrainerMixin(StreamedTrainerMixin):
 
     def __init__(self, *args, probe_dataset=None, plugins=(), **kwargs):
         super().__init__(*args, **kwargs)
-        self.plugins = PluginList(plugins)
+        self.plugins = PluginList([*memory_plugins(self), *plugins])
         self.probe_dataset = probe_dataset
         self._engine: PredictionEngine | None = None
         self._summary = RunRecord().summary()
@@ -175,10 +176,12 @@ class HybridTrainerMixin(StreamedTrainerMixin):
             self._withhold_update()
             engine.record.backward_passes_avoided += 1
             return torch.zeros((), device=self.args.device)
-        self.plugins.call("before_forward", engine.phase)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        try:
+            self.plugins.call("before_forward", engine.phase)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self.plugins.call("after_backward", engine.phase)
         engine.record.backward_passes += 1
-        self.plugins.call("after_backward", engine.phase)
         self._micro_losses.append(loss)
         return loss
 

@@ -12,7 +12,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from modules of its own floor or below. `prediction` knows no config and no trainer.
 FLOORS = [
-    {"arguments", "phases"},
+    {
+        "arguments",
+        "phases",
+        "memory.accounting",
+        "memory.int8_rows",
+        "memory.layers",
+        "memory.loss",
+        "memory.low_bit",
+        "memory.transfers",
+    },
+    {"memory.fit", "memory.slots", "memory.storage"},
+    {"memory.streaming"},
+    {"memory.lazy_update", "memory.walk"},
     {
         "plugins",
         "records",
@@ -22,15 +34,18 @@ FLOORS = [
         "prediction.verifier",
         "prediction.rescue",
     },
+    {"memory.checkpointing", "memory.quantize", "memory.states"},
+    {"memory.precision"},
     {"prediction.divergence", "prediction.trajectory"},
     {"prediction.leaps"},
     {"prediction.engine"},
     {"state_io", "data", "probing", "callbacks"},
     {"config"},
-    {"assembly"},
+    {"memory_setup"},
+    {"assembly", "streamed_trainer"},
     {"trainer"},
 ]
-OPEN = {"__init__", "prediction.__init__"}
+OPEN = {"__init__", "memory.__init__", "prediction.__init__"}
 
 
 def module_name(path: Path) -> str:
@@ -42,7 +57,7 @@ def imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_hybrid"):
             names = [node.module] if node.module != "hf_hybrid" else [f"hf_hybrid.{a.name}" for a in node.names]
-            if node.module == "hf_hybrid.prediction":
+            if node.module in ("hf_hybrid.memory", "hf_hybrid.prediction"):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(name.removeprefix("hf_hybrid.") for name in names)
     return found

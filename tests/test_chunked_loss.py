@@ -143,11 +143,12 @@ def test_bfloat16_loses_no_more_than_the_head_itself(autocast):
         assert (found - other).norm() < 0.02 * other.norm()
 
 
-def test_float16_autocast_computes_in_the_dtype_given():
-    hidden, weight, targets, _ = head(torch.float32)
+def test_float16_autocast_loses_no_small_gradients():
+    hidden, weight, targets, _ = head(torch.float32, (32,), 8, 5000)
     with torch.autocast("cpu", torch.float16):
         loss = linear_cross_entropy(hidden, weight, targets)
-    torch.testing.assert_close(loss, reference(hidden, weight, targets))
+    expected = torch.autograd.grad(reference(hidden, weight, targets), [hidden, weight])
+    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected)
 
 
 def test_weight_is_not_read_after_the_forward():
@@ -329,11 +330,24 @@ def test_changes_of_the_logits_are_found_even_if_today_they_do_nothing(change, a
             assert chunked(model, inputs).item() == pytest.approx(own.item(), rel=1e-5)
 
 
-def test_learned_scale_and_changed_labels_are_refused():
+def test_learned_scale_is_refused():
     model, inputs = scaled(lambda model, logits: logits * model.scale), batch()
     model.scale = nn.Parameter(torch.tensor(2.0))
     with ChunkedCausalLoss(model) as chunked, pytest.raises(RuntimeError, match="learns how to scale"):
         chunked(model, inputs)
+
+
+def test_labels_changed_by_the_model_are_refused():
+    class Masking(Scaled):
+        def forward(self, input_ids, labels=None, **kwargs):
+            return super().forward(input_ids, labels.where(input_ids != 7, -100), **kwargs)
+
+    model, inputs = Masking(tiny_model().config), batch()
+    with ChunkedCausalLoss(model) as chunked:
+        assert chunked.agrees(model, inputs)
+        inputs["input_ids"][1, 3] = 7
+        with pytest.raises(RuntimeError, match="changes its labels"):
+            chunked(model, inputs)
 
 
 def test_extra_predictions_with_the_same_head_keep_their_own_loss():

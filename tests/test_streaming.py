@@ -209,7 +209,7 @@ def test_live_layers(walk, prefetch, kept, tmp_path, train_set):
     live = Allocations(trainer)
     trainer.train()
     assert watch.seen > 50
-    assert watch.peak_layers == 1  # the others are placeholders for whoever looks
+    assert watch.peak_layers == 1, watch.peak_layers  # the others are placeholders for whoever looks
     assert live.peak <= (prefetch + 1 + kept) * 1.1 * layer  # 1.1: alignment of tiny tensors
     assert live.peak >= 0.9 * layer
 
@@ -218,15 +218,19 @@ class Allocations:
     """Bytes of device buffers that torch really holds for slots, found by the garbage collector, not by bookkeeping."""
 
     def __init__(self, trainer):
-        self.peak = 0
+        self.peak, self.calls = 0, 0
         host = {unit.storage.packed.data_ptr() for unit in trainer.streaming.streamer.units}
         for layer in trainer.model.model.layers[::3]:  # the garbage collector's list is long
             layer.mlp.register_forward_hook(lambda *_: self.count(host))
 
     def count(self, host):
+        self.calls += 1
+        if self.calls % 5:
+            return
         tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        self.peak = max(self.peak, sum(size for key, size in sizes.items() if key not in host))
+        large = [size for key, size in sizes.items() if key not in host and size > 10_000]  # random states are smaller
+        self.peak = max(self.peak, sum(large))
 
 
 def test_weights_travel_twice_per_step(tmp_path, train_set):
@@ -277,6 +281,15 @@ def collate(rows):
     return {k: pad([row[k] for row in rows], batch_first=True, padding_value=v) for k, v in values.items()}
 
 
+class KeepGradients(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer, self.gradients = trainer, {}
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        counterpart = self.trainer.streaming.streamer.counterpart
+        self.gradients = {n: counterpart(p).grad.clone() for n, p in self.trainer.model.named_parameters()}
+
+
 def test_gradients_of_uneven_windows(tmp_path):
     """Layer by layer and micro-batch by micro-batch: the same gradients, also where every micro-batch is longer."""
     found = {}
@@ -288,14 +301,9 @@ def test_gradients_of_uneven_windows(tmp_path):
             tiny_model(num_hidden_layers=LAYERS), config, train_dataset=Uneven(), data_collator=collate
         )
 
-        class Keep(TrainerCallback):
-            def on_pre_optimizer_step(self, *args, **kwargs):
-                model, streamer = trainer.model, trainer.streaming.streamer
-                gradients = {n: streamer.counterpart(p).grad for n, p in model.named_parameters()}
-                found[walk] = {n: g.clone() for n, g in gradients.items()}
-
-        trainer.add_callback(Keep())
+        trainer.add_callback(KeepGradients(trainer))
         trainer.train()
+        found[walk] = trainer.callback_handler.callbacks[-1].gradients
     for name, gradient in found["micro_batch"].items():
         relative = (found["layer"][name] - gradient).norm() / gradient.norm()
         assert relative <= 1e-6, (name, relative)
@@ -311,7 +319,7 @@ def test_an_error_in_one_micro_batch_leaves_the_weights(tmp_path, train_set):
             raise RuntimeError("out of memory, say")
 
     model.model.layers[2].register_forward_hook(fail)
-    trainer = make_streamed(tmp_path, train_set, model, accumulation_walk="layer")
+    trainer = make_streamed(tmp_path, train_set, model, accumulation_walk="layer", warmup_steps=0)
     with pytest.raises(RuntimeError, match="out of memory, say"):
         trainer.train()
     assert all(torch.isfinite(p).all() for p in model.parameters())

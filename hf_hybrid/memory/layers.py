@@ -45,7 +45,9 @@ def _can_be_called(modules: nn.ModuleList) -> bool:
     return all(type(module).forward is not nn.Module.forward for module in modules)
 
 
-def layers_on_host(layers: list[tuple[str, nn.Module]], device_map: Mapping[str, object]) -> list[tuple[str, nn.Module]]:
+def layers_on_host(
+    layers: list[tuple[str, nn.Module]], device_map: Mapping[str, object]
+) -> list[tuple[str, nn.Module]]:
     """
     Those layers that an accelerate device map keeps on `cpu` or `disk`; the longest matching name decides.
 
@@ -75,7 +77,10 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     """
     found = [
         (name, module)
-        for name, module in (("embeddings", _ask(model, "get_input_embeddings")), ("head", _ask(model, "get_output_embeddings")))
+        for name, module in (
+            ("embeddings", _ask(model, "get_input_embeddings")),
+            ("head", _ask(model, "get_output_embeddings")),
+        )
         if module is not None and any(True for _ in module.parameters())
     ]
     if len(found) == 2:

@@ -1,9 +1,10 @@
 """
 The optimizer step of streamed units, exact and put off until a unit is needed again.
 
-Gradients of a window wait on the host. When the window is over, its global norm is known, so clipping is exact; the step
-of each unit then runs on a thread of its own while other units compute, at the latest when the unit is brought in for
-the next forward. Nothing is approximated: every parameter sees the same gradient, learning rate and state as without.
+Gradients of a window wait on the host. When the window is over, its global norm is known, so clipping is exact; the
+step of each unit then runs on a thread of its own while other units compute, at the latest when the unit is brought in
+for the next forward. Nothing is approximated: every parameter sees the gradient, learning rate and state that it would
+see without.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ from hf_hybrid.memory.transfers import host_buffer
 
 Tensor = torch.Tensor
 
-SEPARABLE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "AdamW8bit")
+SEPARABLE = (
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adafactor",
+    "AdamW8bit",
+)
 """Optimizers that step every parameter by itself, so that units may be stepped at different times."""
 
 
@@ -38,8 +51,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
     if name not in SEPARABLE or not known or getattr(optimizer, "_is_wrapped", False):
         raise UnsupportedOptimizerError(
-            f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed layers "
-            "need. Choose `optim=adamw_torch_fused`, `optimizer_states=8bit`, or one of torch's "
+            f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
+            "layers need. Choose `optim=adamw_torch_fused`, `optimizer_states=8bit`, or one of torch's "
             f"{', '.join(n for n in SEPARABLE if n != 'AdamW8bit')}; or `memory=off`."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,7 +245,9 @@ class ChunkedCausalLoss:
             self.disagreement = f"{type(error).__name__}: {error}"
         return self.disagreement is None
 
-    def _run(self, model, inputs, probe: torch.Tensor | None = None) -> tuple[torch.Tensor, _Call]:
+    @contextlib.contextmanager
+    def active(self, inputs: dict[str, Any], probe: torch.Tensor | None = None) -> Iterator[_Call]:
+        """The next forward pass of the model on this thread, with these `inputs`, computes its loss in chunks."""
         if not self._hooks:
             raise RuntimeError("The chunked loss is not installed. Call `install()` or use it as a context manager.")
         targets = inputs.get("shift_labels")
@@ -253,11 +256,15 @@ class ChunkedCausalLoss:
         thread = threading.get_ident()
         self._calls[thread] = call = _Call(inputs["labels"], targets, probe)
         try:
-            loss = model(**inputs)[0]
+            yield call
         finally:
             del self._calls[thread]
         if call.arrived is None:
             raise RuntimeError(f"`{type(self.base).__name__}` does not give the output of its head to `loss_function`.")
+
+    def _run(self, model, inputs, probe: torch.Tensor | None = None) -> tuple[torch.Tensor, _Call]:
+        with self.active(inputs, probe) as call:
+            loss = model(**inputs)[0]
         return loss, call
 
     def _measure(self, model, inputs) -> torch.dtype:

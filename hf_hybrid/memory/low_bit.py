@@ -41,7 +41,7 @@ def bitsandbytes_functional() -> Any:
 
 @functools.cache
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values that 8-bit codes stand for (Dettmers et al., 2021, arXiv 2110.02861), in units of a block's."""
+    """What the 256 codes stand for, in units of a block's scale (Dettmers et al., 2021, arXiv 2110.02861)."""
     return bitsandbytes_functional().create_dynamic_map(signed=signed).to(device)
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 Losses = list[float]
 Tensor = torch.Tensor
 
+
 def layer_linears(model: nn.Module, min_features: int = 1) -> list[nn.Linear]:
     """
     The plain `nn.Linear` modules inside repeated layers: not the embeddings, not the head, not adapters of peft.

@@ -93,11 +93,17 @@ class UnitStorage:
     ):
         self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.expanded_bytes = 0
+        self.pin = pin
         self.packed_bytes = self._lay_out(int8)
-        self.packed = host_buffer(self.packed_bytes, pin=pin)
+        self.packed: Tensor | None = None
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
-        for piece in self.pieces:
-            self._fill(piece)
+        # An int8 base is packed when a run begins: until then, and after it, its weights are the model's own.
+        self.packs_for_runs = any(p.is_int8 for p in self.pieces) and not any(
+            p.parameter.requires_grad for p in self.pieces
+        )
+        if not self.packs_for_runs:
+            self.pack()
+            self.restore()
 
     def _lay_out(self, int8: bool) -> int:
         end = 0
@@ -113,6 +119,15 @@ class UnitStorage:
             else:
                 end += padded(piece.nbytes)
         return end
+
+    def pack(self) -> None:
+        """Copy the model's weights into the packed buffer, unless they are there; refresh what is rounded in it."""
+        if self.packed is not None:
+            self.refresh()
+            return
+        self.packed = host_buffer(self.packed_bytes, pin=self.pin)
+        for piece in self.pieces:
+            self._fill(piece)
 
     @torch.no_grad()
     def _fill(self, piece: Piece) -> None:
@@ -141,7 +156,9 @@ class UnitStorage:
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
         """Let the parameters be views into `buffer`, a device copy of `packed`; int8 ones are expanded first."""
         for piece in self.pieces:
-            piece.parameter.data = self.expand(piece, buffer, expanded) if piece.is_int8 else piece.view(buffer, piece.start)
+            piece.parameter.data = (
+                self.expand(piece, buffer, expanded) if piece.is_int8 else piece.view(buffer, piece.start)
+            )
 
     def expand(self, piece: Piece, buffer: Tensor, expanded: Tensor) -> Tensor:
         """The weights of an int8 piece, in `expanded`."""
@@ -150,17 +167,29 @@ class UnitStorage:
         dequantize_rows(codes, self._scales(buffer, piece).view(*piece.shape[:-1], 1), out)
         return out
 
-    def restore(self) -> None:
-        """Let the parameters be the host weights; an int8 base is expanded into memory of its own."""
+    def restore(self, *, for_good: bool = True) -> None:
+        """
+        Let the parameters be the host weights.
+
+        Args:
+            for_good (`bool`): Also expand an int8 base, into memory of its own, and drop its codes; otherwise its
+                parameters are left as they are, for readers of everything else.
+        """
         for piece in self.pieces:
-            if piece.is_int8:
+            if not piece.is_int8:
+                piece.parameter.data = piece.master.data.clone() if self.packs_for_runs else piece.master.data
+            elif for_good:
                 own = torch.empty(padded(piece.nbytes), dtype=torch.uint8)
                 start, piece.expanded_start = piece.expanded_start, 0
                 piece.parameter.data = self.expand(piece, self.packed, own)
                 piece.expanded_start = start
-            else:
-                piece.parameter.data = piece.master.data
+        if self.packs_for_runs and for_good:
+            self.packed = None
+            for piece in self.pieces:
+                piece.master = None
 
     def host_bytes(self) -> int:
         """Bytes of weights held on the host, exact."""
+        if self.packed is None:
+            return 0
         return self.packed_bytes + sum(piece.master.numel() * piece.master.element_size() for piece in self.rounded)

@@ -97,7 +97,7 @@ class LayerStreamer:
         self.units = [unit for unit in self.layers + self.ends if unit.storage.pieces]
         self.layers = [unit for unit in self.layers if unit.storage.pieces]
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
-        self.masters = {id(piece.master): piece for piece in self.streamed.values() if piece.master is not None}
+        self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
@@ -124,27 +124,35 @@ class LayerStreamer:
             return
         self._make_pools()
         for unit in self.units:
-            unit.storage.refresh()
+            unit.storage.pack()
             for module in unit.modules:
                 self._wrap(unit, module)
             for piece in unit.storage.pieces:
                 piece.parameter.data = self._placeholder(piece)
                 if piece.parameter.requires_grad:
-                    handle = piece.parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, piece))
+                    handle = piece.parameter.register_post_accumulate_grad_hook(
+                        functools.partial(self._on_gradient, piece)
+                    )
                     self._undo.append(handle.remove)
         self._move_rest(self.device)
 
-    def detach(self, *, keep_rest: bool = False) -> None:
-        """Give the model its weights back, on the host. `keep_rest` leaves what is not streamed on the device."""
+    def detach(self, *, for_good: bool = True) -> None:
+        """
+        Give the model its weights back, on the host.
+
+        Args:
+            for_good (`bool`): Also move back what is not streamed, and expand an int8 base; otherwise the model is
+                only read for a moment.
+        """
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         for unit in self.units:
             unit.slot, unit.loaded = None, False
-            unit.storage.restore()
+            unit.storage.restore(for_good=for_good)
         self._pools.clear()
         self._expanded = torch.empty(0)
-        if not keep_rest:
+        if for_good:
             self._move_rest(torch.device("cpu"))
 
     def _make_pools(self) -> None:
@@ -196,7 +204,9 @@ class LayerStreamer:
         unit.calls += 1
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # checkpointed here; twice would be recomputed twice
-        if not torch.is_grad_enabled() or isinstance(module, nn.Embedding):
+        # An embedding's backward reads no weights; nor does a head's that computed its loss, and gradients, in chunks.
+        reads_once = isinstance(module, nn.Embedding) or kwargs.get("targets") is not None
+        if not torch.is_grad_enabled() or reads_once:
             with self._for_forward(unit):
                 return original(*args, **kwargs)
         kwargs = _without_cache(module, kwargs)
@@ -356,7 +366,7 @@ class LayerStreamer:
     # Telling.
 
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates: the master of a streamed parameter, the parameter itself if it is not streamed."""
+        """What the optimizer updates: the master of a streamed parameter, any other parameter itself."""
         piece = self.streamed.get(id(parameter))
         return parameter if piece is None or piece.master is None else piece.master
 
@@ -377,7 +387,9 @@ class LayerStreamer:
         return {
             "device_weights": sum(pool.nbytes for pool in self._pools) + self._expanded.numel(),
             "host_weights": sum(unit.storage.host_bytes() for unit in self.units),
-            "host_gradients": sum(p.gradient.numel() * p.gradient.element_size() for p in pieces if p.gradient is not None),
+            "host_gradients": sum(
+                p.gradient.numel() * p.gradient.element_size() for p in pieces if p.gradient is not None
+            ),
         }
 
 

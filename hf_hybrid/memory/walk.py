@@ -1,9 +1,9 @@
 """
 Walks an accumulation window layer by layer: each layer computes all micro-batches before the next layer is brought in.
 
-Weights then travel twice per optimizer step, not twice per micro-batch. Every micro-batch runs the model's own forward, on
-a thread that waits at each streamed layer until the others have arrived there; one thread runs at a time. So nothing has
-to be known about inputs, masks or losses, and micro-batches may differ in length.
+Weights then travel twice per optimizer step, not twice per micro-batch. Every micro-batch runs the model's own forward,
+on a thread that waits at each streamed layer until the others have arrived there; one thread runs at a time. So nothing
+has to be known about inputs, masks or losses, and micro-batches may differ in length.
 
 The graph is cut at the layers: a layer runs without gradients, its outputs enter the rest of the model as leaves. The
 loss's own backward, inside the micro-batch's turn, ends at those leaves. Then the layers are recomputed and
@@ -393,7 +393,9 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
         mutable = isinstance(value, (dict, list)) and value
         for part in tree_leaves(value):
             if mutable or not isinstance(part, PLAIN):
-                raise CannotWalkError(f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors.")
+                raise CannotWalkError(
+                    f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
+                )
 
 
 def _autocast_now(device: torch.device) -> dict:
