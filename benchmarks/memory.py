@@ -332,8 +332,15 @@ def chosen_plan(args: argparse.Namespace, scratch: Path) -> Plan:
     models = {name: model for name, model in models.items() if args.models is None or name in args.models}
     if tiny:
         models = {name: replace(model, **TINY) for name, model in models.items()}
-    if args.dry_run:  # budgets of the real models would hold all of a tiny one; the vocabulary is big as theirs
-        models = {name: replace(model, device_goal=None, vocab=32000) for name, model in models.items()}
+    if args.dry_run:
+        # The goals of the real models have room for all of a tiny one: what they lead to is asked for instead.
+        ends = {"stream_embeddings": True}
+        models = {
+            name: replace(
+                model, device_goal=None, vocab=32000, options={**model.options, **(ends if model.options else {})}
+            )
+            for name, model in models.items()
+        }
     sequence = 32 if tiny else 2048 if args.gpu else 128
     windows = [1, 4, 8] if args.gpu else [4]
     if args.tokens:

@@ -381,7 +381,7 @@ class TrainerRun(Run):
         }
 
     def statistics(self) -> dict:
-        return {} if self.streaming is None else {"streaming": self.trainer.memory_statistics()}
+        return {} if self.streaming is None else {"streaming": self.streaming.streamer.statistics()}
 
     def plan(self, micro_batches: int) -> fit.MemoryPlan:
         if self.streaming is None:

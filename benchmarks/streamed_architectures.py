@@ -93,7 +93,7 @@ def check(model_type: str, walk: str) -> dict:
             config = HybridConfig(**arguments(folder), **options)
             trainer = HybridTrainer(build_model(model_type), config, train_dataset=data)
             streamed = train(trainer)
-            statistics = trainer.memory_statistics()
+            statistics = trainer.memory_summary()["statistics"]
         row["units"], row["loads"] = statistics["streamed_units"], statistics["loads"]
         row["detail"] = difference(plain, streamed)
         row["outcome"] = "differs" if row["detail"] else "equal"

@@ -78,7 +78,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     Raises:
         ValueError: With the option to change.
     """
-    _check_memory_options(options)
+    _check_memory_options(args, options)
     if not options.enable_predict:
         return
     off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
@@ -101,7 +101,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         )
 
 
-def _check_memory_options(options: HybridArguments) -> None:
+def _check_memory_options(args: TrainingArguments, options: HybridArguments) -> None:
     by_phase = {"checkpoint_phases": None, "weight_precision": None, "predict_states": "stay"}
     given = [name for name, default in by_phase.items() if getattr(options, name) != default]
     if given and not options.enable_predict:
@@ -116,6 +116,12 @@ def _check_memory_options(options: HybridArguments) -> None:
         )
     if options.weight_precision is not None:
         parse_precision(options.weight_precision)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise ValueError(
+            f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "
+            "`optim` at its default, or set `optimizer_states=exact`."
+        )
     if options.base_precision == "int8" and options.memory == "off":
         raise ValueError("`base_precision=int8` is how streamed layers travel. Set `memory=auto` or `memory=stream`.")
 

@@ -20,6 +20,8 @@ from hf_hybrid.prediction.trajectory import WeightStore
 
 logger = logging.getLogger(__name__)
 
+Tensor = torch.Tensor
+
 
 class StreamedTraining(WeightStore):
     """
@@ -88,9 +90,27 @@ class StreamedTraining(WeightStore):
         for unit in self.streamer.units:
             self.streamer.weights_changed(unit)
 
-    def statistics(self) -> dict:
-        """See [`LayerStreamer.statistics`]."""
-        return self.streamer.statistics()
+    def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """`extra` and what the engine holds between steps, by category."""
+        held = self.streamer.tensors_held()
+        parking = [] if self.window.parking is None else self.window.parking.spare
+        return {
+            **extra,
+            "weights": held["slots"] + held["host_weights"],
+            "gradients": held["host_gradients"],
+            "activations": parking,
+            "buffers": held["expanded"],
+        }
+
+    def host_tensors(self, drift: list[Tensor]) -> list[Tensor]:
+        """Where the device is the host itself: which tensors would be on the host of a GPU."""
+        held = self.streamer.tensors_held()
+        masters = [piece.master for unit in self.streamer.units for piece in unit.trainable]
+        states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
+        parking = [] if self.window.parking is None else self.window.parking.spare
+        return (
+            held["host_weights"] + held["host_gradients"] + drift + parking + [t for t in states if torch.is_tensor(t)]
+        )
 
 
 BIG_VOCABULARY = 32_000

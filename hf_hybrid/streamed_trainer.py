@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.memory.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.memory_setup import LossSwitch, StreamedTraining, check_streamable, set_up_memory
 
 
@@ -27,6 +30,7 @@ class StreamedTrainerMixin:
         self.streaming: StreamedTraining | None = None
         self._device_map = device_map
         self._loss = LossSwitch()
+        self._held: ByteTable | None = None
         super().__init__(*args, **kwargs)
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         if self._memory_mode == "off":
@@ -59,15 +63,18 @@ class StreamedTrainerMixin:
     # A run.
 
     def train(self, *args, **kwargs):
+        self._held = None
         try:
-            self._loss.install(self)
             return super().train(*args, **kwargs)
         finally:
+            if self._held is None and self.optimizer is not None:
+                self._measure_memory()
             if self.streaming is not None:
                 self.streaming.end()
             self._loss.remove()
 
     def create_optimizer(self, model=None):
+        self._loss.install(self)  # before anything else wraps the head
         if self.streaming is None:
             return self._create_plain_optimizer(model)
         if self.streaming.model is not self.model:  # `model_init` made a new one
@@ -150,6 +157,26 @@ class StreamedTrainerMixin:
         with self.streaming.running():
             return super().evaluation_loop(*args, **kwargs)
 
-    def memory_statistics(self) -> dict:
-        """Loads, bytes moved and seconds waited by the streaming engine so far; empty where nothing is streamed."""
-        return {} if self.streaming is None else self.streaming.statistics()
+    # Telling.
+
+    def memory_summary(self) -> dict:
+        """
+        `held`: bytes by category on device and host at the end of the last training, exact for what is held between
+        steps (activations and temporary memory are not); `plan` and `statistics` (loads, bytes moved, seconds waited)
+        of the streaming engine, `None` where nothing is streamed.
+        """
+        streaming = self.streaming
+        return {
+            "held": None if self._held is None else self._held.to_dict(),
+            "plan": None if streaming is None else streaming.plan.to_dict(),
+            "statistics": None if streaming is None else streaming.streamer.statistics(),
+        }
+
+    def _measure_memory(self, drift: Iterable[Tensor] = ()) -> None:
+        streaming, extra, host = self.streaming, {"drift": list(drift)}, None
+        if streaming is not None:
+            extra = streaming.tensors_held(extra)
+            on_cpu = self.args.device.type == "cpu"
+            host = {storage_address(t) for t in streaming.host_tensors(extra["drift"])} if on_cpu else None
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self._held = measure_held(self.model, optimizer, extra=extra, host_storages=host)

@@ -79,10 +79,11 @@ class HybridTrainerMixin(StreamedTrainerMixin):
     def hybrid_summary(self) -> dict:
         """
         What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
-        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more. All zero
-        with `enable_predict=False`, which counts nothing because it does nothing.
+        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero
+        with `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`].
         """
-        return self._summary if self._engine is None else self._engine.summary()
+        summary = self._summary if self._engine is None else self._engine.summary()
+        return {**summary, "memory": self.memory_summary()}
 
     def progress_text(self) -> str:
         """For the progress bar: the phase, and the loss of the last real step."""
@@ -151,9 +152,10 @@ class HybridTrainerMixin(StreamedTrainerMixin):
 
     def _finish(self) -> None:
         self.plugins.call("on_train_end")
+        self._measure_memory(self._engine.trajectory.tensors_held())
         self._summary, self._engine = self._engine.summary(), None
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / SUMMARY_NAME, self._summary)
+            write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())
 
     # One step.
 

@@ -252,7 +252,7 @@ def test_resident_layers_travel_less(tmp_path, train_set):
     for kept in (0, 2, LAYERS):
         trainer = make_streamed(tmp_path, train_set, resident_layers=kept, max_steps=5)
         trainer.train()
-        totals.append(trainer.memory_statistics()["loads"])
+        totals.append(trainer.memory_summary()["statistics"]["loads"])
     assert totals[0] > totals[1] > totals[2]
 
 

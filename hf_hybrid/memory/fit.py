@@ -104,6 +104,18 @@ class MemoryPlan:
         """Whether both peaks are within their limits; `None` is no limit."""
         return not _excess(self, device_budget, host_budget)
 
+    def to_dict(self) -> dict:
+        """Plain values for JSON: what was decided, and the peaks expected by category."""
+        decided = (
+            "mode",
+            "resident_layers",
+            "prefetch_layers",
+            "stream_embeddings",
+            "optimizer_states",
+            "base_precision",
+        )
+        return {**{name: getattr(self, name) for name in decided}, "peak": self.table.to_dict()}
+
     def describe(self) -> str:
         """The plan in words, and its byte table."""
         words = [f"optimizer states {self.optimizer_states}"]

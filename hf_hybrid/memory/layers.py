@@ -24,7 +24,7 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         `list[tuple[str, nn.Module]]`: Dotted names and modules, in order.
 
     Raises:
-        NoLayerListError: If there is none; the message names what was looked for.
+        NoLayerListError: If there is none that can be streamed; the message names what was looked for.
     """
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
@@ -38,6 +38,11 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "layers with parameters (as `model.layers` or `transformer.h`) and found none. Train it with `memory=off`."
         )
     name, layers = max(lists, key=lambda item: sizes[item[0]])
+    if any(hasattr(layer, "backward_pass") for layer in layers):
+        raise NoLayerListError(
+            f"`memory` cannot stream `{type(model).__name__}`: looked for decoder layers that are used through their "
+            f"`forward` alone, and `{name}` holds reversible ones (`backward_pass`). Train it with `memory=off`."
+        )
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 

@@ -97,6 +97,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
         self._pending: dict[Unit, _Pending] = {}
         self._scale: Tensor | None = None
+        self._checked = False
         self._worker = ThreadPoolExecutor(
             1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -113,7 +114,16 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it over the same list."""
-        return torch.nn.utils.get_total_norm(self._gradients(parameters), foreach=None)
+        norm = torch.nn.utils.get_total_norm(self._gradients(parameters), foreach=None)
+        if not self._checked:
+            self._checked = True
+            unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
+            if unused and not torch.isfinite(norm):
+                raise RuntimeError(
+                    f"The weights of `{unused[0]}` are used, but its `forward` is never called: they were placeholders. "
+                    "This model cannot be streamed. Train it with `memory=off`."
+                )
+        return norm
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
         """

@@ -25,8 +25,9 @@ class SlotPool:
 
     def __init__(self, size: int, *, ahead: int, kept: int, device: torch.device):
         self.kept = kept
-        self.free = [Slot(size, device) for _ in range(ahead + 1 + kept)]
-        self.nbytes = size * len(self.free)
+        self.slots = [Slot(size, device) for _ in range(ahead + 1 + kept)]
+        self.free = list(self.slots)
+        self.nbytes = size * len(self.slots)
         self._held: OrderedDict[Hashable, Slot] = OrderedDict()
         self._in_use: set[Hashable] = set()
 

@@ -381,6 +381,17 @@ class LayerStreamer:
             "kept_units": self.kept,
         }
 
+    def tensors_held(self) -> dict[str, list[Tensor]]:
+        """The engine's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
+        pieces = [piece for unit in self.units for piece in unit.storage.pieces]
+        return {
+            "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
+            "expanded": [self._expanded],
+            "host_weights": [unit.storage.packed for unit in self.units if unit.storage.packed is not None]
+            + [piece.master.data for unit in self.units for piece in unit.storage.rounded],
+            "host_gradients": [piece.gradient for piece in pieces if piece.gradient is not None],
+        }
+
     def bytes_held(self) -> dict[str, int]:
         """Exact bytes: slots on the device, weights and gradients on the host."""
         pieces = [piece for unit in self.units for piece in unit.storage.pieces]

@@ -140,6 +140,11 @@ class HostBuffers:
             spare = [host_buffer(size, pin=self.pin)]
         return spare.pop().view(like.dtype).view(like.shape)
 
+    @property
+    def spare(self) -> list[Tensor]:
+        """The buffers that are free now."""
+        return [buffer for buffers in self._spare.values() for buffer in buffers]
+
     def give_back(self, tensor: Tensor) -> None:
         """What [`take`] gave is free again."""
         flat = tensor.reshape(-1).view(torch.uint8)

@@ -98,10 +98,9 @@ class PredictionEngine:
     def begin_step(self, step: int) -> Phase:
         """Make the leap that is due before step `step` (0-based); returns the phase of the step."""
         self._started = time.perf_counter()
-        self._announce()
         if self.controller.leap_pending:
             self._leap(step)
-            self._announce()
+        self._announce()  # after the leap, which may be worth no step, and needs what plugins put away in Predict
         return self.phase
 
     def _announce(self) -> None:

@@ -384,6 +384,10 @@ class Trajectory:
         self._settle_store()
         return bool(torch.isfinite(sums.sum_of_squares([p.detach() for p in self.parameters])))
 
+    def tensors_held(self) -> list[Tensor]:
+        """All buffers."""
+        return [*self.memory, *self.before_leap, *self.anchor, *self._scratches.values()]
+
     def bytes_held(self) -> dict[str, int]:
         """Bytes of the buffers, exact, by what they are for."""
         return {
