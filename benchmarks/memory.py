@@ -23,8 +23,8 @@ What the numbers are:
   steps (two). A streamed layer's update is done in the step after its gradients were: it is in there all the same.
 - `ratio`: `seconds` over those of the resident mode with the same weights, states and tokens per step.
 - `floor`: no step is faster with this plan: computation without attention, or transfers, at the rates measured here.
-- `device_reserved`, `device_allocated` (GPU): peaks of torch's allocator; `device_used` the most that the driver said
-  the process holds at the end of a step, with CUDA's context. The cap covers that context too.
+- `device_reserved`, `device_allocated` (GPU): peaks of torch's allocator; `device_used`: what the driver says that the
+  process holds after the last step, which includes CUDA's context. The cap covers that context too.
 - `device_held`: bytes of weights, gradients and optimizer states on the device, counted at the end of a backward pass,
   without activations. On a CPU, whose memory is device and host in one, the only measured number of the device:
   for streamed modes the slots and what is not streamed, for resident modes all of it.
@@ -182,13 +182,14 @@ def write(path: Path, value) -> None:
 
 # Processes.
 
+LOCAL = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # no network
+
 
 def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
     """Run one specification in a process of its own; its exit code, `None` if it took too long, and its last words."""
+    command = [sys.executable, str(ROOT / "memory_row.py"), json.dumps(spec)]
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "memory_row.py"), json.dumps(spec)], stderr=errors, start_new_session=True
-        )
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True, env={**LOCAL, **os.environ})
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -22,8 +22,6 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 from accelerate import init_empty_weights
 from torch import nn
@@ -172,7 +170,6 @@ class DeviceMemory:
 
     def __init__(self, device: str, cap_gib: float | None):
         self.on_gpu = device == "cuda"
-        self.used = 0
         if not self.on_gpu:
             return
         torch.zeros(1, device="cuda")
@@ -181,10 +178,10 @@ class DeviceMemory:
         if cap_gib is not None:
             torch.cuda.set_per_process_memory_fraction((cap_gib * GIB - self.elsewhere) / self.total)
 
-    def sample(self) -> None:
+    def wait(self) -> None:
+        """Until everything queued is done."""
         if self.on_gpu:
             torch.cuda.synchronize()
-            self.used = max(self.used, _used_by_this_process() or self.total - torch.cuda.mem_get_info()[0])
 
     def peaks(self) -> dict[str, int]:
         """Since the last call."""
@@ -193,12 +190,12 @@ class DeviceMemory:
         peaks = {
             "device_reserved": torch.cuda.max_memory_reserved(),
             "device_allocated": torch.cuda.max_memory_allocated(),
-            "device_used": self.used,
+            # The allocator gives nothing back while it works, so that now is the peak.
+            "device_used": _used_by_this_process() or self.total - torch.cuda.mem_get_info()[0],
             "device_context": self.elsewhere,
         }
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self.used = 0
         return peaks
 
 
@@ -237,7 +234,7 @@ class Meter(TrainerCallback):
             self.held = self.count_held()
 
     def on_step_end(self, *args, **kwargs):
-        self.device.sample()
+        self.device.wait()
         self.ends.append(time.perf_counter())
 
     def row(self) -> dict:
@@ -566,7 +563,8 @@ def do(spec: dict, record) -> None:
         for micro_batches in spec["windows"]:
             record(micro_batches, {"outcome": "skipped", "detail": reason})
         return
-    host, device = HostMemory(), DeviceMemory(spec["device"], spec["cap_gib"])
+    device = DeviceMemory(spec["device"], spec["cap_gib"])
+    host = HostMemory()
     waiting = list(spec["windows"])
     try:
         model = build(spec)

@@ -203,6 +203,12 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             _shape(model, device_map),
             f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
         )
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        raise fit.refuse(
+            "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
+            _shape(model, device_map),
+            "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
+        )
     trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
     if trains_quantised:
         raise fit.refuse(

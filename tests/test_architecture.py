@@ -63,6 +63,13 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def test_prediction_and_memory_do_not_know_each_other():
+    for path in FILES:
+        for imported in imports(path):
+            halves = {module_name(path).split(".")[0], imported.split(".")[0]}
+            assert halves != {"prediction", "memory"}, f"{module_name(path)} imports {imported}"
+
+
 def floor(name: str) -> int:
     return next(index for index, names in enumerate(FLOORS) if name in names)
 

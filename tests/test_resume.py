@@ -56,10 +56,10 @@ def uninterrupted(tmp_path_factory):
     return folder, weights(trainer.model), trainer.hybrid_summary(), phases
 
 
-def die_at(folder: Path, step: int) -> None:
+def die_at(folder: Path, step: int, **options) -> None:
     """Train in a process of its own and kill it as soon as the checkpoint of `step` is whole."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_resume; " + (
-        f"test_resume.build({str(folder)!r}).train()"
+        f"test_resume.build({str(folder)!r}, **{options!r}).train()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.time() + 300
@@ -78,21 +78,34 @@ def comparable(summary):
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_kill_and_resume(phase, uninterrupted, tmp_path):
+    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
+    assert comparable(resumed) == comparable(summary)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_kill_and_resume_streamed(phase, uninterrupted, tmp_path):
+    """Layers streamed, and still the weights of a run that was neither interrupted nor streamed."""
+    summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path, memory="stream")
+    assert resumed["leaps"] == summary["leaps"]
+    assert resumed["memory"]["plan"]["mode"] == "streamed"
+
+
+def kill_and_resume(phase, uninterrupted, tmp_path, **options):
     _, expected, summary, phases = uninterrupted
     # The checkpoint of a step whose successor is in the phase: behind the first epoch where that can be.
     steps = [
         step for step, (after, pending, _) in phases.items() if after is phase and not pending and step < STEPS - 5
     ]
     step = min((s for s in steps if s > SAMPLES // 8 + 3), default=steps[-1])
-    die_at(tmp_path, step)
+    die_at(tmp_path, step, **options)
     for folder in tmp_path.glob("checkpoint-*"):  # what was written between the poll and the kill
         if int(folder.name.split("-")[1]) > step:
             shutil.rmtree(folder)
-    trainer = build(tmp_path)
+    trainer = build(tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.hybrid_summary()["steps"] == STEPS
-    assert comparable(trainer.hybrid_summary()) == comparable(summary)
     assert_same_weights(weights(trainer.model), expected)
+    return summary, trainer.hybrid_summary()
 
 
 def test_resume_from_every_kind_of_moment(uninterrupted, tmp_path):

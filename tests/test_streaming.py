@@ -160,6 +160,43 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
+def quantised(kind):
+    """A base in bitsandbytes' 4-bit or 8-bit form."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny_model(num_hidden_layers=LAYERS, hidden_size=64)
+    for parent in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, old in list(parent.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                sizes = (old.in_features, old.out_features)
+                if kind == "nf4":
+                    new = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                    weight = bitsandbytes.nn.Params4bit(
+                        old.weight.data, requires_grad=False, quant_type="nf4", module=new
+                    )
+                else:
+                    new = bitsandbytes.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+                    weight = bitsandbytes.nn.Int8Params(old.weight.data, requires_grad=False, has_fp16_weights=False)
+                new.weight = weight
+                setattr(parent, name, new.to("cpu"))
+    return lora(model)
+
+
+@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+def test_lora_over_a_4bit_base(walk, tmp_path, train_set):
+    """The packed bytes travel."""
+    plain = train_plain(tmp_path, train_set, quantised("nf4"), max_steps=4)
+    trainer = make_streamed(tmp_path, train_set, quantised("nf4"), max_steps=4, accumulation_walk=walk)
+    trainer.train()
+    pieces = [piece for unit in trainer.streaming.streamer.units for piece in unit.storage.pieces]
+    assert sum(piece.nbytes for piece in pieces if piece.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in pieces)
+    assert_same_run(trainer, plain)
+
+
+def test_bitsandbytes_int8_base_is_refused(tmp_path, train_set):
+    with pytest.raises(ValueError, match="quantised by bitsandbytes to int8"):
+        make_streamed(tmp_path, train_set, quantised("int8"))
+
+
 def test_partly_frozen_model(tmp_path, train_set):
     def build():
         model = tiny_model(num_hidden_layers=LAYERS)

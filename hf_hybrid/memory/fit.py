@@ -216,7 +216,8 @@ def _streamed_plan(shape: ModelShape, request: Request, resident_layers: int, st
     if request.optimizer_states == "8bit":
         # Units are updated before their forward: gradients, states, and masters where the slot holds a rounded copy.
         one = per.own[0] + per.state + per.own[0] * (per.rounded[0] > 0)
-        update["buffers"] = max(unit.trainable for unit in units) * one + per.scratch
+        arriving = max(unit.trainable for unit in layers) * request.prefetch_layers  # what is fetched ahead
+        update["buffers"] = (max(unit.trainable for unit in units) + arriving) * one + per.scratch
     _add_largest(table, layer, loss, update)
     decided = (resident_layers, request.prefetch_layers, stream_embeddings, request.optimizer_states)
     return MemoryPlan("streamed", *decided, request.base_precision, int(per.travel[1]), table, request)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_hybrid.memory.storage import Piece
 from hf_hybrid.memory.streaming import LayerStreamer, Unit
-from hf_hybrid.memory.transfers import host_buffer
+from hf_hybrid.memory.transfers import Fetched, host_buffer
 
 Tensor = torch.Tensor
 
@@ -101,8 +102,9 @@ class LazyOptimizer(torch.optim.Optimizer):
         self._worker = ThreadPoolExecutor(
             1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
+        self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
         if on_device:
-            streamer.before_forward = self._step_in_slot
+            streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         master = self.streamer.counterpart(parameter)
@@ -120,8 +122,8 @@ class LazyOptimizer(torch.optim.Optimizer):
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
             if unused and not torch.isfinite(norm):
                 raise RuntimeError(
-                    f"The weights of `{unused[0]}` are used, but its `forward` is never called: they were placeholders. "
-                    "This model cannot be streamed. Train it with `memory=off`."
+                    f"The weights of `{unused[0]}` are used, but its `forward` is never called: they were "
+                    "placeholders. This model cannot be streamed. Train it with `memory=off`."
                 )
         return norm
 
@@ -173,8 +175,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         for unit in sorted(groups, key=order.__getitem__):
             self._schedule(unit, _Pending(self._optimizer_over(groups[unit]), scale))
         for unit in self.streamer.layers[: self.streamer.ahead + 1]:
-            if not self.on_device:
-                self.streamer.fetch(unit)
+            self.streamer.fetch(unit)
 
     def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
         """The same optimizer over some of the parameters, with the same state."""
@@ -198,6 +199,15 @@ class LazyOptimizer(torch.optim.Optimizer):
             master.grad = None
         unit.storage.refresh()
 
+    def _fetch_for_step(self, unit: Unit) -> None:
+        """Gradients and states start to travel beside the weights."""
+        fetch = self.streamer.transfers.fetch
+        if unit in self._pending:
+            for group in self._pending[unit].optimizer.param_groups:
+                for master in group["params"]:
+                    state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if _is_big(value)}
+                    self._coming[id(master)] = fetch(master.grad), state
+
     @torch.no_grad()
     def _step_in_slot(self, unit: Unit) -> None:
         """Step a unit where it lies on the device; weights and states go back to the host."""
@@ -205,26 +215,26 @@ class LazyOptimizer(torch.optim.Optimizer):
         if pending is None:
             return
         pieces = {id(piece.master): piece for piece in unit.trainable}
-        device, transfers = self.streamer.device, self.streamer.transfers
         for group in pending.optimizer.param_groups:
             masters, group["params"] = group["params"], []
             for master in masters:
-                self._step_one(pieces[id(master)], group, pending, device)
-        transfers.finish_sending()
+                self._step_one(pieces[id(master)], group, pending)
 
-    def _step_one(self, piece, group: dict, pending: _Pending, device: torch.device) -> None:
-        master, transfers = piece.master, self.streamer.transfers
+    def _step_one(self, piece: Piece, group: dict, pending: _Pending) -> None:
+        master, transfers, device = piece.master, self.streamer.transfers, self.streamer.device
+        storage = self._unit_of[id(master)].storage
+        gradient, states = self._coming.pop(id(master))
         weights = piece.parameter.data
         if weights.dtype != master.dtype:
             weights = master.data.to(device, non_blocking=True)
         on_device = nn.Parameter(weights)
-        on_device.grad = master.grad.to(device, non_blocking=True)
+        on_device.grad = gradient.take()
         if pending.scale is not None:
             on_device.grad.mul_(pending.scale.to(device))
         stepper = type(self.base)([{**group, "params": [on_device]}])
         host_state = self.state.get(master, {})
         # A step counter of one element stays where the optimizer keeps it: on the host.
-        stepper.state[on_device] = {k: v.to(device) if _is_big(v) else v for k, v in host_state.items()}
+        stepper.state[on_device] = {k: states[k].take() if k in states else v for k, v in host_state.items()}
         stepper.step()
         for name, value in stepper.state[on_device].items():
             if _is_big(value):
@@ -235,10 +245,10 @@ class LazyOptimizer(torch.optim.Optimizer):
             else:
                 host_state[name] = value
         self.state[master] = host_state
-        transfers.send(on_device.data, master.data)
+        storage.written = transfers.send(on_device.data, master.data)
         if piece.parameter.data is not weights:
             piece.parameter.data.copy_(weights)
-            transfers.send(piece.parameter.data, piece.view_of_packed(self._unit_of[id(master)].storage))
+            storage.written = transfers.send(piece.parameter.data, piece.view_of_packed(storage))
         master.grad = None
 
     # Nothing is left pending.
@@ -252,6 +262,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         for unit in [unit for unit in self.streamer.units if unit in self._pending]:
             self.streamer.bring_in(unit, backward=False)
             self.streamer.release(unit)
+        self.streamer.transfers.finish_sending()
 
     def drop_gradients(self) -> None:
         """Forget gradients that no step used (the step was withheld)."""

@@ -94,6 +94,8 @@ class UnitStorage:
         self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.expanded_bytes = 0
         self.pin = pin
+        self.written: torch.cuda.Event | None = None
+        """When what was last sent into the packed buffer has arrived."""
         self.packed_bytes = self._lay_out(int8)
         self.packed: Tensor | None = None
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]

@@ -87,6 +87,8 @@ class LayerStreamer:
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """Weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
+        self.on_load: Callable[[Unit], None] | None = None
+        """Called when a unit's weights begin to travel, for whoever needs more of it on the device."""
         self.before_forward: Callable[[Unit], None] | None = None
         """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
         layers, ends = list(layers), list(ends)
@@ -101,6 +103,7 @@ class LayerStreamer:
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
+        self._nothing: dict[torch.dtype, Tensor] = {}
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
 
@@ -186,13 +189,17 @@ class LayerStreamer:
 
     def _placeholder(self, piece: Piece) -> Tensor:
         # One element seen as many: the parameter keeps shape, dtype and device. NaN: nobody computes with it unnoticed.
-        value = float("nan") if piece.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=piece.dtype, device=self.device).expand(piece.shape)
+        if piece.dtype not in self._nothing:
+            value = float("nan") if piece.dtype.is_floating_point else 0
+            self._nothing[piece.dtype] = torch.full((), value, dtype=piece.dtype, device=self.device)
+        return self._nothing[piece.dtype].expand(piece.shape)
 
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
             if id(parameter) not in self.streamed:
                 parameter.data = parameter.data.to(device)
+            elif getattr(parameter, "quant_state", None) is not None:
+                parameter.quant_state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -276,9 +283,11 @@ class LayerStreamer:
     def _load(self, unit: Unit) -> None:
         with unit.lock:
             if unit.slot is not None and not unit.loaded:
-                self.transfers.load(unit.slot, unit.storage.packed)
+                self.transfers.load(unit.slot, unit.storage.packed, after=unit.storage.written)
                 unit.loaded = True
                 unit.loads += 1
+                if self.on_load is not None:
+                    self.on_load(unit)
 
     def _fetch_ahead(self, unit: Unit, direction: int) -> None:
         for distance in range(1, self.ahead + 1):

@@ -21,7 +21,8 @@ def host_buffer(size: int, *, pin: bool) -> Tensor:
     if pin and size:
         driver, address = torch.cuda.cudart(), buffer.data_ptr()
         torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
-        weakref.finalize(buffer.untyped_storage(), driver.cudaHostUnregister, address)
+        unlock = weakref.finalize(buffer.untyped_storage(), driver.cudaHostUnregister, address)
+        unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
     return buffer
 
 
@@ -50,16 +51,17 @@ class Transfers:
         if self.on_gpu:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def load(self, slot: Slot, packed: Tensor) -> None:
-        """Start copying `packed` into the slot."""
+    def load(self, slot: Slot, packed: Tensor, *, after: torch.cuda.Event | None = None) -> None:
+        """Start copying `packed` into the slot, once `after` has happened."""
         self.bytes_in += packed.numel()
         target = slot.buffer[: packed.numel()]
         if not self.on_gpu:
             target.copy_(packed)
             return
         with torch.cuda.stream(self._in):
-            if slot.idle is not None:
-                self._in.wait_event(slot.idle)
+            for event in (slot.idle, after):
+                if event is not None:
+                    self._in.wait_event(event)
             target.copy_(packed, non_blocking=True)
             slot.ready = torch.cuda.Event()
             slot.ready.record(self._in)
@@ -75,12 +77,12 @@ class Transfers:
             slot.idle = torch.cuda.Event()
             slot.idle.record(torch.cuda.current_stream(self.device))
 
-    def send(self, source: Tensor, target: Tensor) -> None:
-        """Start copying a device tensor into host memory; complete after [`finish_sending`]."""
+    def send(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """Start copying a device tensor into host memory; complete after the event, and after [`finish_sending`]."""
         self.bytes_out += target.numel() * target.element_size()
         if not self.on_gpu:
             target.copy_(source)
-            return
+            return None
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             target.copy_(source, non_blocking=True)
@@ -90,6 +92,7 @@ class Transfers:
         self._leaving.append((sent, source))
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
+        return sent
 
     def finish_sending(self) -> None:
         """Return when everything sent has arrived on the host."""
