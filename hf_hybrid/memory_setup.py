@@ -12,7 +12,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from hf_hybrid.memory import fit
 from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
-from hf_hybrid.memory.lazy_update import LazyOptimizer
+from hf_hybrid.memory.lazy_update import LazyOptimizer, check_separable
 from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
 from hf_hybrid.plugins import PhasePlugin
@@ -319,7 +319,11 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
         device_map = getattr(model, "hf_device_map", None)
-    remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
+        model.tie_weights()  # they come back as one copy each
+    if trainer.optimizer is not None:
+        check_separable(trainer.optimizer)
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":

@@ -174,6 +174,8 @@ class StreamedTrainerMixin:
 
     def _measure_memory(self, drift: Iterable[Tensor] = ()) -> None:
         streaming, extra, host = self.streaming, {"drift": list(drift)}, None
+        if streaming is not None and streaming.optimizer is None:
+            return  # it failed before it began
         if streaming is not None:
             extra = streaming.tensors_held(extra)
             on_cpu = self.args.device.type == "cpu"

@@ -500,9 +500,7 @@ def test_unsupported_optimizer_is_refused(tmp_path, train_set):
     model = tiny_model(num_hidden_layers=LAYERS)
     config = HybridConfig(**config_values(tmp_path, **OPTIONS, **STREAMED))
     with pytest.raises(UnsupportedOptimizerError, match="Coupled"):
-        HybridTrainer(
-            model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None)
-        ).train()
+        HybridTrainer(model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None))
 
 
 def test_models_without_layers_are_refused(tmp_path, train_set):
