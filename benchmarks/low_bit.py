@@ -1,7 +1,7 @@
 """
 What 8-bit optimizer states and bf16 weights cost in held-out loss, on the quickstart's task. Plain Trainer, one thread.
 
-    python benchmarks/low_bit.py                       # four arms, three seeds, ten minutes
+    python benchmarks/low_bit.py                       # four arms, three seeds, half an hour
     python benchmarks/low_bit.py --seeds 0 --steps 100
 
 - `adamw`: fp32 weights, torch's AdamW (the default of Trainer): 12 bytes per weight.

@@ -111,7 +111,7 @@ EXACT = ("resident-checkpointed", "stream", "fsdp2", "torchao")
 LOW_BIT = ("resident-8bit", "stream-8bit")
 PARKED = {"offload_activations": True}
 MODELS = {
-    "1b": Model(2048, 8192, 16, 32, 8, 128256, EXACT + LOW_BIT, tied=True),
+    "1b": Model(2048, 8192, 16, 32, 8, 128256, EXACT + LOW_BIT, True, "float32", 4, None, PARKED),
     "8b": Model(4096, 14336, 32, 32, 8, 128256, LOW_BIT + EXACT, False, "bfloat16", 8, 55, PARKED),
     "13b": Model(5120, 13824, 40, 40, 40, 32000, LOW_BIT, False, "bfloat16", None, 80, PARKED),
     "50b": Model(

@@ -69,6 +69,7 @@ class Scene:
 
     def leave(self):
         self.plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+        self.plugin.after_backward(Phase.CORRECT)
 
 
 # By itself.
@@ -86,7 +87,6 @@ def test_moved_states_are_readable_and_come_back_to_the_last_bit(placement, devi
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
         assert scene.plugin.resident_bytes() == {"device": 8, "host": total}
         scene.leave()
-        scene.plugin.after_backward(Phase.CORRECT)
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
         kept = total if placement == "pinned" else 0
         assert scene.plugin.resident_bytes() == {"device": total + 8, "host": kept}
@@ -134,7 +134,7 @@ def test_8bit_takes_a_quarter_and_comes_back_near():
     scene.leave()
     after = scene.state
     assert type(after) is dict and after.keys() == before.keys()
-    assert all(torch.equal(after[key], during[key]) for key in after), "what a leap reads is what comes back"
+    assert all(torch.equal(after[key], during[key]) for key in after)
     first = (after["exp_avg"] - before["exp_avg"]).abs().max() / before["exp_avg"].abs().max()
     assert 0 < first < 0.01
     second = (after["exp_avg_sq"] / before["exp_avg_sq"]).log().abs()
@@ -167,25 +167,29 @@ def test_quantised_in_chunks_is_the_same(dtype, monkeypatch):
     assert (parts - tensor).abs().max() < 0.02 * tensor.abs().max()
 
 
-def test_drop_keeps_what_a_leap_divides_by_until_predict_is_over(device):
-    scene = Scene("drop", amsgrad=True)
-    second = scene.state["exp_avg_sq"].clone()
+def test_pinned_states_are_back_after_the_backward_pass_or_before_an_export(device):
+    scene = Scene("pinned")
+    before = scene.copy()
+    for arrive in (lambda: scene.plugin.after_backward(Phase.CORRECT), scene.plugin.before_export, scene.enter):
+        scene.enter()
+        buffer = scene.state["exp_avg"]
+        scene.plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+        assert scene.state["exp_avg"] is buffer, "on their way, and readable meanwhile"
+        arrive()
+        assert torch.equal(scene.state["exp_avg"], before["exp_avg"])
+        assert (scene.state["exp_avg"] is buffer) == (scene.plugin.resident_bytes()["device"] == 8)
+        scene.plugin.before_export()
+        assert scene.state["exp_avg"] is not buffer
+
+
+def test_drop_starts_the_optimizer_anew():
+    scene = Scene("drop")
     scene.enter()
-    assert scene.state.keys() == {"step", "exp_avg_sq", "max_exp_avg_sq"}
-    assert torch.equal(scene.state["exp_avg_sq"], second) and scene.plugin.resident_bytes()["device"] == 8
-    scene.leave()
     assert not scene.optimizer.state
     assert scene.plugin.resident_bytes() == {"device": 0, "host": 0}
+    scene.leave()
     scene.step()
     assert scene.state["step"].item() == 1
-
-
-def test_steps_put_off_are_made_before_states_leave():
-    scene = Scene("8bit")
-    made = []
-    scene.optimizer.flush = lambda: made.append(type(scene.state))
-    scene.enter()
-    assert made == [dict]
 
 
 def test_an_unknown_placement_names_the_choices():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_hybrid.memory.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
-from hf_hybrid.memory.transfers import Transfers
+from hf_hybrid.memory.transfers import Fetched, Transfers, host_buffer
 from hf_hybrid.phases import Phase
 from hf_hybrid.plugins import PhasePlugin, PluginContext
 
@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 States = MutableMapping[Tensor, dict[str, Any]]
-
-_READ_BY_LEAPS = ("exp_avg_sq", "max_exp_avg_sq")
-"""What a leap divides by. It is made when Predict begins, so these must be readable a little longer than the rest."""
 
 
 def is_big(value: Any) -> bool:
@@ -94,7 +91,7 @@ class QuantizedTensor:
 
 
 class QuantizedState(dict):
-    """State of one parameter with tensors in 8 bits; who reads one gets it restored, so that leaps can be made."""
+    """State of one parameter with tensors in 8 bits; callbacks that read one in Predict get it restored."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -128,7 +125,7 @@ class _Stay:
 
 
 class _Host(_Stay):
-    """Copies in pageable memory; readable where they are, so that leaps can be made."""
+    """Copies in pageable memory."""
 
     def __init__(self):
         self.bytes_moved = 0
@@ -142,21 +139,18 @@ class _Host(_Stay):
                     self.bytes_moved += tensor.nbytes
                     state[key] = self._to_host((parameter, key), tensor)
 
+    def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
     def bring(self, states: States) -> None:
         for (parameter, key), device in self._home.items():
             tensor = states[parameter][key]
             self.bytes_moved += tensor.nbytes
-            states[parameter][key] = self._to_device(tensor, device)
+            states[parameter][key] = tensor.to(device, copy=True)
         self._home.clear()
 
     def on_host(self, parameter: Tensor, key: str) -> bool:
         return (parameter, key) in self._home
-
-    def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", copy=True)
-
-    def _to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.to(device, copy=True)
 
 
 class _Pinned(_Host):
@@ -165,39 +159,37 @@ class _Pinned(_Host):
     def __init__(self):
         super().__init__()
         self._buffers: dict[tuple[Tensor, str], Tensor] = {}
-        self._outward: dict[torch.device, Transfers] = {}
-        self._homeward: dict[torch.device, torch.cuda.Stream] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._coming: dict[tuple[Tensor, str], tuple[dict, Fetched]] = {}
 
     def send(self, states: States) -> None:
-        self.wait()  # the buffers may still be read by the last way back
+        self.wait()
         super().send(states)
-        # A leap reads the copies next, and the memory they left is wanted now.
-        for transfers in self._outward.values():
-            transfers.finish_sending()
+        for transfers in self._transfers.values():
+            transfers.finish_sending()  # the memory that they leave is wanted now
 
     def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
+        if tensor.device not in self._transfers:
+            self._transfers[tensor.device] = Transfers(tensor.device)
+        transfers = self._transfers[tensor.device]
         if entry not in self._buffers:
-            self._buffers[entry] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        if tensor.device not in self._outward:
-            self._outward[tensor.device] = Transfers(tensor.device)
-        self._outward[tensor.device].send(tensor, self._buffers[entry])
+            buffer = host_buffer(tensor.nbytes, pin=transfers.on_gpu)
+            self._buffers[entry] = buffer.view(tensor.dtype).view(tensor.shape)
+        transfers.send(tensor, self._buffers[entry])
         return self._buffers[entry]
 
-    def _to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        if device.type != "cuda":
-            return super()._to_device(tensor, device)
-        if device not in self._homeward:
-            self._homeward[device] = torch.cuda.Stream(device)
-        result, stream = torch.empty_like(tensor, device=device), self._homeward[device]
-        # The allocator may hand out memory that kernels queued on the current stream still use.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            result.copy_(tensor, non_blocking=True)
-        return result
+    def bring(self, states: States) -> None:
+        for (parameter, key), device in self._home.items():
+            if (parameter, key) not in self._coming:
+                state = states[parameter]
+                self.bytes_moved += state[key].nbytes
+                self._coming[parameter, key] = state, self._transfers[device].fetch(state[key])
 
     def wait(self) -> None:
-        for device, stream in self._homeward.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+        for (parameter, key), (state, fetched) in self._coming.items():
+            state[key] = fetched.take()
+            del self._home[parameter, key]
+        self._coming.clear()
 
     def idle_bytes(self) -> int:
         return 0 if self._home else sum(buffer.nbytes for buffer in self._buffers.values())
@@ -225,25 +217,11 @@ class _EightBit(_Stay):
                 states[parameter] = {key: state[key] for key in state}
 
 
-class _Drop(_Host):
-    """Nothing is kept but, on the host, what the leap at the beginning of Predict divides by."""
-
-    def __init__(self):
-        super().__init__()
-        self._dropped: list[Tensor] = []
+class _Drop(_Stay):
+    """Nothing is kept."""
 
     def send(self, states: States) -> None:
-        for parameter, state in states.items():
-            for key in [key for key, value in state.items() if is_big(value) and key not in _READ_BY_LEAPS]:
-                del state[key]
-            self._dropped.append(parameter)
-        super().send(states)
-
-    def bring(self, states: States) -> None:
-        for parameter in self._dropped:
-            states.pop(parameter, None)
-        self._dropped.clear()
-        self._home.clear()
+        states.clear()
 
 
 _STRATEGIES = {"stay": _Stay, "host": _Host, "pinned": _Pinned, "8bit": _EightBit, "drop": _Drop}
@@ -256,13 +234,13 @@ class OptimizerStatePlacement(PhasePlugin):
     - `"stay"`: nothing is done.
     - `"host"`: moved to host memory; `"pinned"`: to page-locked buffers that are kept, and back beside the first real
       step. The run is the same to the last bit. States that are in host memory already stay there.
-    - `"8bit"`: quantised in place, a quarter of the memory. Lossy: second moments come back within a few percent, and a
-      leap made from them differs a little.
+    - `"8bit"`: quantised in place, a quarter of the memory. Lossy: second moments come back within a few percent.
     - `"drop"`: deleted. The optimizer starts anew after every Predict, Adam's bias correction and step counter
       included, and a checkpoint saved in Predict holds no states, just as the run that goes on.
 
-    Whenever something is exported (evaluated, saved, pushed), states come home first and stay until the next Predict.
-    It pays only if something else uses the memory: predicted steps take no time, the way out and back does.
+    They leave after the leap, which reads them. Whenever something is exported (evaluated, saved, pushed), they come
+    home first and stay until the next Predict. It pays only if something else uses the memory meanwhile: predicted
+    steps take no time, the way out and back does.
 
     Args:
         placement (`str`): One of the above.
@@ -316,8 +294,6 @@ class OptimizerStatePlacement(PhasePlugin):
             self._come_home()
         if new is Phase.PREDICT:
             with self._clock():
-                # A step that was put off until its weights are needed (streamed layers) writes states when it is made.
-                getattr(self._optimizer, "flush", lambda: None)()
                 self._strategy.send(self._optimizer.state)
 
     def after_backward(self, phase: Phase) -> None:
