@@ -178,6 +178,11 @@ class HybridArguments:
         "Precision of resident weights while they compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'; "
         "the master weights are kept. 'auto' chooses. Default: as they are.",
     )
+    int8_engine: Literal["torch", "bitsandbytes"] = _option(
+        "torch",
+        "What computes with int8 probe weights (weight_precision='predict=int8'). torch: expands a matrix while it is "
+        "used. bitsandbytes: multiplies in int8, which is faster and adds more noise, as inputs are rounded too.",
+    )
     predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = _option(
         "stay",
         "Where optimizer states are during Predict. 8bit is lossy, drop lets the optimizer start anew.",
@@ -210,6 +215,7 @@ _CHOICES = {
     "accumulation_walk": ("auto", "layer", "micro_batch"),
     "optimizer_states": ("exact", "8bit"),
     "chunked_loss": ("auto", "on", "off"),
+    "int8_engine": ("torch", "bitsandbytes"),
     "predict_states": ("stay", "host", "pinned", "8bit", "drop"),
     "base_precision": ("same", "int8"),
 }

@@ -12,7 +12,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from hf_hybrid.memory import fit
 from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
-from hf_hybrid.memory.lazy_update import LazyOptimizer, check_separable
+from hf_hybrid.memory.lazy_update import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
 from hf_hybrid.plugins import PhasePlugin
@@ -166,6 +166,11 @@ class LossSwitch:
                 self._refuse(self._chunked.disagreement)
         return self._agreed
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the last batches were computed so."""
+        return self._chunked is not None and bool(self._agreed)
+
     def active(self, inputs):
         """Around the forward pass whose loss is computed in chunks."""
         return self._chunked.active(inputs)
@@ -243,7 +248,8 @@ def memory_plugins(trainer) -> list[PhasePlugin]:
         from hf_hybrid.memory.precision import precision_plugins
 
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        plugins += precision_plugins(options.weight_precision, trainer.model, autocast=autocast)
+        text, engine = options.weight_precision, options.int8_engine
+        plugins += precision_plugins(text, trainer.model, autocast=autocast, engine=engine)
     if options.predict_states != "stay":
         from hf_hybrid.memory.states import OptimizerStatePlacement
 
@@ -323,7 +329,11 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
         model.tie_weights()  # they come back as one copy each
     if trainer.optimizer is not None:
-        check_separable(trainer.optimizer)
+        try:
+            check_separable(trainer.optimizer)
+        except UnsupportedOptimizerError as error:
+            nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
+            raise fit.refuse(str(error), _shape(model, device_map), nearest) from None
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":

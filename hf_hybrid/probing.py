@@ -19,6 +19,7 @@ class SequenceLosses:
     """
 
     TOLERANCE = 1e-2
+    MOST_LOGIT_BYTES = 2**30
 
     def __init__(self, trainer, plugins: PluginList):
         self.trainer = trainer
@@ -44,7 +45,7 @@ class SequenceLosses:
         return trainer.accelerator.gather(losses).float().tolist()
 
     def _losses(self, model, inputs) -> torch.Tensor:
-        if self.from_logits is not False:
+        if self.from_logits is not False and not self._too_many_logits(inputs):
             loss, outputs = self.trainer.compute_loss(model, dict(inputs), return_outputs=True)
             losses, counts = _token_losses(outputs, inputs)
             if self.from_logits is None:
@@ -54,6 +55,14 @@ class SequenceLosses:
         return torch.stack(
             [self.trainer.compute_loss(model, _row(inputs, i)).detach().reshape(()) for i in range(self.size(inputs))]
         )
+
+    def _too_many_logits(self, inputs) -> bool:
+        """Of a vocabulary whose loss is computed in chunks: then sequence by sequence, in chunks as well."""
+        labels = inputs.get("labels")
+        if not self.trainer.loss_in_chunks or labels is None:
+            return False
+        config = self.trainer.model.config.get_text_config()
+        return labels.numel() * config.vocab_size * 4 > self.MOST_LOGIT_BYTES
 
     def _agrees(self, loss: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor) -> bool:
         mean = losses.sum() / counts.sum().clamp(min=1)

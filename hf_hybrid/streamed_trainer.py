@@ -133,6 +133,11 @@ class StreamedTrainerMixin:
         with self._loss.active(inputs):
             return compute()
 
+    @property
+    def loss_in_chunks(self) -> bool:
+        """Whether the training loss is computed without holding all logits."""
+        return self._loss.in_use
+
     # Whoever reads weights finds them.
 
     @contextlib.contextmanager

@@ -10,8 +10,8 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.memory.fit import PlanError
 from hf_hybrid.memory.layers import NoLayerListError
-from hf_hybrid.memory.lazy_update import UnsupportedOptimizerError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from architectures import build_model  # noqa: E402
@@ -108,6 +108,16 @@ def test_bf16_autocast(tmp_path, train_set):
     trainer.train()
     pieces = [piece for unit in trainer.streaming.streamer.units for piece in unit.storage.pieces]
     assert {piece.dtype for piece in pieces if "proj" in piece.name} == {torch.bfloat16}
+    assert_same_run(trainer, plain)
+
+
+def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
+    option = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
+    option = option or "gradient_checkpointing"
+    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{option: True})
+    trainer.train()
+    calls = sum(unit.calls for unit in trainer.streaming.streamer.layers)
+    assert calls == 20 * 4 * LAYERS
     assert_same_run(trainer, plain)
 
 
@@ -499,7 +509,7 @@ def test_unsupported_optimizer_is_refused(tmp_path, train_set):
 
     model = tiny_model(num_hidden_layers=LAYERS)
     config = HybridConfig(**config_values(tmp_path, **OPTIONS, **STREAMED))
-    with pytest.raises(UnsupportedOptimizerError, match="Coupled"):
+    with pytest.raises(PlanError, match="Coupled"):
         HybridTrainer(model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None))
 
 

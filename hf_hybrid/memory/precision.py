@@ -115,7 +115,9 @@ def held_precision(model: nn.Module) -> str:
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
-def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = None) -> list[PhasePlugin]:
+def precision_plugins(
+    text: str, model: nn.Module, *, autocast: str | None = None, engine: str = "torch"
+) -> list[PhasePlugin]:
     """
     The plugins that a request needs for a model whose layers are resident; none where nothing changes.
 
@@ -129,7 +131,7 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
     if any(precision != weights for precision in chosen.by_phase.values()):
         plugins.append(WeightPrecision(chosen.by_phase, autocast=autocast))
     if chosen.int8 != "off":
-        plugins.append(Int8Predict(chosen.int8))
+        plugins.append(Int8Predict(chosen.int8, engine=engine))
     return plugins
 
 
