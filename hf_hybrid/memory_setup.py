@@ -51,6 +51,8 @@ class StreamedTraining(WeightStore):
         """Finish what is pending and leave the model with its weights, on the host."""
         if self.streamer.attached:
             self.settle()
+            if self.optimizer is not None:
+                self.optimizer.drop_gradients()  # of a window that an error cut short
             self.streamer.detach()
         self.streamer.overlay = None
 
@@ -301,7 +303,8 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
         accumulation_walk=options.accumulation_walk,
         offload_activations=options.offload_activations,
         chunked_loss=options.chunked_loss != "off",
-        activation_checkpointing=args.activation_checkpointing,
+        # Called gradient checkpointing before transformers 5.23.
+        activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
         enable_predict=options.enable_predict,
         direction=options.direction,
         buffers_device=options.buffers_device,

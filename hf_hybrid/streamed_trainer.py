@@ -28,7 +28,7 @@ class StreamedTrainerMixin:
 
     def __init__(self, *args, device_map: dict | None = None, **kwargs):
         self.streaming: StreamedTraining | None = None
-        self._device_map = device_map
+        self._device_map, self._planned = device_map, False
         self._loss = LossSwitch()
         self._held: ByteTable | None = None
         super().__init__(*args, **kwargs)
@@ -36,8 +36,7 @@ class StreamedTrainerMixin:
         if self._memory_mode == "off":
             return
         self._set_up_streaming()
-        if self.streaming is None:
-            super()._move_model_to_device(self.model, self.args.device)
+        self._move_model_to_device(self.model, self.args.device)
 
     def create_accelerator_and_postprocess(self):
         # The first that Trainer does with the model: what cannot work is refused before it is moved or judged.
@@ -51,13 +50,14 @@ class StreamedTrainerMixin:
         return getattr(self.args, "memory", "off")
 
     def _set_up_streaming(self) -> None:
-        self.streaming = set_up_memory(self, self._device_map)
+        self.streaming, self._planned = set_up_memory(self, self._device_map), True
         if self.streaming is not None:
             self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
             self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model, device):
-        if self._memory_mode == "off":
+        # Not before the plan says whether the model moves as a whole; then only if it does.
+        if self._memory_mode == "off" or (self._planned and self.streaming is None):
             super()._move_model_to_device(model, device)
 
     # A run.

@@ -23,6 +23,7 @@ FLOORS = [
         "memory.transfers",
     },
     {"memory.fit", "memory.slots", "memory.storage"},
+    {"memory.units"},
     {"memory.streaming"},
     {"memory.lazy_update", "memory.walk"},
     {

@@ -220,6 +220,51 @@ def test_partly_frozen_model(tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
+class SaveInTheMiddle(TrainerCallback):
+    """What users write: save the model themselves, whenever they like."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 7:
+            model.save_pretrained(self.folder)
+
+
+@pytest.mark.parametrize("states", ["exact", "8bit"])
+def test_a_callback_that_saves_gets_weights(states, tmp_path, train_set):
+    if states == "8bit":
+        pytest.importorskip("bitsandbytes")
+    save = SaveInTheMiddle(tmp_path / "saved")
+    options = {"stream_embeddings": True, "optimizer_states": states, "accumulation_walk": "micro_batch"}
+    make_streamed(tmp_path, train_set, callbacks=[save], **options).train()
+    saved = type(tiny_model()).from_pretrained(tmp_path / "saved")
+    whole = make_streamed(tmp_path, train_set, **options, save_strategy="steps", save_steps=7)
+    whole.train()
+    expected = type(tiny_model()).from_pretrained(tmp_path / "checkpoint-7")
+    assert_same_weights(weights(saved), weights(expected))
+
+
+def test_training_again_after_an_error(tmp_path, train_set):
+    """Gradients of the window that failed are not in the next."""
+    model = tiny_model(num_hidden_layers=LAYERS)
+    plain = train_plain(tmp_path, train_set, max_steps=2)
+    trainer = make_streamed(tmp_path, train_set, model, max_steps=2, accumulation_walk="micro_batch")
+    calls = []
+
+    def fail_once(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    handle.remove()
+    trainer.train()
+    assert_same_weights(weights(trainer.model), weights(plain.model))
+
+
 # What is on the device, and how often it travels.
 
 

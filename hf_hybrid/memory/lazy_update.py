@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from hf_hybrid.memory.storage import Piece
-from hf_hybrid.memory.streaming import LayerStreamer, Unit
+from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.transfers import Fetched, host_buffer
+from hf_hybrid.memory.units import Unit
 
 Tensor = torch.Tensor
 
@@ -103,6 +104,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
         self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
+        streamer.before_read = self.flush
         if on_device:
             streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
 

@@ -10,46 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.memory.slots import SlotPool
-from hf_hybrid.memory.storage import Piece, UnitStorage
-from hf_hybrid.memory.transfers import Slot, Transfers
+from hf_hybrid.memory.storage import Piece
+from hf_hybrid.memory.transfers import Transfers
+from hf_hybrid.memory.units import Unit, make_units
 
 Tensor = torch.Tensor
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-
-
-@dataclass(eq=False)
-class Unit:
-    """Modules whose weights travel together."""
-
-    name: str
-    modules: list[nn.Module]
-    storage: UnitStorage
-    pool: SlotPool | None = None
-    slot: Slot | None = None
-    loaded: bool = False
-    altered: bool = False
-    """The slot holds something else than the masters: do not keep it."""
-    loads: int = 0
-    calls: int = 0
-    update: Future | None = None
-    """The pending optimizer update; what is loaded before it is done would be old."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def trainable(self) -> list[Piece]:
-        return [piece for piece in self.storage.pieces if piece.parameter.requires_grad]
 
 
 class LayerStreamer:
@@ -87,15 +62,13 @@ class LayerStreamer:
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """Weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
+        self.before_read: Callable[[], None] = lambda: None
+        """Called before somebody reads masters: finishes their updates."""
         self.on_load: Callable[[Unit], None] | None = None
         """Called when a unit's weights begin to travel, for whoever needs more of it on the device."""
         self.before_forward: Callable[[Unit], None] | None = None
         """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
-        layers, ends = list(layers), list(ends)
-        owners = _count_owners([[module] for _, module in layers] + [modules for _, modules in ends])
-        make = functools.partial(self._make_unit, owners=owners, dtype_of=dtype_of)
-        self.layers = [make(name, [module], int8=int8) for name, module in layers]
-        self.ends = [make(name, modules, int8=False) for name, modules in ends]
+        self.layers, self.ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.on_gpu)
         self.units = [unit for unit in self.layers + self.ends if unit.storage.pieces]
         self.layers = [unit for unit in self.layers if unit.storage.pieces]
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
@@ -106,14 +79,6 @@ class LayerStreamer:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
-
-    def _make_unit(self, name: str, modules: list[nn.Module], *, owners: dict, dtype_of: Callable, int8: bool) -> Unit:
-        # Weights that several units share (and what is not floating-point data of their own) stay on the device.
-        parameters = {id(p): (n, p) for module in modules for n, p in module.named_parameters() if owners[id(p)] == 1}
-        return Unit(name, modules, UnitStorage(
-            [(f"{name}.{n}", p) for n, p in _worth_streaming(parameters.values())],
-            dtype_of=dtype_of, int8=int8, pin=self.device.type == "cuda",
-        ))  # fmt: skip
 
     # In place of the model's own weights, and back.
 
@@ -130,6 +95,7 @@ class LayerStreamer:
             unit.storage.pack()
             for module in unit.modules:
                 self._wrap(unit, module)
+                self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
             for piece in unit.storage.pieces:
                 piece.parameter.data = self._placeholder(piece)
                 if piece.parameter.requires_grad:
@@ -150,6 +116,7 @@ class LayerStreamer:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._in_backward = None
         for unit in self.units:
             unit.slot, unit.loaded = None, False
             unit.storage.restore(for_good=for_good)
@@ -186,6 +153,14 @@ class LayerStreamer:
 
         module.forward = forward
         self._undo.append(restore)
+
+    def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
+        """Whoever asks for a state dict meanwhile (a callback that saves) gets weights, not placeholders."""
+        self.before_read()
+        for name, parameter in module.named_parameters():
+            piece = self.streamed.get(id(parameter))
+            if piece is not None and piece.master is not None and prefix + name in state:
+                state[prefix + name] = piece.master.data
 
     def _placeholder(self, piece: Piece) -> Tensor:
         # One element seen as many: the parameter keeps shape, dtype and device. NaN: nobody computes with it unnoticed.
@@ -429,19 +404,3 @@ def _without_cache(module: nn.Module, kwargs: dict) -> dict:
         return kwargs
     kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
     return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
-
-
-def _count_owners(units: list[list[nn.Module]]) -> dict[int, int]:
-    owners: dict[int, int] = {}
-    for modules in units:
-        for key in {id(p) for module in modules for p in module.parameters()}:
-            owners[key] = owners.get(key, 0) + 1
-    return owners
-
-
-def _worth_streaming(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Adapters stay on the device: trainable parameters that are under a tenth of their unit."""
-    named = list(named)
-    total = sum(p.numel() for _, p in named)
-    trainable = sum(p.numel() for _, p in named if p.requires_grad)
-    return [(name, p) for name, p in named if not p.requires_grad or trainable >= total / 10]

@@ -26,8 +26,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_hybrid.memory.streaming import LayerStreamer, Unit, without_autocast_cache
+from hf_hybrid.memory.streaming import LayerStreamer, without_autocast_cache
 from hf_hybrid.memory.transfers import Fetched, HostBuffers, Transfers
+from hf_hybrid.memory.units import Unit
 
 logger = logging.getLogger(__name__)
 
