@@ -351,9 +351,18 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
         dtype_of=_working_dtypes(model, trainer.args.bf16),
         int8=plan.base_precision == "int8",
     )
-    return StreamedTraining(
-        model, streamer, Window(streamer, options.accumulation_walk, park=options.offload_activations), plan
-    )
+    obstacle = _obstacle_to_walking(model)
+    window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    return StreamedTraining(model, streamer, window, plan)
+
+
+def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "output_router_logits", False):
+        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
+        return "`output_router_logits=True` takes router logits out of the layers for the loss."
+    return None
 
 
 def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:

@@ -19,7 +19,7 @@ from streamed_architectures import check  # noqa: E402
 
 LAYERS = 4
 OPTIONS = {
-    "max_steps": 20,
+    "max_steps": 12,
     "gradient_accumulation_steps": 4,
     "weight_decay": 0.1,
     "max_grad_norm": 0.3,
@@ -117,7 +117,7 @@ def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set
     trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{option: True})
     trainer.train()
     calls = sum(unit.calls for unit in trainer.streaming.streamer.layers)
-    assert calls == 20 * 4 * LAYERS
+    assert calls == 12 * 4 * LAYERS
     assert_same_run(trainer, plain)
 
 
@@ -134,6 +134,25 @@ def test_architectures(model_type):
     """A cross-section; all of them: `python benchmarks/streamed_architectures.py`."""
     row = check(model_type, "micro_batch")
     assert row["outcome"] == "equal", row
+
+
+def test_router_losses_reach_the_routers(tmp_path, caplog):
+    """Router logits leave the layers through hooks, with their gradients: windows are not walked by layer then."""
+
+    def build():
+        model = build_model("mixtral")
+        model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
+        model.router_aux_loss_coef = 0.5
+        return model
+
+    data = ByteText(64)
+    plain = train_plain(tmp_path, data, build(), max_steps=4)
+    streamed = make_streamed(tmp_path, data, build(), max_steps=4)
+    assert "output_router_logits" in caplog.text
+    streamed.train()
+    assert_same_run(streamed, plain)
+    with pytest.raises(RuntimeError, match="accumulation_walk=micro_batch"):
+        make_streamed(tmp_path, data, build(), accumulation_walk="layer")
 
 
 def lora(model):
@@ -443,9 +462,9 @@ def test_checkpoints_are_those_of_trainer(tmp_path, train_set):
 def test_evaluation_and_best_model(tmp_path, train_set):
     options = {
         "eval_strategy": "steps",
-        "eval_steps": 5,
+        "eval_steps": 3,
         "save_strategy": "steps",
-        "save_steps": 5,
+        "save_steps": 3,
         "load_best_model_at_end": True,
     }
     held_out = ByteText(16, offset=500)

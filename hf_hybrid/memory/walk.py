@@ -323,12 +323,18 @@ class Window:
         streamer (`LayerStreamer`): Whose layers they pass.
         order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
         park (`bool`): Keep the activations between layers on the host meanwhile.
+        obstacle (`str`, *optional*): Why this model cannot be walked by layer, if that is known before.
+
+    Raises:
+        CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
     """
 
-    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False):
+    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
         self.streamer, self.order = streamer, order
         self.parking = HostBuffers(pin=streamer.transfers.on_gpu) if park else None
         self._can_walk = True
+        if obstacle is not None and (order != "micro_batch" or park):
+            self._cannot_walk(obstacle)
         self._inputs: list = []
         self._results: list = []
 
@@ -354,14 +360,16 @@ class Window:
             walk = LayerWalk(self.streamer, self.parking)
             return walk.run([functools.partial(step, inputs) for inputs in window])
         except CannotWalkError as error:
-            if self.order == "layer":
-                raise CannotWalkError(f"{error} Set `accumulation_walk=micro_batch`.") from None
-            logger.warning(
-                "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.",
-                error,
-            )
-            self._can_walk = False
+            self._cannot_walk(str(error))
             return []
+
+    def _cannot_walk(self, why: str) -> None:
+        if self.order == "layer":
+            raise CannotWalkError(f"{why} Set `accumulation_walk=micro_batch`.")
+        logger.warning(
+            "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why
+        )
+        self._can_walk = False
 
 
 def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
