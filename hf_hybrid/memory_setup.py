@@ -265,7 +265,15 @@ CONTEXT_BYTES = int(0.6 * 2**30)
 
 def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:
     layers = find_layers(model)
-    return layers if device_map is None else layers_on_host(layers, device_map)
+    if device_map is None:
+        return layers
+    streamed = layers_on_host(layers, device_map)
+    if not streamed:
+        raise ValueError(
+            f"`device_map` keeps no decoder layer on `cpu` or `disk` (the layers are `{layers[0][0]}` to "
+            f"`{layers[-1][0]}`): nothing would be streamed. Put some there, or leave `device_map` out."
+        )
+    return streamed
 
 
 def _shape(model: torch.nn.Module, device_map: dict | None) -> ModelShape:
@@ -327,7 +335,7 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
     """Decide what is streamed, and build the engine; `None` if the model is trained as it is."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
-        device_map = getattr(model, "hf_device_map", None)
+        device_map = _map_with_host_layers(model)
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
         model.tie_weights()  # they come back as one copy each
@@ -354,6 +362,12 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
     obstacle = _obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
     return StreamedTraining(model, streamer, window, plan)
+
+
+def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
+    """The map that a model was loaded with, if it keeps layers on the host."""
+    device_map = getattr(model, "hf_device_map", None)
+    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
 
 
 def _obstacle_to_walking(model: torch.nn.Module) -> str | None:

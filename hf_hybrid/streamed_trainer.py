@@ -34,6 +34,8 @@ class StreamedTrainerMixin:
         super().__init__(*args, **kwargs)
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         if self._memory_mode == "off":
+            if device_map is not None:
+                raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
             return
         self._set_up_streaming()
         self._move_model_to_device(self.model, self.args.device)

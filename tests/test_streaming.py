@@ -330,17 +330,23 @@ class Allocations:
 
     def __init__(self, trainer):
         self.peak, self.calls = 0, 0
+        gc.collect()
+        self.before = self.byte_buffers()  # held, so that no new buffer gets an old one's address
         host = {unit.storage.packed.data_ptr() for unit in trainer.streaming.streamer.units}
         for layer in trainer.model.model.layers[::3]:  # the garbage collector's list is long
             layer.mlp.register_forward_hook(lambda *_: self.count(host))
+
+    @staticmethod
+    def byte_buffers():
+        return [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8]
 
     def count(self, host):
         self.calls += 1
         if self.calls % 5:
             return
-        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8]
-        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        large = [size for key, size in sizes.items() if key not in host and size > 10_000]  # random states are smaller
+        old = host | {t.untyped_storage().data_ptr() for t in self.before}
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.byte_buffers()}
+        large = [size for key, size in sizes.items() if key not in old and size > 10_000]  # random states are smaller
         self.peak = max(self.peak, sum(large))
 
 
@@ -521,6 +527,19 @@ def test_device_map_says_what_lives_where(plain, tmp_path, train_set):
     trainer.train()
     assert [unit.name for unit in trainer.streaming.streamer.units] == ["model.layers.1", "model.layers.3"]
     assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize(
+    "places,memory,complaint",
+    [
+        ({"": 0}, "stream", "keeps no decoder layer on `cpu`"),
+        ({"model.layers.0": "cpu"}, "stream", "says nothing about `model.layers.1`"),
+        ({"": "cpu"}, "off", "Set `memory=auto`"),
+    ],
+)
+def test_device_maps_that_cannot_work(places, memory, complaint, tmp_path, train_set):
+    with pytest.raises(ValueError, match=complaint):
+        make_streamed(tmp_path, train_set, device_map=places, memory=memory)
 
 
 def test_model_offloaded_by_accelerate(plain, tmp_path, train_set):
