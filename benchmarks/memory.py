@@ -2,7 +2,7 @@
 Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
 
     python benchmarks/memory.py                     # CPU, a 60M Llama, fourteen modes, about eight minutes on two cores
-    python benchmarks/memory.py --smoke             # CPU, a tiny Llama, four modes, half a minute
+    python benchmarks/memory.py --smoke             # CPU, a tiny Llama, three modes, half a minute
     python benchmarks/memory.py --gpu               # Llama shapes of 1B to 50B under a cap of device memory
     python benchmarks/memory.py --gpu --dry_run     # the same rows with tiny models on the CPU, to check the plumbing
     python benchmarks/memory.py --report            # the table from what is there
@@ -119,7 +119,7 @@ MODELS = {
     ),
 }
 ON_CPU = {"60m": Model(512, 1408, 16, 8, 8, 8192, tuple(MODES))}
-SMOKE_MODES = ("resident-checkpointed", "stream-parked", "stream-8bit", "lora-stream-int8")
+SMOKE_MODES = ("resident-checkpointed", "stream-8bit", "lora-stream-int8")
 TINY = {"hidden": 64, "intermediate": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 512}
 MOST_RATIO, RATIO_FROM_TOKENS = 1.15, 16000
 
@@ -256,7 +256,9 @@ def line(row: dict, ratio: float | None) -> str:
     device = "  ".join(f"{gib(row.get(f'device_{name}')):>6}" for name in ("reserved", "used", "held", "plan"))
     host = "  ".join(f"{gib(row.get(f'host_{name}')):>6}" for name in ("peak", "training_peak", "held"))
     time_of_step = f"{row['seconds']:7.3f}  {row['tokens_per_second']:7.0f}  {share}  {row['floor']:7.3f}"
-    return f"{row['tokens']:6d}  {time_of_step}  {device}  {host}"
+    busy = row["processors_busy_elsewhere"]
+    noise = f"  ({busy:.1f} processors were busy elsewhere)" if busy > 0.2 else ""
+    return f"{row['tokens']:6d}  {time_of_step}  {device}  {host}{noise}"
 
 
 HEADER = (
@@ -296,7 +298,8 @@ def report(plan: Plan) -> None:
     for goal in goals:
         print(goal)
     machine = read(plan.rows / f"machine-{plan.device}.json")
-    command = " ".join(["python benchmarks/memory.py", *sys.argv[1:]])
+    options = [option for option in sys.argv[1:] if option != "--report"]
+    command = " ".join(["python benchmarks/memory.py", *options])
     write(plan.output, {"command": command, "machine": machine, "tables": tables, "goals": goals})
 
 
@@ -391,6 +394,8 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
         plan = chosen_plan(args, Path(scratch))
+        if args.smoke or args.dry_run:
+            LOCAL["OMP_NUM_THREADS"] = "1"  # tiny products take longer on several
         if not args.report:
             machine = measured_machine(plan)
             for name, model in plan.models.items():

@@ -212,6 +212,13 @@ def _used_by_this_process() -> int | None:
         return None
 
 
+def processor_seconds() -> tuple[float, float]:
+    """Of all processes of the machine, stolen time included, and of this one."""
+    fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
 class Meter(TrainerCallback):
     """Seconds of steps, and what is held at the end of the second backward pass."""
 
@@ -223,6 +230,7 @@ class Meter(TrainerCallback):
     def begin(self) -> None:
         """A window begins."""
         self.ends: list[float] = []
+        self.busy: list[tuple[float, float]] = []
         self.held: dict = {}
 
     def on_step_begin(self, *args, **kwargs):
@@ -236,14 +244,18 @@ class Meter(TrainerCallback):
     def on_step_end(self, *args, **kwargs):
         self.device.wait()
         self.ends.append(time.perf_counter())
+        self.busy.append(processor_seconds())
 
     def row(self) -> dict:
         """What was measured since `begin`."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:])]
         peak = self.host.peak(reset=True)
+        (all_before, own_before), (all_after, own_after) = self.busy[WARM_UP - 1], self.busy[-1]
+        elsewhere = (all_after - all_before) - (own_after - own_before)
         return {
             "outcome": "measured",
             "seconds": statistics.median(seconds[WARM_UP - 1 :]),
+            "processors_busy_elsewhere": max(elsewhere / (self.ends[-1] - self.ends[WARM_UP - 1]), 0.0),
             "seconds_of_steps": seconds,
             **self.device.peaks(),
             "host_peak": max(self.set_up_peak, peak),
