@@ -338,11 +338,9 @@ def chosen_plan(args: argparse.Namespace, scratch: Path) -> Plan:
         models = {name: replace(model, **TINY) for name, model in models.items()}
     if args.dry_run:
         # The goals of the real models have room for all of a tiny one: what they lead to is asked for instead.
-        ends = {"stream_embeddings": True}
+        tiny_too = {"device_goal": None, "host_goal": None, "vocab": 32000}
         models = {
-            name: replace(
-                model, device_goal=None, vocab=32000, options={**model.options, **(ends if model.options else {})}
-            )
+            name: replace(model, **tiny_too, options={**model.options, "stream_embeddings": True})
             for name, model in models.items()
         }
     sequence = 32 if tiny else 2048 if args.gpu else 128

@@ -53,8 +53,21 @@ class StreamedTraining(WeightStore):
             self.settle()
             if self.optimizer is not None:
                 self.optimizer.drop_gradients()  # of a window that an error cut short
-            self.streamer.detach()
+            self.streamer.detach(expand=self._base_fits())
         self.streamer.overlay = None
+
+    def _base_fits(self) -> bool:
+        """Whether the host can hold an int8 base as the model had it."""
+        pieces = [piece for unit in self.streamer.units for piece in unit.storage.pieces if piece.is_int8]
+        needed, available = sum(piece.nbytes for piece in pieces), host_memory()
+        if needed > available:
+            logger.warning(
+                "The frozen base stays packed as int8: expanding it takes %.1f GiB and %.1f are available. Adapters "
+                "are in place and can be saved; load the base anew to use the model outside this trainer.",
+                needed / 2**30,
+                available / 2**30,
+            )
+        return needed <= available
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -63,7 +76,7 @@ class StreamedTraining(WeightStore):
         if attached:
             self.settle()
             # Adapters are saved without their base, which may stay packed; any other model is saved whole.
-            self.streamer.detach(for_good=self.plan.base_precision == "int8" and not hasattr(self.model, "peft_config"))
+            self.streamer.detach(for_good=False, expand=not hasattr(self.model, "peft_config"))
         try:
             yield
         finally:

@@ -189,6 +189,21 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
+def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monkeypatch, caplog):
+    model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
+    trainer = make_streamed(tmp_path, train_set, model, base_precision="int8", max_steps=4)
+    monkeypatch.setattr("hf_hybrid.memory_setup.host_memory", lambda: 1000)
+    trainer.train()
+    assert "stays packed" in caplog.text
+    adapters = {name: w for name, w in weights(trainer.model).items() if "lora" in name}
+    assert adapters and all(torch.isfinite(w).all() for w in adapters.values())
+    trainer.save_model(tmp_path / "adapters")
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    monkeypatch.undo()
+    trainer.train()  # goes on, and leaves the whole model
+    assert all(torch.isfinite(w).all() for w in weights(trainer.model).values())
+
+
 def quantised(kind):
     """A base in bitsandbytes' 4-bit or 8-bit form."""
     bitsandbytes = pytest.importorskip("bitsandbytes")

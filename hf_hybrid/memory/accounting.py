@@ -163,7 +163,8 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor is made of: itself, unless it is sparse or a wrapper around others."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _dense_parts(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh as well
+        return [dense for part in parts if isinstance(part, torch.Tensor) for dense in _dense_parts(part)]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 

@@ -6,7 +6,7 @@ import torch
 
 Tensor = torch.Tensor
 
-_CHUNK = 2**24
+_CHUNK = 2**20
 """Elements held in fp32 at a time while rows are quantised."""
 
 

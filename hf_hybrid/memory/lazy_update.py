@@ -207,6 +207,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         if unit in self._pending:
             for group in self._pending[unit].optimizer.param_groups:
                 for master in group["params"]:
+                    if id(master) in self._coming:
+                        continue
                     state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if _is_big(value)}
                     self._coming[id(master)] = fetch(master.grad), state
 
@@ -221,18 +223,19 @@ class LazyOptimizer(torch.optim.Optimizer):
             masters, group["params"] = group["params"], []
             for master in masters:
                 self._step_one(pieces[id(master)], group, pending)
+        unit.slot.sent = unit.storage.written
 
     def _step_one(self, piece: Piece, group: dict, pending: _Pending) -> None:
-        master, transfers, device = piece.master, self.streamer.transfers, self.streamer.device
+        master, transfers = piece.master, self.streamer.transfers
         storage = self._unit_of[id(master)].storage
         gradient, states = self._coming.pop(id(master))
         weights = piece.parameter.data
         if weights.dtype != master.dtype:
-            weights = master.data.to(device, non_blocking=True)
+            weights = transfers.fetch(master.data).take()
         on_device = nn.Parameter(weights)
         on_device.grad = gradient.take()
         if pending.scale is not None:
-            on_device.grad.mul_(pending.scale.to(device))
+            on_device.grad.mul_(pending.scale.to(on_device.device))
         stepper = type(self.base)([{**group, "params": [on_device]}])
         host_state = self.state.get(master, {})
         # A step counter of one element stays where the optimizer keeps it: on the host.

@@ -105,13 +105,13 @@ class LayerStreamer:
                     self._undo.append(handle.remove)
         self._move_rest(self.device)
 
-    def detach(self, *, for_good: bool = True) -> None:
+    def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
         """
         Give the model its weights back, on the host.
 
         Args:
-            for_good (`bool`): Also move back what is not streamed, and expand an int8 base; otherwise the model is
-                only read for a moment.
+            for_good (`bool`): Also move back what is not streamed; otherwise the model is only read for a moment.
+            expand (`bool`): Expand an int8 base; otherwise its parameters stay placeholders.
         """
         for undo in reversed(self._undo):
             undo()
@@ -119,7 +119,7 @@ class LayerStreamer:
         self._in_backward = None
         for unit in self.units:
             unit.slot, unit.loaded = None, False
-            unit.storage.restore(for_good=for_good)
+            unit.storage.restore(for_good=expand)
         self._pools.clear()
         self._expanded = torch.empty(0)
         if for_good:
@@ -335,7 +335,7 @@ class LayerStreamer:
             master.grad = piece.gradient
         elif self.transfers.on_gpu:
             self.transfers.finish_sending()
-            gradient = gradient.to(master.dtype).add_(master.grad.to(self.device, non_blocking=True))
+            gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad).take())
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
             master.grad.add_(gradient)

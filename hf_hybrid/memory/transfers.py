@@ -10,20 +10,26 @@ import torch
 Tensor = torch.Tensor
 
 
+PAGE = 4096
+SMALL = 32 * 2**20
+"""Bytes below which torch's pinned allocator is used: it rounds up to powers of two, which costs little there."""
+
+
 def host_buffer(size: int, *, pin: bool) -> Tensor:
     """
     `size` bytes of host memory, page-locked if asked for.
 
-    Registered with the driver rather than taken from torch's pinned allocator, which rounds up to powers of two: half a
-    gigabyte lost per large layer.
+    Large buffers are registered with the driver, whole pages of their own: torch's allocator would lose up to half.
     """
-    buffer = torch.empty(size, dtype=torch.uint8)
-    if pin and size:
-        driver, address = torch.cuda.cudart(), buffer.data_ptr()
-        torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
-        unlock = weakref.finalize(buffer.untyped_storage(), driver.cudaHostUnregister, address)
-        unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
-    return buffer
+    if not pin or size < SMALL:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE
+    driver, address = torch.cuda.cudart(), whole.data_ptr() + start
+    torch.cuda.check_error(driver.cudaHostRegister(address, -(-size // PAGE) * PAGE, 0))
+    unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
+    unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
+    return whole[start : start + size]
 
 
 class Slot:
@@ -33,6 +39,8 @@ class Slot:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.ready: torch.cuda.Event | None = None
         self.idle: torch.cuda.Event | None = None
+        self.sent: torch.cuda.Event | None = None
+        """When what was last copied out of it has left."""
 
 
 class Transfers:
@@ -59,7 +67,7 @@ class Transfers:
             target.copy_(packed)
             return
         with torch.cuda.stream(self._in):
-            for event in (slot.idle, after):
+            for event in (slot.idle, slot.sent, after):
                 if event is not None:
                     self._in.wait_event(event)
             target.copy_(packed, non_blocking=True)
