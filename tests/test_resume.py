@@ -82,7 +82,9 @@ def test_kill_and_resume(phase, uninterrupted, tmp_path):
     assert comparable(resumed) == comparable(summary)
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize(
+    "phase", [pytest.param(p, marks=[] if p in (Phase.PREDICT, Phase.CORRECT) else pytest.mark.slow) for p in Phase]
+)
 def test_kill_and_resume_streamed(phase, uninterrupted, tmp_path):
     """Layers streamed, and still the weights of a run that was neither interrupted nor streamed."""
     summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path, memory="stream")
