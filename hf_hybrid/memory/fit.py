@@ -358,7 +358,7 @@ def _reason(shape: ModelShape, refused: MemoryPlan) -> str:
     host = ("host", refused.peak_host_bytes, request.host_budget, "host_budget_gib")
     for place, need, budget, option in (device, host):
         if budget is not None and need > budget:
-            over = f"{format_bytes(need - budget)} ({need - budget} bytes) over `{option}={budget / 2**30:.2f}`"
+            over = f"{format_bytes(need - budget)} ({need - budget} bytes) over `{option}={budget / 2**30:.3g}`"
             parts.append(f"the {place} would hold {format_bytes(need)}, {over}")
     slot = _PerWeight(shape, request).slot
     if refused.mode == "streamed" and request.device_budget is not None and slot > request.device_budget:
