@@ -81,7 +81,7 @@ class HybridArguments:
     )
     leap_gain: Optional[float] = _option(
         None,
-        "Largest gain of a leap, in units of the real steps since the last. Default: from the preset (1, 2, 4).",
+        "Largest gain of a leap, in units of the real steps since the last. Default: from the preset (2, 4, 8).",
     )
     leap_worth: Optional[float] = _option(
         None,

@@ -441,6 +441,51 @@ def test_gradients_of_uneven_windows(tmp_path):
         assert relative <= 1e-6, (name, relative)
 
 
+class WithReference:
+    """As preference losses do: another pass without gradients, behind the one that is trained."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, False, num_items_in_batch)
+        with torch.no_grad():
+            reference = model(**inputs).loss
+        return loss * (1 + reference)
+
+
+class PlainWithReference(WithReference, Trainer):
+    pass
+
+
+class StreamedWithReference(WithReference, HybridTrainer):
+    pass
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_second_pass_inside_a_window(prefetch, tmp_path, train_set):
+    arguments = config_values(tmp_path, **{**OPTIONS, "max_steps": 4})
+
+    def build():
+        return tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+    plain = PlainWithReference(build(), TrainingArguments(**arguments), train_dataset=train_set)
+    config = HybridConfig(**arguments, **STREAMED, prefetch_layers=prefetch, accumulation_walk="layer")
+    streamed = StreamedWithReference(build(), config, train_dataset=train_set)
+    plain.train()
+    streamed.train()
+    assert_same_run(streamed, plain)
+
+
+def test_micro_batches_that_part_are_not_counted_twice(tmp_path, train_set):
+    model, calls = tiny_model(num_hidden_layers=LAYERS), []
+
+    def shorten(module, *_):
+        calls.append(1)
+        module.config.num_hidden_layers = LAYERS - (len(calls) == 2)
+
+    model.model.register_forward_pre_hook(shorten)
+    with pytest.raises(RuntimeError, match="accumulation_walk=micro_batch"):
+        make_streamed(tmp_path, train_set, model).train()
+
+
 def test_an_error_in_one_micro_batch_leaves_the_weights(tmp_path, train_set):
     model = tiny_model(num_hidden_layers=LAYERS)
     before, calls = weights(model), []

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_hybrid.memory.accounting import ByteTable, ModelShape, Unit, format_bytes
-from hf_hybrid.memory.accounting import device_memory as device_memory
-from hf_hybrid.memory.accounting import host_memory as host_memory
-from hf_hybrid.memory.accounting import measure_machine as measure_machine
 
 # What autograd saves in a layer per token, hidden unit and byte of an activation; how much more to recompute it.
 # Approximate: measured with a Llama in bf16 and SDPA attention (49 B); wide MLPs and experts differ.

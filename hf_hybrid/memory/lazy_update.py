@@ -51,7 +51,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
-    if name not in SEPARABLE or not known or getattr(optimizer, "_is_wrapped", False):
+    if name not in SEPARABLE or not known:
         raise UnsupportedOptimizerError(
             f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
             "layers need. Choose `optim=adamw_torch_fused`, `optimizer_states=8bit`, or one of torch's "

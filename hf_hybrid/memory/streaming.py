@@ -118,7 +118,7 @@ class LayerStreamer:
         self._undo.clear()
         self._in_backward = None
         for unit in self.units:
-            unit.slot, unit.loaded = None, False
+            unit.slot, unit.loaded, unit.bound = None, False, False
             unit.storage.restore(for_good=expand)
         self._pools.clear()
         self._expanded = torch.empty(0)
@@ -238,6 +238,7 @@ class LayerStreamer:
         self._load(unit)
         self.transfers.await_arrival(unit.slot)
         unit.storage.bind(unit.slot.buffer, self._expanded)
+        unit.bound = True
         if not backward:
             if self.before_forward is not None:
                 self.before_forward(unit)
@@ -289,8 +290,11 @@ class LayerStreamer:
             self._in_backward = None
         for piece in unit.storage.pieces:
             piece.parameter.data = self._placeholder(piece)
+        unit.bound = False
         with unit.lock:
             slot, unit.slot = unit.slot, None
+        if slot is None:
+            return
         self.transfers.release(slot)
         unit.pool.give_back(unit)
         if unit.altered:

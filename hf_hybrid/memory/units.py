@@ -24,6 +24,8 @@ class Unit:
     storage: UnitStorage
     pool: SlotPool | None = None
     slot: Slot | None = None
+    bound: bool = False
+    """Its parameters are its weights, not placeholders."""
     loaded: bool = False
     altered: bool = False
     """The slot holds something else than the masters: do not keep it."""

@@ -187,6 +187,7 @@ class LayerWalk:
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
                 something that is neither tensor nor plain value. Nothing was accumulated then.
+            RuntimeError: If that shows only when a micro-batch is through.
         """
         jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
         self.streamer.walk = self
@@ -208,16 +209,26 @@ class LayerWalk:
         while any(job.waiting_for is not None for job in jobs):
             unit = jobs[0].waiting_for
             if any(job.waiting_for is not unit for job in jobs):
-                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
-            self.streamer.bring_in(unit)
+                self._part(jobs)
             try:
                 for job in jobs:
+                    if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
+                        self.streamer.bring_in(unit)
                     job.advance()
             finally:
                 self.streamer.release(unit)
             if self.parking is not None:
                 self._each_input(jobs, lambda output: output.park(self.streamer.transfers, self.parking))
         self.streamer.end_backward()
+
+    @staticmethod
+    def _part(jobs: list[_MicroBatch]) -> None:
+        """The micro-batches want different layers."""
+        why = "The micro-batches of a window do not call the same layers in the same order."
+        if any(job.waiting_for is None for job in jobs):
+            # Its loss has left gradients already: starting anew would count them twice.
+            raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
+        raise CannotWalkError(why)
 
     @staticmethod
     def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
