@@ -1,7 +1,6 @@
 """The chunked loss is the model's own loss, gradients included, in a fraction of its memory."""
 
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -21,6 +18,7 @@ from hf_hybrid.memory.walk import LayerWalk
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from architectures import build_model  # noqa: E402
+from memory_parts import LiveBytes  # noqa: E402
 
 VOCAB, TOKENS = 256, 16
 
@@ -180,31 +178,6 @@ def test_bad_options_are_named(option):
         linear_cross_entropy(hidden, weight, targets, **option)
     with pytest.raises(ValueError, match="`targets`.*`hidden`"):
         linear_cross_entropy(hidden, weight, targets[:, 1:])
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made while it is active and still alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
-        return output
-
-    def _add(self, storage):
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove, storage._cdata)
-
-    def _remove(self, key):
-        self.now -= self.sizes.pop(key)
 
 
 def test_head_needs_less_than_a_fifth_of_the_memory():
