@@ -127,6 +127,11 @@ class HybridArguments:
     )
     lr_rescue_max_scale: float = _option(512.0, "Most that the rescue may multiply the learning rate by.")
 
+    # Optimizer
+    muon_lr_scale: float = _option(
+        1.0, "With optim=muon: Muon's learning rate (hidden matrices) over learning_rate (everything else)."
+    )
+
     # Memory
     memory: Literal["off", "auto", "stream"] = _option(
         "off",
@@ -241,6 +246,7 @@ _POSITIVE = (
     "max_leap_norm",
     "divergence_threshold",
     "gradient_explosion_factor",
+    "muon_lr_scale",
     "vram_budget_gib",
     "host_budget_gib",
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
 from hf_hybrid.memory.precision import parse_precision
@@ -21,14 +22,31 @@ class HybridConfig(HybridArguments, TrainingArguments):
     """
     [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]; no default of the former differs.
 
+    `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
+
     Raises:
         ValueError: If an option is out of range or the combination cannot be trained in phases.
     """
 
+    # Not an enumeration as in TrainingArguments, which the command line would take as all there is.
+    optim: str = dataclasses.field(
+        default=TrainingArguments.optim,
+        metadata={
+            "help": "The optimizer: 'muon' (Muon for the hidden matrices, AdamW for the rest), or one of "
+            "transformers' `OptimizerNames`, for example adamw_torch_fused, adafactor, sgd."
+        },
+    )
+
     # transformers places `output_dir` first; keep `HybridConfig("out")` working with the mixin in front.
     def __post_init__(self):
         check_hybrid_arguments(self)
+        optim = getattr(self.optim, "value", self.optim)
+        _check_optimizer_name(optim)
+        if optim == "muon":
+            self.optim = TrainingArguments.optim  # it makes a member of `OptimizerNames` of it
         TrainingArguments.__post_init__(self)
+        if optim == "muon":
+            self.optim = optim
         check_training_arguments(self, self)
 
     @classmethod
@@ -45,6 +63,12 @@ class HybridConfig(HybridArguments, TrainingArguments):
         if unknown:
             raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
         return cls(**{**values, **overrides})
+
+
+def _check_optimizer_name(optim: str) -> None:
+    names = ["muon", *(name.value for name in OptimizerNames)]
+    if optim not in names:
+        raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
 
 
 def config_values(args: TrainingArguments) -> dict:
@@ -79,6 +103,12 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         ValueError: With the option to change.
     """
     _check_memory_options(args, options)
+    if args.optim == "muon" and (args.deepspeed or args.fsdp):
+        name = "deepspeed" if args.deepspeed else "fsdp"
+        raise ValueError(
+            f"`optim=muon` orthogonalises whole matrices, and `{name}` leaves each process a part of them. Launch with "
+            f"DDP (drop `{name}`), or choose another `optim`."
+        )
     if not options.enable_predict:
         return
     off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."

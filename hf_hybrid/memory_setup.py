@@ -15,6 +15,7 @@ from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_
 from hf_hybrid.memory.lazy_update import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
+from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plugins import PhasePlugin
 from hf_hybrid.prediction.trajectory import WeightStore
 
@@ -245,8 +246,12 @@ STATES_PER_WEIGHT = {
     "sgd": 0,
     "adagrad": 1,
     "rmsprop": 1,
+    "muon": 2,
 }
-"""Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer)."""
+"""
+Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer; Muon's are
+AdamW's, but one for hidden matrices).
+"""
 
 
 def memory_plugins(trainer) -> list[PhasePlugin]:
@@ -289,8 +294,9 @@ def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, 
     return streamed
 
 
-def _shape(model: torch.nn.Module, device_map: dict | None) -> ModelShape:
-    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)])
+def _shape(model: torch.nn.Module, device_map: dict | None, *, muon: bool = False) -> ModelShape:
+    matrices = split_parameters(model)[0].values() if muon else ()
+    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], matrices)
 
 
 def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
@@ -301,7 +307,7 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
         PlanError: If nothing fits; with the bytes and the nearest plan that works.
     """
     args, options = trainer.args, trainer.hybrid_args
-    shape = _shape(trainer.model, device_map)
+    shape = _shape(trainer.model, device_map, muon=args.optim == "muon")
     device, batch_size = args.device, args.per_device_train_batch_size
     device_budget = None if options.vram_budget_gib is None else int(options.vram_budget_gib * 2**30)
     if device.type == "cuda":

@@ -6,11 +6,12 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.memory.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.memory_setup import LossSwitch, StreamedTraining, check_streamable, set_up_memory
+from hf_hybrid.optimizers import MuonAdamW, check_hidden_matrices, muon_groups
 
 
 class StreamedTrainerMixin:
@@ -33,6 +34,8 @@ class StreamedTrainerMixin:
         self._held: ByteTable | None = None
         super().__init__(*args, **kwargs)
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
+        if self._makes_muon:
+            check_hidden_matrices(self.model)
         if self._memory_mode == "off":
             if device_map is not None:
                 raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
@@ -89,7 +92,21 @@ class StreamedTrainerMixin:
     def _create_plain_optimizer(self, model=None):
         if self.hybrid_args.optimizer_states == "8bit" and self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._low_bit_optimizer()
+        if self._makes_muon:
+            self.optimizer = self._muon_optimizer(self.model if model is None else model)
         return super().create_optimizer(model)
+
+    @property
+    def _makes_muon(self) -> bool:
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        return self.args.optim == "muon" and not given
+
+    def _muon_optimizer(self, model: nn.Module) -> MuonAdamW:
+        args = self.args
+        common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        decay_names = self.get_decay_parameter_names(model)
+        groups = muon_groups(model, decay_names, **common, lr_scale=self.hybrid_args.muon_lr_scale)
+        return MuonAdamW(groups, **common, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
 
     def _low_bit_optimizer(self):
         from hf_hybrid.memory.low_bit import AdamW8bit

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -181,14 +181,20 @@ def _new_storages(
 
 
 class Unit(NamedTuple):
-    """Number of trainable and of frozen weights of a part of a model."""
+    """Number of trainable and of frozen weights of a part of a model; of the trainable, those that Muon moves."""
 
     trainable: int = 0
     frozen: int = 0
+    muon: int = 0
+
+    @property
+    def weights(self) -> int:
+        """All of them."""
+        return self.trainable + self.frozen
 
     def join(self, other: Unit) -> Unit:
         """Both parts together."""
-        return Unit(self.trainable + other.trainable, self.frozen + other.frozen)
+        return Unit(*(mine + theirs for mine, theirs in zip(self, other)))
 
     def bytes(self, per_weight: tuple[float, float]) -> float:
         """Bytes at so many per trainable and per frozen weight."""
@@ -196,8 +202,8 @@ class Unit(NamedTuple):
 
     def split(self) -> tuple[Unit, Unit]:
         """What travels when the unit is streamed, and what stays on the device: adapters under a tenth of the unit."""
-        if 0 < self.trainable < sum(self) / 10:
-            return Unit(0, self.frozen), Unit(self.trainable, 0)
+        if 0 < self.trainable < self.weights / 10:
+            return Unit(0, self.frozen), Unit(self.trainable, 0, self.muon)
         return self, Unit()
 
 
@@ -216,15 +222,17 @@ class ModelShape:
     largest_trainable: int  # elements of the largest trainable parameter
     tied: bool = False
     buffer_bytes: int = 0
+    largest_muon: int = 0  # elements of the largest matrix that Muon moves
 
     @classmethod
-    def of(cls, model: nn.Module, layer_names: list[str]) -> ModelShape:
+    def of(cls, model: nn.Module, layer_names: list[str], muon: Iterable[nn.Parameter] = ()) -> ModelShape:
         """
         Read a live model; its weights may lie anywhere, on the meta device too.
 
         Args:
             model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
             layer_names (`list[str]`): Dotted names of its decoder layers.
+            muon (`Iterable[nn.Parameter]`): Those of its trainable parameters that Muon moves.
 
         Raises:
             ValueError: If there are no layers, or the model does not tell its width and vocabulary.
@@ -239,14 +247,15 @@ class ModelShape:
         hidden, vocab = getattr(config, "hidden_size", hidden), getattr(config, "vocab_size", vocab)
         if hidden is None or vocab is None:
             raise ValueError(f"`{type(model).__name__}` tells no `hidden_size` and `vocab_size` in its config.")
-        seen: set[int] = set()
+        matrices = {id(p): p.numel() for p in muon}
+        count = functools.partial(_count, seen=set(), muon=matrices.keys())
         trainable = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for p in model.parameters() if not p.requires_grad]
         return cls(
-            layers=tuple(_count(model.get_submodule(name), seen) for name in layer_names),
-            embedding=_count(ends[0], seen),
-            head=_count(ends[1], seen),
-            rest=_count(model, seen),
+            layers=tuple(count(model.get_submodule(name)) for name in layer_names),
+            embedding=count(ends[0]),
+            head=count(ends[1]),
+            rest=count(model),
             hidden=hidden,
             vocab=vocab,
             element_bytes=_usual_size(frozen or trainable),
@@ -254,6 +263,7 @@ class ModelShape:
             largest_trainable=max((p.numel() for p in trainable), default=0),
             tied=weights[0] is not None and weights[0] is weights[1],
             buffer_bytes=storage_bytes(model.buffers()),
+            largest_muon=max(matrices.values(), default=0),
         )
 
     @functools.cached_property
@@ -276,12 +286,13 @@ def _module_from(model: nn.Module, question: str) -> nn.Module | None:
         return None
 
 
-def _count(module: nn.Module | None, seen: set[int]) -> Unit:
-    counts = [0, 0]
+def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int]) -> Unit:
+    counts = [0, 0, 0]
     for parameter in module.parameters() if module is not None else ():
         if id(parameter) not in seen:
             seen.add(id(parameter))
             counts[not parameter.requires_grad] += parameter.numel()
+            counts[2] += parameter.numel() * (id(parameter) in muon)
     return Unit(*counts)
 
 

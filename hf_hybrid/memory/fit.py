@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ LOGIT_COPIES, CHUNK_LOGIT_COPIES = 2.5, 2
 EIGHT_BIT_STATE = 1 + 4 / 256
 # The 8-bit update works on so many elements at a time, with four fp32 tensors of that size.
 UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, 16
+# Muon's step holds of one matrix at a time an fp32 tensor, and at most four of its size in bf16.
+MUON_SCRATCH = 4 + 4 * 2
 
 _OPTION = {
     "mode": "memory",
@@ -140,7 +143,12 @@ class _PerWeight:
         eight_bit = request.optimizer_states == "8bit"
         self.state = request.state_count * (EIGHT_BIT_STATE if eight_bit else self.own[0])
         self.scratch = UPDATE_SCRATCH * min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
+        self.orthogonal = MUON_SCRATCH * shape.largest_muon
         self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
+
+    def states(self, unit: Unit) -> float:
+        """Bytes of optimizer states: Muon keeps one tensor per weight."""
+        return unit.trainable * self.state - unit.muon * self.own[0]
 
 
 def _start(shape: ModelShape, request: Request, per: _PerWeight, resident: Unit, leaps: str) -> ByteTable:
@@ -148,7 +156,7 @@ def _start(shape: ModelShape, request: Request, per: _PerWeight, resident: Unit,
     table = ByteTable()
     table.add("weights", "device", resident.bytes(per.own))
     table.add("gradients", "device", resident.trainable * per.own[0])
-    table.add("states", "device", resident.trainable * per.state)
+    table.add("states", "device", per.states(resident))
     table.add("buffers", "device", shape.buffer_bytes)
     if request.enable_predict:
         # The slow memory in fp32, the snapshot as stored; leaps along the drift, as 8-bit states need them, an anchor.
@@ -184,7 +192,7 @@ def _resident_plan(shape: ModelShape, request: Request) -> MemoryPlan:
     table = _start(shape, request, per, shape.total, "host" if request.buffers_device == "cpu" else "device")
     table.add("weights", "device", shape.total.bytes(per.rounded))  # autocast's casts, which autograd keeps
     recomputed, logits = _add_activations(table, shape, request, streamed=False)
-    _add_largest(table, {"activations": recomputed}, {"activations": logits}, {"buffers": per.scratch})
+    _add_largest(table, {"activations": recomputed}, {"activations": logits}, {"buffers": per.scratch + per.orthogonal})
     decided = (len(shape.layers), 0, False, request.optimizer_states, "same")
     return MemoryPlan("resident", *decided, per.work[1], table, request)
 
@@ -193,7 +201,7 @@ def _streamed_plan(shape: ModelShape, request: Request, resident_layers: int, st
     per = _PerWeight(shape, request)
     layers, (embedding, head), resident = shape.place(stream_embeddings)
     units = [*layers, embedding, head]
-    trainable = sum(unit.trainable for unit in units)
+    travelling = functools.reduce(Unit.join, units)
     table = _start(shape, request, per, resident, "host")
     slots = (request.prefetch_layers + 1 + resident_layers) * per.slot
     # A lookup is not rounded under autocast, so embeddings travel as they are stored.
@@ -201,8 +209,9 @@ def _streamed_plan(shape: ModelShape, request: Request, resident_layers: int, st
     table.add("buffers", "device", max(layer.bytes(per.expanded) for layer in layers))  # int8, where it computes
     ends = embedding.bytes(per.own) + head.bytes(per.host)
     table.add("weights", "host", sum(layer.bytes(per.host_layer) for layer in layers) + ends)
-    table.add("gradients", "host", trainable * per.own[0])
-    table.add("states", "host", trainable * per.state)
+    table.add("gradients", "host", travelling.trainable * per.own[0])
+    table.add("states", "host", per.states(travelling))
+    table.add("buffers", "host", per.orthogonal)
     recomputed, logits = _add_activations(table, shape, request, streamed=True)
     # The gradient of embeddings or head is still leaving while the layer beside them computes.
     wide = max(embedding.trainable * per.own[0], head.trainable * per.work[0])
@@ -269,6 +278,7 @@ def _candidates(shape: ModelShape, request: Request) -> Iterator[MemoryPlan]:
 def _levers(shape: ModelShape, request: Request) -> list[list[tuple[int, dict]]]:
     """What else could be asked for, and what it costs: speed is cheap, exact numbers and leaps are dear."""
     has_base = any(layer.frozen for layer in shape.layers)
+    has_8bit = shape.total.trainable and not shape.total.muon  # they are AdamW's
     levers = [
         (not request.chunked_loss, 1, {"chunked_loss": True}),
         (request.resident_layers is not None, 1, {"resident_layers": None}),
@@ -280,7 +290,7 @@ def _levers(shape: ModelShape, request: Request) -> list[list[tuple[int, dict]]]
         (request.mode == "off", 3, {"mode": "auto"}),
         (request.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),
         (request.enable_predict, 6, {"enable_predict": False}),
-        (request.optimizer_states == "exact" and shape.total.trainable, 7, {"optimizer_states": "8bit"}),
+        (request.optimizer_states == "exact" and has_8bit, 7, {"optimizer_states": "8bit"}),
         (request.base_precision == "same" and has_base, 7, {"base_precision": "int8"}),
     ]
     sizes, size = [(0, {})], request.batch_size // 2
@@ -373,7 +383,8 @@ def step_traffic(shape: ModelShape, plan: MemoryPlan) -> dict[str, float]:
     layers, (embedding, head), _ = shape.place(plan.stream_embeddings)
     layers.sort(key=lambda layer: layer.bytes(per.travel))
     count = max(len(layers) - plan.resident_layers, 0)
-    trainable = sum(unit.trainable for unit in [*layers, embedding, head])
+    travelling = functools.reduce(Unit.join, [*layers, embedding, head])
+    trainable = travelling.trainable
     weights = 2 * sum(layer.bytes(per.travel) for layer in layers[:count]) + embedding.join(head).bytes(per.work)
     own, work, rounded = per.own[0], per.work[0], per.rounded[0]
     into, back = passes * weights + away, passes * trainable * work + away
@@ -383,7 +394,8 @@ def step_traffic(shape: ModelShape, plan: MemoryPlan) -> dict[str, float]:
         back += trainable * (own + per.state + rounded)
         return {"h2d": into, "d2h": back, "dram": into + back}
     into += sum(layer.trainable for layer in layers[count:]) * work  # what is resident is old after the update
-    return {"h2d": into, "d2h": back, "dram": into + back + trainable * (3 * own + 2 * per.state + rounded)}
+    updated = trainable * (3 * own + rounded) + 2 * per.states(travelling)
+    return {"h2d": into, "d2h": back, "dram": into + back + updated}
 
 
 def step_floor_seconds(
@@ -399,7 +411,7 @@ def step_floor_seconds(
     recomputes = plan.mode == "streamed" or plan.request.activation_checkpointing or plan.request.offload_activations
     # A lookup multiplies nothing, unless the head is made of the same weights.
     lookup = Unit() if shape.tied else shape.embedding
-    products, trained = sum(shape.total) - sum(lookup), shape.total.trainable - lookup.trainable
+    products, trained = shape.total.weights - lookup.weights, shape.total.trainable - lookup.trainable
     seconds = tokens_per_step * ((6 if recomputes else 4) * products + 2 * trained) / flops_per_second
     rates = {"h2d": h2d, "d2h": d2h, "dram": dram}
     return max([seconds, *(n / rates[name] for name, n in step_traffic(shape, plan).items() if rates[name])])

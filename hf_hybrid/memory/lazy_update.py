@@ -35,7 +35,9 @@ SEPARABLE = (
     "Adagrad",
     "Adadelta",
     "Adafactor",
+    "Muon",
     "AdamW8bit",
+    "MuonAdamW",
 )
 """Optimizers that step every parameter by itself, so that units may be stepped at different times."""
 
@@ -54,8 +56,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     if name not in SEPARABLE or not known:
         raise UnsupportedOptimizerError(
             f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
-            "layers need. Choose `optim=adamw_torch_fused`, `optimizer_states=8bit`, or one of torch's "
-            f"{', '.join(n for n in SEPARABLE if n != 'AdamW8bit')}; or `memory=off`."
+            "layers need. Choose `optim=adamw_torch_fused`, `optim=muon`, `optimizer_states=8bit`, or one of torch's "
+            f"{', '.join(n for n in SEPARABLE if n not in ('AdamW8bit', 'MuonAdamW'))}; or `memory=off`."
         )
 
 

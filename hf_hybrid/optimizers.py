@@ -1,0 +1,207 @@
+"""Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+Named = dict[str, nn.Parameter]
+
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Where torch has a fused AdamW."""
+
+_LINEAR = (nn.Linear, Conv1D)
+_EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """
+    `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.
+
+    A group says with `group["algorithm"]`, `"adamw"` or `"muon"`, who steps it; without, it is AdamW's. Muon's steps
+    are scaled to the root mean square of AdamW's (`match_rms_adamw`; Liu et al., 2025, arXiv 2502.16982), so that both
+    take the same learning rate. Groups and state are read anew at each step: schedulers, clipping, checkpoints and
+    whoever replaces them treat this as any other optimizer. AdamW holds two values per weight, Muon one.
+
+    Args:
+        params (`Iterable`): Parameters or groups of them, AdamW's first.
+        lr (`float`): Learning rate of groups without one.
+        weight_decay (`float`): Decoupled weight decay of groups without one.
+        betas (`tuple[float, float]`): Decay rates of AdamW's moments.
+        eps (`float`): AdamW's.
+        momentum (`float`): Decay rate of Muon's average of the gradients, which steps look ahead along (Nesterov).
+
+    Raises:
+        ValueError: If `algorithm` is neither, if a group of Muon's holds anything but matrices, if a parameter is in
+            two groups, or if a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ):
+        common = {"lr": lr, "weight_decay": weight_decay}
+        muon = {"momentum": momentum, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+        self._inner: dict[str, torch.optim.Optimizer] = {
+            "adamw": torch.optim.AdamW([{"params": []}], **common, betas=betas, eps=eps),
+            "muon": torch.optim.Muon([{"params": []}], **common, **muon),
+        }
+        super().__init__(params, common)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As any optimizer's; `param_group["algorithm"]` is `"adamw"` (default) or `"muon"`."""
+        algorithm = param_group.setdefault("algorithm", "adamw")
+        if algorithm not in self._inner:
+            raise ValueError(f"`algorithm` must be one of {', '.join(self._inner)}, got `{algorithm}`.")
+        self._link()
+        self._inner[algorithm].add_param_group(param_group)  # fills in what the algorithm needs
+        parameters = param_group["params"]
+        odd = [tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2]
+        if algorithm == "muon" and odd:
+            raise ValueError(
+                f"`params` of a group with `algorithm=muon` holds a parameter of shape {odd[0]}, and Muon "
+                "orthogonalises matrices. Move it to a group with `algorithm=adamw`."
+            )
+        if algorithm == "adamw" and param_group["fused"] is None and param_group["foreach"] is None:
+            param_group["fused"] = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
+        super().add_param_group(param_group)
+
+    def _link(self) -> Iterable[torch.optim.Optimizer]:
+        """Both optimizers, over the groups and the state of now: others may have replaced them."""
+        for algorithm, inner in self._inner.items():
+            inner.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            inner.state = self.state
+        return self._inner.values()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both; returns what `closure` does, which computes the loss anew."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner in self._link():
+            inner.step()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inner": self._inner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for inner in self._link():
+            inner.__setstate__({})  # completes groups and states that another version of torch saved
+
+
+def split_parameters(model: nn.Module) -> tuple[Named, Named]:
+    """
+    What Muon moves, and what AdamW does.
+
+    Muon gets the hidden matrices: trainable 2-D `weight`s of linear layers (`nn.Linear`, transformers' `Conv1D`, the
+    linear layers of LoRA). Not those of embeddings and output head, whatever shares their weight or is part of them
+    (adapters too), nor any with a side as long as the vocabulary; and not those with a side of 1, which are vectors.
+    Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
+    routers of newer mixtures of experts), and experts fused into one 3-D weight: `torch.optim.Muon` takes 2-D alone.
+
+    Args:
+        model (`nn.Module`): Any, also inside a PEFT wrapper.
+
+    Returns:
+        `tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]`: Matrices and the rest of what is trainable, by name
+        and in the model's order; no parameter is in both, or twice.
+    """
+    hidden, other = set(), {id(parameter) for end in _ends(model) for parameter in end.parameters()}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            linear = isinstance(module, _LINEAR) and name == "weight" and parameter.ndim == 2
+            (hidden if linear else other).add(id(parameter))
+    lengths = {1, *_vocabulary_sizes(model)}
+    matrices, rest = {}, {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = id(parameter) in hidden - other and lengths.isdisjoint(parameter.shape)
+            (matrices if is_matrix else rest)[name] = parameter
+    return matrices, rest
+
+
+def _ends(model: nn.Module) -> Iterator[nn.Module]:
+    """Input and output embeddings, of every part of the model that has its own."""
+    for module in model.modules():
+        if isinstance(module, _EMBEDDING):
+            yield module
+        for question in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                end = getattr(module, question)()
+            except (AttributeError, NotImplementedError):
+                continue
+            if isinstance(end, nn.Module):
+                yield end
+
+
+def _vocabulary_sizes(model: nn.Module) -> set[int]:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes = {getattr(config, "vocab_size", None)}
+    try:
+        sizes.add(getattr(model.get_input_embeddings(), "num_embeddings", None))
+    except (AttributeError, NotImplementedError):
+        pass
+    return {size for size in sizes if isinstance(size, int)}
+
+
+def check_hidden_matrices(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: If there is nothing in `model` that Muon could train.
+    """
+    matrices, rest = split_parameters(model)
+    if not matrices:
+        raise ValueError(
+            f"`optim=muon` finds no hidden matrix to train in `{type(model).__name__}`: of its {len(rest)} trainable "
+            "parameters none is the 2-D `weight` of a linear layer that is neither embedding nor head and has no side "
+            "as long as the vocabulary. Unfreeze such layers, or set `optim=adamw_torch_fused`."
+        )
+
+
+def muon_groups(
+    model: nn.Module, decay_names: Collection[str], *, lr: float, weight_decay: float, lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
+    """
+    Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's.
+
+    Args:
+        model (`nn.Module`): What is trained.
+        decay_names (`Collection[str]`): Parameters that decay, from `Trainer.get_decay_parameter_names`.
+        lr (`float`): Learning rate of AdamW's groups.
+        weight_decay (`float`): Of the groups that decay; the others have 0.
+        lr_scale (`float`): Muon's learning rate over `lr`.
+    """
+    matrices, rest = split_parameters(model)
+    logger.info(
+        "Muon trains %d matrices (%d weights), AdamW the other %d parameters (%d weights).",
+        len(matrices),
+        sum(parameter.numel() for parameter in matrices.values()),
+        len(rest),
+        sum(parameter.numel() for parameter in rest.values()),
+    )
+    decay_names, groups = set(decay_names), []
+    for algorithm, named, rate in (("adamw", rest, lr), ("muon", matrices, lr * lr_scale)):
+        for decays in (True, False):
+            parameters = [parameter for name, parameter in named.items() if (name in decay_names) is decays]
+            if parameters or algorithm == "adamw":  # the first group's rate is the one that is logged
+                decay = weight_decay if decays else 0.0
+                groups.append({"params": parameters, "lr": rate, "weight_decay": decay, "algorithm": algorithm})
+    return groups
