@@ -1,316 +1,258 @@
 """
-Loss-matched speed-up of HybridTrainer over plain Trainer.
+Loss-matched speed-up of HybridTrainer, its directions and planners, controls and peers over plain Trainer.
 
-S is the number of backward passes that plain `Trainer` needs, with a complete schedule of its own, for the final
-held-out loss of a hybrid run, over the backward passes of that run. Plain `Trainer` is run at several budgets and
-interpolated in log steps. Train, probe and evaluation sequences are disjoint; all arms see the same training sequences
-in the same order.
+S is the number of backward passes that plain `Trainer` (AdamW at its best learning rate) needs, with a complete
+schedule of its own, for the final held-out loss of a run, over the backward passes of that run; *with probes* also
+counts forward passes on held-out sequences, a third of a step per batch. Training, probe and evaluation sequences are
+disjoint; all arms see the same training sequences in the same order.
 
-    python benchmarks/acceleration.py --workers 2            # all tasks; finished runs are kept and not repeated
-    python benchmarks/acceleration.py --task code-best --seeds 0
-    python benchmarks/acceleration.py --report               # tables from what is there
+    python benchmarks/acceleration.py --workers 2        # everything, for many hours; goes on where it stopped
+    python benchmarks/acceleration.py --task code --arm adamw hybrid fast --minutes 60
+    python benchmarks/acceleration.py --report                     # tables and plots from what is there
 
-Tasks: `code-*` trains the quickstart's Llama from scratch on Python's source, `docs-*` fine-tunes the result to the
-language reference (`pydoc_data.topics`). `*-default` uses the default learning rate, 5e-5 with linear decay; `*-best`
-the rate that is best for plain `Trainer`, found on a grid with an interior optimum. One JSON per run is written to
-`benchmarks/results/acceleration/`, the summary beside it. Everything runs on one CPU thread per worker.
+The budget is spent by successive halving: every arm is run on one seed at three learning rates around the best of its
+family, a factor of two apart, further while the best lies at an end; the best runs on all seeds, then the second best.
+Finished runs are kept, one JSON each, under `benchmarks/results/acceleration/TASK/`; the summary and the plots beside
+it. The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint
+(`--nino_folder`).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import math
 import multiprocessing
 import os
-import platform
-import statistics
-import sys
-import tempfile
-from dataclasses import asdict, dataclass, field
+import shutil
+import time
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+from acceleration_arms import ARMS, DEFAULT_ARMS, nino_path, train
+from acceleration_report import arm_row, plot_curves, plot_speedups, print_table
+from acceleration_tasks import BASE_RATE, BASE_STEPS, ROOT, TASKS, TextAndModels, training_arguments
+
 RESULTS = ROOT / "results" / "acceleration"
-SEQUENCE, BATCH = 128, 8
-BASE_STEPS, BASE_RATE = 900, 2e-3
-"""The model that `docs` starts from: plain Trainer on `code`."""
-GRID = (1e-3, 2e-3, 4e-3, 8e-3)
-DEFAULT_RATE = 5e-5
+BASE = ROOT / "results" / "base"
+MOST_RATES = 6
+"""Learning rates tried per arm before the search gives up on an interior optimum."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run; its name is the name of its file."""
 
-    text: str
+    task: str
     arm: str
     steps: int
     rate: float
     seed: int
-    options: dict = field(default_factory=dict, hash=False)
 
     @property
-    def name(self) -> str:
-        return f"{self.text}-{self.arm}-{self.steps}-{self.rate:g}-{self.seed}"
+    def path(self) -> Path:
+        return RESULTS / self.task / f"{self.arm}-{self.steps}-{self.rate:.3g}-{self.seed}.json"
+
+    def loss(self) -> float | None:
+        """Final held-out loss; infinite if the run diverged, `None` if it was not made yet."""
+        if not self.path.exists():
+            return None
+        loss = json.loads(self.path.read_text(encoding="utf-8"))["eval_loss"]
+        return math.inf if loss is None or not math.isfinite(loss) else loss
 
 
-ARMS = {
-    "plain": None,
-    "hybrid": {},
-    "none": {"direction": "none", "lr_rescue": "off"},
-    "disabled": {"enable_predict": False},
-}
-STEPS = {"code": 300, "docs": 150}
-BUDGETS = {"code": (300, 345, 400, 500), "docs": (150, 175, 200, 250)}
+# What to run next follows from the results that are there.
 
 
-def grid_runs(text: str) -> list[Run]:
-    return [Run(text, "plain", STEPS[text], rate, 0) for rate in GRID]
-
-
-def best_rate(text: str) -> float:
+def searched_rates(task: str, arm: str) -> tuple[list[float], list[Run]]:
     """
-    Of the grid on seed 0.
+    The learning-rate search of an arm on the first seed.
 
-    Raises:
-        RuntimeError: If the optimum lies at an end of the grid.
+    Returns:
+        Rates that were run, best first, and the runs that the search needs next (none when it is over).
     """
-    losses = {rate: load(run)["eval_loss"] for rate, run in zip(GRID, grid_runs(text))}
-    best = min(losses, key=losses.get)
-    if best in (GRID[0], GRID[-1]):
-        raise RuntimeError(f"The best learning rate of `{text}`, {best:g}, is at an end of the grid. Widen `GRID`.")
-    return best
+    steps, grid = TASKS[task].steps, start_grid(task, arm)
+    if grid is None:
+        return [], []
+    grid = list(grid)
+    while True:
+        runs = {rate: Run(task, arm, steps, rate, 0) for rate in grid}
+        missing = [run for run in runs.values() if run.loss() is None]
+        ranked = sorted((rate for rate in grid if runs[rate].loss() is not None), key=lambda rate: runs[rate].loss())
+        if missing or not TASKS[task].tuned:
+            return ranked, missing
+        best = ranked[0]
+        if len(grid) >= MOST_RATES or grid[0] < best < grid[-1]:
+            return ranked, []
+        grid = [grid[0] / 2, *grid] if best == grid[0] else [*grid, grid[-1] * 2]
 
 
-def task_runs(task: str, seeds: list[int]) -> list[Run]:
-    """Runs of a task, those that decide its number first."""
-    text, kind = task.split("-")
-    rate = DEFAULT_RATE if kind == "default" else best_rate(text)
-    steps = STEPS[text]
-    runs = [Run(text, "hybrid", steps, rate, seed) for seed in seeds]
-    budgets = BUDGETS[text] if kind == "best" else (steps, 4 * steps)
-    runs += [Run(text, "plain", budget, rate, seed) for budget in budgets for seed in seeds]
-    runs += [Run(text, "none", steps, rate, seed) for seed in seeds]
-    # Equal to plain bit for bit, which the tests prove: one run shows it here too.
-    return [*runs, Run(text, "disabled", steps, rate, seeds[0])]
+def start_grid(task: str, arm: str) -> tuple[float, ...] | None:
+    """Where the search begins: around the best rate of the arm's family; `None` while that is not known."""
+    if not TASKS[task].tuned:
+        return (1.0,) if ARMS[arm].rate_of == "one" else TASKS[task].grid
+    family = ARMS[arm].rate_of
+    if family == "one":
+        return (0.5, 1.0, 2.0)
+    if arm == family:
+        return TASKS[task].grid
+    ranked, missing = searched_rates(task, family)
+    return None if missing or not ranked else (ranked[0] / 2, ranked[0], 2 * ranked[0])
 
 
-def path_of(run: Run) -> Path:
-    return RESULTS / f"{run.name}.json"
+def wanted_runs(tasks: list[str], arms: list[str], seeds: list[int]) -> list[Run]:
+    """Runs to make next, the most telling first. More follow when these are there."""
+    search, seeded, curve, second = [], [], [], []
+    for task in tasks:
+        for arm in arms_of(task, arms):
+            ranked, missing = searched_rates(task, arm)
+            search += missing
+            if missing or not ranked:
+                continue
+            steps = TASKS[task].steps
+            seeded += [Run(task, arm, steps, ranked[0], seed) for seed in seeds]
+            if len(ranked) > 1:
+                second += [Run(task, arm, steps, ranked[1], seed) for seed in seeds]
+            if arm == "adamw":
+                curve += [
+                    Run(task, arm, budget, ranked[0], seed) for budget in TASKS[task].budgets for seed in seeds[:2]
+                ]
+    wanted = [run for run in [*search, *seeded, *curve, *second] if run.loss() is None]
+    return list(dict.fromkeys(wanted))
 
 
-def load(run: Run) -> dict:
-    return json.loads(path_of(run).read_text(encoding="utf-8"))
+def arms_of(task: str, arms: list[str]) -> list[str]:
+    """Those that make sense for a task, in the order of `ARMS`."""
+    return [arm for arm in ARMS if arm in arms and (TASKS[task].tuned or arm in DEFAULT_ARMS)]
 
 
-def quickstart():
-    """The functions of examples/01_quickstart.py: the benchmark trains what a new user sees."""
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT.parent / "examples" / "01_quickstart.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-class Worker:
-    """Loads text, tokenizer and model once per process."""
-
-    def __init__(self, threads: int):
-        import datasets
-        import torch
-        from transformers.utils import logging
-
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        self.quickstart = quickstart()
-        self.tokenizer = self.quickstart.train_tokenizer(self.quickstart.python_source())
-        self.data: dict = {}
-
-    def split(self, text: str) -> dict:
-        """Train, probe (64 sequences) and evaluation (up to 480) sets, disjoint and the same for every run."""
-        from pydoc_data import topics
-
-        from datasets import Dataset
-
-        if text not in self.data:
-            source = self.quickstart.python_source()
-            texts = source if text == "code" else [topics.topics[name] for name in sorted(topics.topics)]
-            rows = self.quickstart.blocks(Dataset.from_dict({"text": texts}), self.tokenizer, SEQUENCE)
-            whole = rows.train_test_split(0.05, seed=0)
-            inner = whole["train"].train_test_split(64, seed=0)
-            test = whole["test"].select(range(min(480, len(whole["test"]))))
-            self.data[text] = {"train": inner["train"], "probe": inner["test"], "test": test}
-        return self.data[text]
-
-    def model(self, run: Run):
-        from transformers import AutoModelForCausalLM, set_seed
-
-        if run.text == "code":
-            set_seed(run.seed)
-            return self.quickstart.small_llama(self.tokenizer)
-        return AutoModelForCausalLM.from_pretrained(RESULTS.parent / "base")
-
-    def train(self, run: Run, save_to: Path | None = None) -> dict:
-        import torch
-        import transformers
-        from transformers import Trainer, TrainingArguments
-
-        import hf_hybrid
-
-        data = self.split(run.text)
-        with tempfile.TemporaryDirectory() as folder:
-            values = {
-                "output_dir": folder, "max_steps": run.steps, "learning_rate": run.rate, "seed": run.seed,
-                "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 16, "save_strategy": "no",
-                "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9, "dataloader_pin_memory": False,
-            }  # fmt: skip
-            common = {"train_dataset": data["train"], "eval_dataset": data["test"]}
-            if ARMS[run.arm] is None:
-                trainer = Trainer(self.model(run), TrainingArguments(**values), **common)
-            else:
-                config = hf_hybrid.HybridConfig(**values, **ARMS[run.arm], **run.options)
-                trainer = hf_hybrid.HybridTrainer(self.model(run), config, probe_dataset=data["probe"], **common)
-            seconds = trainer.train().metrics["train_runtime"]
-            loss = trainer.evaluate()["eval_loss"]
-            if save_to is not None:
-                trainer.save_model(str(save_to))
-        summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
-        if not summary.get("steps"):
-            summary = {"backward_passes": run.steps, "probe_cost_steps": 0.0}
-        for long_list in ("leaps", "learning_rate_scales"):
-            summary.pop(long_list, None)
-        return {
-            **asdict(run),
-            "eval_loss": loss,
-            "seconds": seconds,
-            "summary": summary,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s)",
-        }
+# Running.
 
 
 @functools.cache
-def worker() -> Worker:
-    return Worker(int(os.environ["HYBRID_BENCHMARK_THREADS"]))
+def sources() -> TextAndModels:
+    import datasets
+    import torch
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["HYBRID_BENCHMARK_THREADS"]))
+    return TextAndModels(BASE)
 
 
-def _do(run: Run) -> tuple[Run, float]:
-    result = worker().train(run)
-    path_of(run).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return run, result["eval_loss"]
+def do(run: Run) -> None:
+    """Train, and leave the result behind as a file that is there whole or not at all."""
+    nino = nino_path(os.environ.get("HYBRID_BENCHMARK_NINO") or None)
+    result = train(ARMS[run.arm], TASKS[run.task], sources(), steps=run.steps, rate=run.rate, seed=run.seed, nino=nino)
+    if not math.isfinite(result["eval_loss"]):
+        result["eval_loss"] = None
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = run.path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(run.path)
 
 
-def run_all(pool, runs: list[Run]) -> None:
-    """Those that have no file yet; one line each."""
-    missing = [run for run in dict.fromkeys(runs) if not path_of(run).exists()]
-    for run, loss in pool.imap_unordered(_do, missing):
-        print(f"{run.name:40s} {loss:.4f}", flush=True)
+def make_base(_=None) -> None:
+    """The model that fine-tuning starts from."""
+    from transformers import Trainer, TrainingArguments
+
+    task = TASKS["code"]
+    values = training_arguments(task, steps=BASE_STEPS, rate=BASE_RATE, seed=1234, folder=str(BASE) + ".run")
+    model = sources().model(task, 1234)
+    Trainer(model, TrainingArguments(**values), train_dataset=sources().split("code")["train"]).train()
+    model.save_pretrained(BASE)
+    shutil.rmtree(str(BASE) + ".run", ignore_errors=True)
 
 
-def _make_base(_) -> None:
-    worker().train(Run("code", "plain", BASE_STEPS, BASE_RATE, 0), save_to=RESULTS.parent / "base")
+def run_all(args) -> None:
+    """Keep the workers busy with what is wanted most until nothing is, or the time is over."""
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
+        if any(not TASKS[task].scratch for task in args.task) and not BASE.is_dir():
+            pool.submit(make_base).result()
+        under_way, failed = {}, set()
+        while True:
+            wanted = [run for run in wanted_runs(args.task, args.arm, args.seeds) if run not in failed]
+            free = [run for run in wanted if run not in under_way.values()]
+            while free and len(under_way) < args.workers and time.monotonic() < until:
+                run = free.pop(0)
+                under_way[pool.submit(do, run)] = run
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                run = under_way.pop(future)
+                if future.exception() is not None:
+                    failed.add(run)
+                    print(f"{run.path.stem:36s} failed: {future.exception()!r}", flush=True)
+                    continue
+                print(f"{run.task:8s} {run.path.stem:36s} {run.loss():.4f}", flush=True)
 
 
-def matched_steps(loss: float, curve: list[tuple[int, float]]) -> tuple[float, str]:
-    """
-    Steps at which a plain curve of `(steps, final loss)` reaches `loss`: straight lines in log steps.
-
-    Returns:
-        The steps, and `"interpolated"`, `"extrapolated"`, or `"beyond"` (the longest run does not get there: a bound).
-    """
-    points = sorted(curve)
-    for (t0, l0), (t1, l1) in zip(points, points[1:]):
-        if l1 <= loss <= l0:
-            share = (l0 - loss) / (l0 - l1) if l0 > l1 else 0.0
-            return math.exp(math.log(t0) + share * math.log(t1 / t0)), "interpolated"
-    if loss < points[-1][1]:
-        return float(points[-1][0]), "beyond"
-    (t0, l0), (t1, l1) = points[:2]
-    return math.exp(math.log(t0) - (loss - l0) * math.log(t1 / t0) / (l0 - l1)), "extrapolated"
+# Reporting.
 
 
-def report(task: str, seeds: list[int]) -> dict | None:
-    """S of every arm, each seed against its own plain curve; `None` while the task has no results."""
-    runs = [run for run in task_runs(task, seeds) if path_of(run).exists()]
-    results = [load(run) for run in runs]
-    plain: dict[int, dict[int, float]] = {}
-    for result in results:
-        if result["arm"] == "plain":
-            plain.setdefault(result["seed"], {})[result["steps"]] = result["eval_loss"]
-    arms = {}
-    for arm in ("hybrid", "none", "disabled"):
-        rows = [row(result, plain[result["seed"]]) for result in results if result["arm"] == arm]
-        if rows:
-            values = [r["S"] for r in rows]
-            arms[arm] = {"S": statistics.mean(values), "runs": rows}
-            arms[arm]["loss_over_plain_at_equal_max_steps"] = statistics.mean(
-                r["eval_loss"] / plain[r["seed"]][STEPS[task.split("-")[0]]] - 1 for r in rows
-            )
-            if len(rows) > 1:
-                arms[arm]["S_standard_error"] = statistics.stdev(values) / math.sqrt(len(rows))
-    return {"task": task, "learning_rate": runs[0].rate, "plain": plain, "arms": arms} if arms else None
-
-
-def row(result: dict, curve: dict[int, float]) -> dict:
-    """One run against the plain curve of its seed."""
-    steps, how = matched_steps(result["eval_loss"], list(curve.items()))
-    passes, probes = result["summary"]["backward_passes"], result["summary"]["probe_cost_steps"]
-    kept = ("eval_loss", "seed", "seconds")
-    return {
-        **{name: result[name] for name in kept},
-        "backward_passes": passes,
-        "S": steps / passes,
-        "S_with_probes": steps / (passes + probes),
-        "how": how,
+def report(task: str, arms: list[str], seeds: list[int]) -> dict | None:
+    """All arms of a task at their best rates; `None` while plain AdamW has no results."""
+    ranked, _ = searched_rates(task, "adamw")
+    if not ranked:
+        return None
+    budgets = sorted({*TASKS[task].budgets, TASKS[task].steps})
+    plain = {
+        budget: {
+            seed: loss for seed in seeds if (loss := Run(task, "adamw", budget, ranked[0], seed).loss()) is not None
+        }
+        for budget in budgets
     }
-
-
-def print_report(table: dict) -> None:
-    print(f"\n{table['task']}, learning rate {table['learning_rate']:g}")
-    for seed, curve in table["plain"].items():
-        print(
-            f"  plain, seed {seed}: " + "  ".join(f"{steps} steps {loss:.4f}" for steps, loss in sorted(curve.items()))
-        )
-    for arm, numbers in table["arms"].items():
-        bound = ">= " if any(r["how"] == "beyond" for r in numbers["runs"]) else ""
-        print(
-            f"  {arm:8s} S {bound}{numbers['S']:.3f} +- {numbers.get('S_standard_error', math.nan):.3f}, loss against "
-            f"plain at equal max_steps {numbers['loss_over_plain_at_equal_max_steps']:+.2%}"
-        )
-        for r in numbers["runs"]:
-            print(
-                f"      seed {r['seed']}: {r['eval_loss']:.4f} after {r['backward_passes']} backward passes, "
-                f"S {r['S']:.3f} ({r['how']}), with probes {r['S_with_probes']:.3f}, {r['seconds']:.0f} s"
-            )
+    plain = {budget: losses for budget, losses in plain.items() if losses}
+    steps = TASKS[task].steps
+    if len(plain) < 2:
+        return None
+    table = {"task": task, "about": TASKS[task].about, "steps": steps, "plain": plain, "arms": {}, "sweeps": {}}
+    for arm in arms_of(task, arms):
+        rates, _ = searched_rates(task, arm)
+        table["sweeps"][arm] = {f"{rate:.3g}": Run(task, arm, steps, rate, 0).loss() for rate in sorted(rates)}
+        if not rates:
+            continue
+        # The rate with the best mean over the seeds that all tried rates share decides, as it would for a user.
+        runs = [Run(task, arm, steps, rates[0], seed) for seed in seeds]
+        results = [json.loads(run.path.read_text(encoding="utf-8")) for run in runs if run.loss() is not None]
+        results = [result for result in results if result["eval_loss"] is not None]
+        table["arms"][arm] = {"rate": rates[0], "about": ARMS[arm].about, **arm_row(results, plain, steps)}
+    return table
 
 
 def main() -> None:
-    tasks = ["code-best", "docs-best", "code-default", "docs-default"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", nargs="+", choices=tasks, default=tasks)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
-    parser.add_argument("--report", action="store_true", help="Only print what is there.")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="Start no run after that many; 0: until all is done."
+    )
+    parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
+    parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
+    if nino_path(args.nino_folder) is None:
+        args.arm = [arm for arm in args.arm if not ARMS[arm].needs_nino or args.report]
     if not args.report:
-        context = multiprocessing.get_context("spawn")
         os.environ["HYBRID_BENCHMARK_THREADS"] = str(args.threads)
-        with context.Pool(args.workers) as pool:
-            texts = {task.split("-")[0] for task in args.task}
-            if "docs" in texts and not (RESULTS.parent / "base").is_dir():
-                pool.map(_make_base, [None])
-            run_all(pool, [run for text in sorted(texts) for run in grid_runs(text)])
-            run_all(pool, [run for task in args.task for run in task_runs(task, args.seeds)])
-    tables = [table for task in args.task if (table := report(task, args.seeds))]
+        os.environ["HYBRID_BENCHMARK_NINO"] = args.nino_folder or ""
+        run_all(args)
+    tables = [table for task in args.task if (table := report(task, args.arm, args.seeds))]
     for table in tables:
-        print_report(table)
-    (RESULTS.parent / "acceleration.json").write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+        print_table(table)
+    if set(args.task) == set(TASKS):
+        (RESULTS.parent / "acceleration.json").write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+        tuned = [table for table in tables if TASKS[table["task"]].tuned]
+        plot_curves(tuned, RESULTS.parent / "acceleration_curves.png")
+        plot_speedups(tuned, RESULTS.parent / "acceleration_speedups.png")
 
 
 if __name__ == "__main__":

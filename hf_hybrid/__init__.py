@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Direction": "hf_hybrid.prediction.directions.base",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
     "HybridTrainer": "hf_hybrid.trainer",
@@ -16,6 +17,7 @@ _LAZY = {
     "PhasePlugin": "hf_hybrid.plugins",
 }
 __all__ = [
+    "Direction",
     "HybridArguments",
     "HybridConfig",
     "HybridTrainer",
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hf_hybrid.config import HybridConfig
     from hf_hybrid.phases import Phase
     from hf_hybrid.plugins import PhasePlugin
+    from hf_hybrid.prediction.directions.base import Direction
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
 
 

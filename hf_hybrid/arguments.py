@@ -8,7 +8,7 @@ from typing import Literal, Optional
 # What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
 PRESETS: dict[str, dict[str, float | int]] = {
     "conservative": {
-        "leap_gain": 2.0,
+        "gain_factor": 0.5,
         "leap_worth": 0.1,
         "full_phase_steps": 8,
         "correct_phase_steps": 4,
@@ -16,7 +16,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "divergence_threshold": 4.0,
     },
     "balanced": {
-        "leap_gain": 4.0,
+        "gain_factor": 1.0,
         "leap_worth": 0.2,
         "full_phase_steps": 4,
         "correct_phase_steps": 2,
@@ -24,13 +24,32 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "divergence_threshold": 5.0,
     },
     "aggressive": {
-        "leap_gain": 8.0,
+        "gain_factor": 2.0,
         "leap_worth": 0.3,
         "full_phase_steps": 2,
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
         "divergence_threshold": 6.0,
     },
+    "fast": {
+        "gain_factor": 1.0,
+        "leap_worth": 0.2,
+        "full_phase_steps": 2,
+        "correct_phase_steps": 1,
+        "confidence_threshold": 0.3,
+        "divergence_threshold": 6.0,
+    },
+}
+# Gain of a leap at the end of the run, and the power of the progress with which it grows there (0: constant).
+GAINS: dict[str, tuple[float, float]] = {
+    "orthogonal": (3.0, 0.0),
+    "gradient_memory": (4.0, 2.0),
+    "drift": (4.0, 2.0),
+    "linear": (4.0, 2.0),
+    "snoo": (1.0, 0.0),
+    "rre": (1.0, 0.0),
+    "nino": (0.2, 0.0),
+    "none": (1.0, 0.0),
 }
 
 
@@ -51,48 +70,93 @@ class HybridArguments:
     enable_predict: bool = _option(
         True, "Train in phases with predicted, verified weight leaps. False: bit-identical to transformers.Trainer."
     )
-    preset: Literal["conservative", "balanced", "aggressive"] = _option(
+    preset: Literal["conservative", "balanced", "aggressive", "fast"] = _option(
         "balanced",
         "How far leaps go, what they are trusted to be worth and how often they are made. Decides every option below "
-        "whose help says 'from the preset'.",
+        "whose help says 'from the preset'. fast: what was fastest in docs/evaluation.md; also chooses optim=muon "
+        "where optim was left at its default.",
     )
     warmup_phase_steps: Optional[int] = _option(
         None, "Real steps before the first leap. Default: 5%% of the run, at least 2 and at most 100."
     )
     full_phase_steps: Optional[int] = _option(
-        None, "Real steps of a Full phase. Default: from the preset (8, 4, 2), shorter in runs under 40 steps."
+        None, "Real steps of a Full phase. Default: from the preset (8, 4, 2, 2), shorter in runs under 40 steps."
     )
     correct_phase_steps: Optional[int] = _option(
-        None, "Real steps after a leap in which it is judged. Default: from the preset (4, 2, 1)."
+        None, "Real steps after a leap in which it is judged. Default: from the preset (4, 2, 1, 1)."
     )
     max_predict_steps: Optional[int] = _option(
         None, "Most steps that one leap may stand for. Default: 5%% of the run, at least 1 and at most 10."
     )
     max_consecutive_leaps: int = _option(5, "Leaps that may follow each other before a Full phase is due.")
     confidence_threshold: Optional[float] = _option(
-        None, "A leap needs at least this confidence, between 0 and 1. Default: from the preset (0.6, 0.5, 0.3)."
+        None, "A leap needs at least this confidence, between 0 and 1. Default: from the preset (0.6, 0.5, 0.3, 0.3)."
     )
 
     # Leaps
-    direction: Literal["gradient_memory", "drift", "none"] = _option(
-        "gradient_memory",
-        "Where a leap goes: along a slow average of the gradients through the optimizer's own preconditioner, along "
-        "the low-pass drift of the weights, or nowhere (frozen control: predicted steps change nothing).",
+    direction: Literal["orthogonal", "gradient_memory", "drift", "linear", "snoo", "rre", "nino", "none"] = _option(
+        "orthogonal",
+        "Where a leap goes. orthogonal: a short average of the gradients, hidden matrices orthogonalised as Muon does. "
+        "gradient_memory: a slow average of the gradients through the optimizer's own "
+        "preconditioner. drift: the low-pass drift of the weights. linear: the slope of the weights' last states. "
+        "snoo: Nesterov momentum around the optimizer. rre: reduced rank extrapolation. nino: a published network "
+        "(nino_checkpoint). none: nowhere (frozen control: predicted steps change nothing).",
+    )
+    leap_history: Optional[int] = _option(
+        None,
+        "States of the weights that linear, rre and nino look back on; one fp32 copy each. Default: 5; for nino what "
+        "its network reads.",
+    )
+    leap_history_spacing: Optional[int] = _option(
+        None, "Real steps between these states. Default: together they span leap_memory_steps."
+    )
+    snoo_momentum: Optional[float] = _option(None, "With direction=snoo: momentum of the outer step. Default: 0.5.")
+    snoo_rate: Optional[float] = _option(None, "With direction=snoo: learning rate of the outer step. Default: 0.7.")
+    rre_regularization: Optional[float] = _option(
+        None, "With direction=rre: damping relative to the mean square norm of what the weights moved. Default: 0.1."
+    )
+    nino_checkpoint: Optional[str] = _option(
+        None, "With direction=nino: file of the published network without graph, nino_mlp.pt or nino_mlp_h32.pt."
     )
     leap_gain: Optional[float] = _option(
         None,
-        "Largest gain of a leap, in units of the real steps since the last. Default: from the preset (2, 4, 8).",
+        "Gain of a leap at the end of the run, in units of the real steps since the last. Default: by direction (3 for "
+        "orthogonal, 4 for gradient_memory, drift and linear, 1 for snoo, rre and none, 0.2 for nino), times 0.5, 1, "
+        "2, 1 by preset.",
+    )
+    leap_gain_power: Optional[float] = _option(
+        None,
+        "The gain grows with this power of the share of the run that is done; 0: constant. Default: 2 for "
+        "gradient_memory, drift and linear, else 0.",
+    )
+    planner: Literal["schedule", "dynamics", "bandit", "fixed"] = _option(
+        "schedule",
+        "What chooses the gain and the worth of leaps. schedule: leap_gain and leap_gain_power. dynamics: a world "
+        "model of training, which imagines the run with and without leaps. bandit: multiples of the schedule by what "
+        "they earned. fixed: leap_gain from the first leap on.",
+    )
+    correct_gain: bool = _option(
+        False,
+        "Change the gain of each kind of parameter by what the last leaps met: where the gradient in Correct says that "
+        "they went too far or not far enough.",
+    )
+    tail_average: float = _option(
+        0.0,
+        "Share of the run, at its end, over which weights are averaged; the mean takes their place if it is better on "
+        "all held-out sequences. One fp32 value per trainable parameter while it lasts. 0: off.",
     )
     leap_worth: Optional[float] = _option(
         None,
         "Predicted steps granted per real step when leaps run at full gain; credit adds up and is redeemed as whole "
-        "steps. Default: from the preset (0.1, 0.2, 0.3).",
+        "steps. Default: from the preset (0.1, 0.2, 0.3, 0.2).",
     )
     leap_memory_steps: Optional[int] = _option(
-        None, "Memory of the slow averages in real steps. Default: a sixth of the run, at least 5 and at most 1000."
+        None,
+        "Memory of the slow averages in real steps. Default: 10 with direction=orthogonal, else a sixth of the run, at "
+        "least 5 and at most 1000.",
     )
     max_leap_norm: float = _option(
-        0.05, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
+        0.5, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
     )
     extend_leaps: bool = _option(
         True, "Let a probed leap go beyond the schedule when held-out loss pays for it. Not while lr_rescue is on."
@@ -100,7 +164,7 @@ class HybridArguments:
     buffers_device: Literal["auto", "cpu"] = _option(
         "auto",
         "Where the slow buffers and the leap snapshot live: beside the weights, or in host memory. Two fp32 values "
-        "per trainable parameter, one more with direction=drift.",
+        "per trainable parameter; one more with direction=drift or snoo, leap_history more with linear, rre and nino.",
     )
 
     # Verification
@@ -195,7 +259,7 @@ class HybridArguments:
 
     # Divergence
     divergence_threshold: Optional[float] = _option(
-        None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6)."
+        None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6, 6)."
     )
     gradient_explosion_factor: float = _option(
         100.0, "Gradient norm over its running median that is a warning; ten times that skips the batch."
@@ -210,10 +274,17 @@ class HybridArguments:
         given = getattr(self, name)
         return PRESETS[self.preset][name] if given is None else given
 
+    def gain_schedule(self) -> tuple[float, float]:
+        """Gain of a leap at the end of the run, and the power of the progress with which it grows."""
+        gain, power = GAINS[self.direction]
+        gain = gain * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
+        return gain, power if self.leap_gain_power is None else self.leap_gain_power
+
 
 _CHOICES = {
     "preset": tuple(PRESETS),
-    "direction": ("gradient_memory", "drift", "none"),
+    "direction": tuple(GAINS),
+    "planner": ("schedule", "dynamics", "bandit", "fixed"),
     "buffers_device": ("auto", "cpu"),
     "lr_rescue": ("auto", "on", "off"),
     "memory": ("off", "auto", "stream"),
@@ -224,7 +295,19 @@ _CHOICES = {
     "predict_states": ("stay", "host", "pinned", "8bit", "drop"),
     "base_precision": ("same", "int8"),
 }
+_HISTORY = ("linear", "rre", "nino")
+_OF_DIRECTION = {
+    "leap_history": _HISTORY,
+    "leap_history_spacing": _HISTORY,
+    "snoo_momentum": ("snoo",),
+    "snoo_rate": ("snoo",),
+    "rre_regularization": ("rre",),
+    "nino_checkpoint": ("nino",),
+}
 _AT_LEAST = {
+    "leap_history": 2,
+    "leap_history_spacing": 1,
+    "rre_regularization": 0,
     "warmup_phase_steps": 0,
     "full_phase_steps": 1,
     "correct_phase_steps": 1,
@@ -232,6 +315,7 @@ _AT_LEAST = {
     "max_consecutive_leaps": 1,
     "leap_memory_steps": 1,
     "leap_gain": 0,
+    "leap_gain_power": 0,
     "leap_worth": 0,
     "probe_samples": 2,
     "probe_batch_size": 2,
@@ -247,10 +331,11 @@ _POSITIVE = (
     "divergence_threshold",
     "gradient_explosion_factor",
     "muon_lr_scale",
+    "snoo_rate",
     "vram_budget_gib",
     "host_budget_gib",
 )
-_FRACTIONS = ("confidence_threshold", "probe_budget")
+_FRACTIONS = ("confidence_threshold", "probe_budget", "snoo_momentum", "tail_average")
 
 
 def check_hybrid_arguments(arguments: HybridArguments) -> None:
@@ -276,6 +361,23 @@ def check_hybrid_arguments(arguments: HybridArguments) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+    _check_direction(arguments)
+
+
+def _check_direction(arguments: HybridArguments) -> None:
+    direction = arguments.direction
+    for name, directions in _OF_DIRECTION.items():
+        value = getattr(arguments, name)
+        if value is not None and direction not in directions:
+            named = " or ".join(f"`direction={other}`" for other in directions)
+            raise ValueError(f"`{name}={value}` is for {named}, and `direction` is `{direction}`. Leave it out.")
+    if direction == "nino" and arguments.nino_checkpoint is None:
+        raise ValueError(
+            "`direction=nino` needs `nino_checkpoint`, the path of the published `nino_mlp.pt`. Pass it, or choose "
+            "another `direction`."
+        )
+    if direction == "rre" and arguments.leap_history == 2:
+        raise ValueError("`leap_history` must be at least 3 with `direction=rre`, which combines increments, got 2.")
 
 
 def _off_switch(name: str) -> str:

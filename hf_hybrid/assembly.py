@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import PhaseController
+from hf_hybrid.prediction.directions.base import DirectionFactory
+from hf_hybrid.prediction.directions.registry import direction_factory
 from hf_hybrid.prediction.divergence import DivergenceMonitor
 from hf_hybrid.prediction.engine import PredictionEngine
+from hf_hybrid.prediction.gains import BanditGain, FixedGain, GainPlanner, WindowCounter
 from hf_hybrid.prediction.leaps import LeapPlanner
 from hf_hybrid.prediction.rescue import LearningRateRescue
 from hf_hybrid.prediction.signals import SignalObserver
+from hf_hybrid.prediction.tail import TailAverage
 from hf_hybrid.prediction.trajectory import Trajectory
 from hf_hybrid.prediction.verifier import HeldOutProbe
 from hf_hybrid.probing import SequenceLosses
 from hf_hybrid.records import RunRecord
+
+WINDOW_STEPS, MOST_WINDOWS = 10, 300
+"""Real steps that planners learn from at a time, and about how many such windows a run has at most."""
+START_WEIGHTS = Path(__file__).parent / "prediction" / "rssm_start.safetensors"
 
 
 def build_engine(trainer) -> PredictionEngine:
@@ -24,12 +37,12 @@ def build_engine(trainer) -> PredictionEngine:
     """
     args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
     rescue = rescue_is_on(args, options)
+    trajectory, stride = _trajectory(trainer), max(WINDOW_STEPS, max_steps // MOST_WINDOWS)
     return PredictionEngine(
         controller=PhaseController(phase_lengths(options, max_steps), options.preset_value("confidence_threshold")),
-        trajectory=_trajectory(trainer),
+        trajectory=trajectory,
         planner=LeapPlanner(
-            peak_gain=options.preset_value("leap_gain"),
-            worth_per_step=options.preset_value("leap_worth"),
+            gains=_gain_planner(trainer, stride),
             probe_budget=options.probe_budget,
             max_steps=max_steps,
             z=options.acceptance_z,
@@ -44,10 +57,68 @@ def build_engine(trainer) -> PredictionEngine:
         signals=SignalObserver(),
         probe=_probe(trainer),
         rescue=LearningRateRescue(max_scale=options.lr_rescue_max_scale, max_steps=max_steps) if rescue else None,
+        tail=_tail_average(trajectory, options.tail_average),
+        windows=WindowCounter(stride),
+        correct_gain=options.correct_gain,
         record=RunRecord(),
         max_steps=max_steps,
         max_grad_norm=args.max_grad_norm,
         on_phase_change=lambda old, new: trainer.plugins.call("on_phase_change", old, new),
+    )
+
+
+def _gain_planner(trainer, stride: int) -> GainPlanner:
+    options, max_steps = trainer.hybrid_args, trainer.state.max_steps
+    gain, power = options.gain_schedule()
+    values = (gain, power, options.preset_value("leap_worth"))
+    if options.planner == "dynamics":
+        from hf_hybrid.prediction.dynamics import DynamicsModel
+        from hf_hybrid.prediction.imagination import ImaginedGain
+
+        dynamics = DynamicsModel(START_WEIGHTS, device=trainer.args.device, seed=trainer.args.seed)
+        return ImaginedGain(
+            *values, dynamics=dynamics, rate_at=scheduled_rate(trainer), window_share=stride / max_steps
+        )
+    return {"schedule": GainPlanner, "fixed": FixedGain, "bandit": BanditGain}[options.planner](*values)
+
+
+def scheduled_rate(trainer) -> Callable[[float], float]:
+    """
+    Learning rate at a progress of the run over its peak, as the scheduler will have it.
+
+    Schedulers that are no function of the step alone are taken to fall to zero in a straight line.
+    """
+    max_steps = trainer.state.max_steps
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if not functions:
+        return lambda progress: 1.0 - progress
+    peak = max(functions[0](round(step * max_steps / 100)) for step in range(101))
+    return lambda progress: functions[0](round(progress * max_steps)) / peak if peak > 0 else 0.0
+
+
+def _tail_average(trajectory: Trajectory, share: float) -> TailAverage | None:
+    if not share:
+        return None
+    return TailAverage(trajectory.names, trajectory.parameters, share=share, buffer=trajectory.context.buffer)
+
+
+def make_direction_factory(options: HybridArguments, model) -> DirectionFactory:
+    """
+    What makes the direction that the options name, for the parameters of `model`.
+
+    Raises:
+        ValueError: If it needs a file that is not there, or that holds something else.
+    """
+    return direction_factory(
+        options.direction,
+        states=options.leap_history,
+        spacing=options.leap_history_spacing,
+        snoo_momentum=options.snoo_momentum,
+        snoo_rate=options.snoo_rate,
+        rre_regularization=options.rre_regularization,
+        nino_checkpoint=options.nino_checkpoint,
+        matrices=split_parameters(model)[0],
     )
 
 
@@ -60,7 +131,7 @@ def _trajectory(trainer) -> Trajectory:
     trajectory = Trajectory(
         parameters,
         getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-        direction=options.direction,
+        direction=trainer.direction_factory,
         memory_steps=leap_memory_steps(options, trainer.state.max_steps),
         max_relative_norm=options.max_leap_norm,
         host=options.buffers_device == "cpu",

@@ -42,6 +42,8 @@ class HybridConfig(HybridArguments, TrainingArguments):
         check_hybrid_arguments(self)
         optim = getattr(self.optim, "value", self.optim)
         _check_optimizer_name(optim)
+        if self.preset == "fast" and optim == getattr(TrainingArguments.optim, "value", TrainingArguments.optim):
+            optim = "muon"
         if optim == "muon":
             self.optim = TrainingArguments.optim  # it makes a member of `OptimizerNames` of it
         TrainingArguments.__post_init__(self)
@@ -174,8 +176,9 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
 
 
 def leap_memory_steps(options: HybridArguments, max_steps: int) -> int:
-    """Length of the slow averages: as given, else in proportion to the run."""
-    return options.leap_memory_steps or min(max(max_steps // 6, 5), 1000)
+    """Length of the slow averages: as given, else short for orthogonal leaps, in proportion to the run for others."""
+    in_proportion = min(max(max_steps // 6, 5), 1000)
+    return options.leap_memory_steps or (10 if options.direction == "orthogonal" else in_proportion)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:

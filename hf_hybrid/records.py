@@ -28,6 +28,17 @@ class RunRecord:
     leaps: list[dict] = field(default_factory=list)
     divergence_events: list[dict] = field(default_factory=list)
     learning_rate_scales: list[dict] = field(default_factory=list)
+    displacement_residuals: dict[str, dict] = field(default_factory=dict)
+    """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
+    tail_average: dict | None = None
+
+    def add_residuals(self, residuals: dict) -> None:
+        """Fold what one leap met into the means by group."""
+        for group, residual in residuals.items():
+            mean = self.displacement_residuals.setdefault(group, {"leaps": 0, "cosine": 0.0, "norm_ratio": 0.0})
+            mean["leaps"] += 1
+            for name in ("cosine", "norm_ratio"):
+                mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
 
     def add_event(self, event: dict) -> None:
         if len(self.divergence_events) < MAX_EVENTS:

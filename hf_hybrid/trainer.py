@@ -9,7 +9,7 @@ import torch
 from transformers import ProgressCallback, Trainer
 
 from hf_hybrid.arguments import hybrid_values
-from hf_hybrid.assembly import build_engine
+from hf_hybrid.assembly import build_engine, make_direction_factory
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.data import BatchFeed, check_probe_set, hold_out
@@ -40,6 +40,8 @@ class HybridTrainerMixin(StreamedTrainerMixin):
             are taken out of `train_dataset`. Never pass the set that you report results on.
         plugins (`list[PhasePlugin]`, *optional*):
             Parts that follow the phases.
+        direction (`Callable[[DirectionContext], Direction]`, *optional*):
+            A [`Direction`] of yours, which takes the place of the option `direction`: the class, or what makes one.
 
     Raises:
         ValueError: If the model has nothing to train, the data cannot be split, or an option cannot be combined with
@@ -48,7 +50,7 @@ class HybridTrainerMixin(StreamedTrainerMixin):
 
     _tag_names = ["hf-hybrid"]
 
-    def __init__(self, *args, probe_dataset=None, plugins=(), **kwargs):
+    def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.plugins = PluginList([*memory_plugins(self), *plugins])
         self.probe_dataset = probe_dataset
@@ -58,6 +60,12 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         if not self.hybrid_args.enable_predict:
             return
         check_training_arguments(self.args, self.hybrid_args)
+        if direction is not None and not callable(direction):
+            raise ValueError(
+                f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
+                "Directions of the package go by name: set the option `direction` of `HybridConfig`."
+            )
+        self.direction_factory = direction or make_direction_factory(self.hybrid_args, self.model)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "

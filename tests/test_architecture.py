@@ -31,7 +31,9 @@ FLOORS = [
         "plugins",
         "records",
         "prediction.signals",
-        "prediction.directions",
+        "prediction.directions.base",
+        "prediction.directions.preconditioners",
+        "prediction.forecasts",
         "prediction.gains",
         "prediction.residuals",
         "prediction.tail",
@@ -41,8 +43,22 @@ FLOORS = [
     },
     {"memory.checkpointing", "memory.quantize", "memory.states"},
     {"memory.precision"},
+    {
+        "prediction.directions.drift",
+        "prediction.directions.extrapolation",
+        "prediction.directions.gradient_memory",
+        "prediction.directions.history",
+        "prediction.directions.nino",
+        "prediction.directions.orthogonal",
+    },
+    {"prediction.directions.registry"},
     {"prediction.divergence", "prediction.trajectory"},
-    {"prediction.leaps"},
+    {"prediction.rssm"},
+    {"prediction.rssm_training"},
+    {"prediction.replay", "prediction.rssm_records"},
+    {"prediction.dynamics"},
+    {"prediction.imagination", "prediction.leaps"},
+    {"prediction.leaper"},
     {"prediction.engine"},
     {"state_io", "data", "probing", "callbacks"},
     {"config"},
@@ -50,7 +66,7 @@ FLOORS = [
     {"assembly", "streamed_trainer"},
     {"trainer"},
 ]
-OPEN = {"__init__", "memory.__init__", "prediction.__init__"}
+OPEN = {"__init__", "memory.__init__", "prediction.__init__", "prediction.directions.__init__"}
 
 
 def module_name(path: Path) -> str:

@@ -61,14 +61,19 @@ def test_every_option_is_read_by_something():
         for field in dataclasses.fields(HybridArguments)
         if not re.search(rf'options\.{field.name}\b|hybrid_args\.{field.name}\b|["\']{field.name}["\']', text)
     ]
-    assert unread in ([], ["preset"])  # the preset is read by `preset_value`
+    # Read by `preset_value` and `gain_schedule`.
+    assert set(unread) <= {"preset", "leap_gain", "leap_gain_power"}
 
 
 @pytest.mark.parametrize(
     "option, value, message",
     [
-        ("preset", "bold", "`preset` must be one of conservative, balanced, aggressive, got `bold`"),
-        ("direction", "up", "`direction` must be one of gradient_memory, drift, none, got `up`"),
+        ("preset", "bold", "`preset` must be one of conservative, balanced, aggressive, fast, got `bold`"),
+        (
+            "direction",
+            "up",
+            "`direction` must be one of orthogonal, gradient_memory, drift, linear, snoo, rre, nino, none",
+        ),
         ("lr_rescue", "yes", "`lr_rescue` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),
@@ -110,10 +115,14 @@ def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path):
 
 def test_presets_are_ordered_and_options_win():
     names = list(PRESETS)
-    for option in ("leap_gain", "leap_worth", "divergence_threshold"):
-        values = [HybridArguments(preset=name).preset_value(option) for name in names]
+    for option in ("leap_worth", "divergence_threshold"):
+        values = [HybridArguments(preset=name).preset_value(option) for name in names[:3]]
         assert values == sorted(values) and len(set(values)) == 3
-    assert HybridArguments(preset="aggressive", leap_gain=0.5).preset_value("leap_gain") == 0.5
+    gains = [HybridArguments(preset=name).gain_schedule()[0] for name in names[:3]]
+    assert gains == sorted(gains) and len(set(gains)) == 3
+    assert HybridArguments(preset="aggressive", leap_worth=0.5).preset_value("leap_worth") == 0.5
+    assert HybridArguments(leap_gain=0.5, leap_gain_power=1.0).gain_schedule() == (0.5, 1.0)
+    assert HybridArguments(direction="gradient_memory").gain_schedule() == (4.0, 2.0)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])

@@ -300,11 +300,12 @@ def test_trainer_resumes_to_the_last_bit(tmp_path):
     assert_same_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_leaps_go_along_the_drift(tmp_path):
-    """8-bit second moments are not what a leap along the gradients could be divided by."""
+def test_leaps_go_along_the_gradients_as_far_as_the_steps_did(tmp_path):
+    """8-bit second moments are not what a leap along the gradients could be divided by: the weights' own way is."""
     config = hybrid_config(tmp_path, max_steps=20)
     own = (AdamW8bit, {"lr": config.learning_rate})
     hybrid = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), optimizer_cls_and_kwargs=own)
     hybrid.train()
     summary = hybrid.hybrid_summary()
-    assert summary["direction"] == "drift" and summary["leaps"]
+    assert summary["direction"] == "gradient_memory" and all(leap["relative_norm"] > 0 for leap in summary["leaps"])
+    assert summary["leaps"] and 0 < summary["buffer_bytes"]["sample"] < summary["buffer_bytes"]["memory"]

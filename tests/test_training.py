@@ -154,7 +154,7 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Trajectory, "leap", leap)
     monkeypatch.setattr(Trajectory, "roll_back", roll_back)
-    trainer = run(tmp_path, max_steps=90, probe_budget=0.0, max_leap_norm=10.0)
+    trainer = run(tmp_path, max_steps=90, probe_budget=0.0, max_leap_norm=10.0, direction="gradient_memory")
     summary = trainer.hybrid_summary()
     terrible = [leap for leap in summary["leaps"] if leap["gain"] < -100]
     assert [leap["verdict"] for leap in terrible] == ["rolled_back"]

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from hf_hybrid.prediction.directions import supports_gradient_memory
+from hf_hybrid.prediction.directions.preconditioners import preconditioner_of
 from hf_hybrid.prediction.trajectory import Trajectory
 
 
@@ -161,15 +161,13 @@ def test_host_buffers_leap_the_same():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_optimizers_without_a_second_moment_fall_back_to_drift(caplog):
+def test_optimizers_without_a_second_moment_leap_along_their_gradients_too(caplog):
     toy = Toy(torch.optim.RMSprop)
-    toy.real_step()
-    assert toy.trajectory.direction == "drift"
-    assert "Leaps go along `drift` instead" in caplog.text
-    toy.real_step()
-    toy.real_step()
+    for _ in range(3):
+        toy.real_step()
     before = toy.weights()
-    toy.trajectory.leap(1.0)
+    assert toy.trajectory.leap(1.0).linear_decrease > 0
+    assert toy.trajectory.direction.name == "gradient_memory" and not caplog.text
     assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
 
 
@@ -179,7 +177,8 @@ def test_support_is_read_from_the_state(optimizer, supported):
     toy.real_step()
     parameter = toy.named[0][1]
     state = toy.optimizer.state[parameter]
-    assert supports_gradient_memory(state, toy.optimizer.param_groups[0], parameter.shape) is supported
+    rule = preconditioner_of(toy.optimizer, state, toy.optimizer.param_groups[0], parameter.shape)
+    assert (rule is not None) is supported
 
 
 def test_parameters_without_gradients_do_not_move():

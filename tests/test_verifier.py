@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from hf_hybrid.prediction.gains import GainPlanner
 from hf_hybrid.prediction.leaps import LeapPlanner
 from hf_hybrid.prediction.trajectory import LeapShape
 from hf_hybrid.prediction.verifier import (
@@ -76,10 +77,8 @@ class World:
 
 
 def planner(**overrides):
-    values = {
-        "peak_gain": 2.0, "worth_per_step": 0.1, "probe_budget": 0.02, "max_steps": 1000, "z": 2.0, "margin": 0.0,
-        "extend": True,
-    }  # fmt: skip
+    gains = GainPlanner(2.0, 2.0, 0.1)
+    values = {"gains": gains, "probe_budget": 0.02, "max_steps": 1000, "z": 2.0, "margin": 0.0, "extend": True}
     return LeapPlanner(**{**values, **overrides})
 
 
@@ -153,7 +152,7 @@ def test_residuals_lower_the_gain_only_where_it_is_significant():
 
 
 def test_credit_adds_up_to_whole_steps():
-    p = planner(worth_per_step=0.1)
+    p = planner()
     horizons = [p.credit_for(2.0, 5, max_horizon=3)[1] for _ in range(8)]
     assert sum(horizons) == 4 and max(horizons) == 1
     assert p.credit_for(1.0, 5, max_horizon=3)[0] == pytest.approx(0.25)

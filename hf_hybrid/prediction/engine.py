@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 from hf_hybrid.phases import Phase, PhaseController
 from hf_hybrid.prediction.divergence import (
-    FORECAST_WINDOW,
     NORMAL,
     Action,
     DivergenceMonitor,
     Level,
     TrainingDivergedError,
     Verdict,
-    linear_trend,
 )
-from hf_hybrid.prediction.leaps import LeapOutcome, LeapPlanner, LeapRecord, OpenLeap, record_as_dict
+from hf_hybrid.prediction.gains import WindowCounter
+from hf_hybrid.prediction.leaper import Leaper
+from hf_hybrid.prediction.leaps import LeapPlanner
 from hf_hybrid.prediction.rescue import LearningRateRescue
 from hf_hybrid.prediction.signals import SignalObserver, StepSignals
-from hf_hybrid.prediction.trajectory import LeapShape, Trajectory
-from hf_hybrid.prediction.verifier import HeldOutProbe, Residual
+from hf_hybrid.prediction.tail import TailAverage
+from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.prediction.verifier import HeldOutProbe
 from hf_hybrid.records import RunRecord
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ class PredictionEngine:
     [`before_update`] and [`after_update`]; and [`end_step`]. All decisions follow from saved state alone.
 
     Args:
-        controller, trajectory, planner, monitor, signals, probe, rescue: The parts; `probe` and `rescue` may be `None`.
+        controller, trajectory, planner, monitor, signals, probe, rescue, tail: The parts; the last three may be
+            `None`.
+        windows (`WindowCounter`): Cuts the run into the windows that the planner learns from.
+        correct_gain (`bool`): See [`Leaper`].
         record (`RunRecord`): Where everything is counted.
         max_steps (`int`): Length of the run.
         max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
@@ -66,6 +70,9 @@ class PredictionEngine:
         signals: SignalObserver,
         probe: HeldOutProbe | None,
         rescue: LearningRateRescue | None,
+        tail: TailAverage | None,
+        windows: WindowCounter,
+        correct_gain: bool,
         record: RunRecord,
         max_steps: int,
         max_grad_norm: float,
@@ -73,15 +80,24 @@ class PredictionEngine:
     ):
         self.controller, self.trajectory, self.planner = controller, trajectory, planner
         self.monitor, self.signals, self.probe, self.rescue = monitor, signals, probe, rescue
-        self.record = record
+        self.tail, self.windows, self.record = tail, windows, record
         self.max_steps, self.max_grad_norm = max_steps, max_grad_norm
+        self.leaper = Leaper(
+            trajectory=trajectory,
+            planner=planner,
+            probe=probe,
+            monitor=monitor,
+            controller=controller,
+            record=record,
+            max_steps=max_steps,
+            correct_gain=correct_gain,
+            on_kept=windows.leap,
+        )
         self.on_phase_change = on_phase_change
         self.announced = controller.phase
         self.last_phase = controller.phase
         self.steps_since_leap = 0
         self._real: _RealStep | None = None
-        self._open: OpenLeap | None = None
-        self._just_made: LeapRecord | None = None
         self._started = time.perf_counter()
 
     @property
@@ -99,7 +115,10 @@ class PredictionEngine:
         """Make the leap that is due before step `step` (0-based); returns the phase of the step."""
         self._started = time.perf_counter()
         if self.controller.leap_pending:
-            self._leap(step)
+            leaps = len(self.record.leaps)
+            self.leaper.leap(step, self.signals.features)
+            if len(self.record.leaps) > leaps and self.leaper.open is not None:
+                self.steps_since_leap = 0
         self._announce()  # after the leap, which may be worth no step, and needs what plugins put away in Predict
         return self.phase
 
@@ -107,85 +126,6 @@ class PredictionEngine:
         if self.phase is not self.announced:
             self.on_phase_change(self.announced, self.phase)
             self.announced = self.phase
-
-    def _leap(self, step: int) -> None:
-        real_steps = self.trajectory.steps_in_block
-        if self.trajectory.lr_sum <= 0 or step + 1 >= self.max_steps:
-            self.controller.leap_rejected()
-            return
-        plan = self.planner.plan(step, self.signals.features, self.probe)
-        lengths = self.controller.lengths
-        # A block grown long while leaps backed off must not be repaid in one go.
-        gain = plan.gain * min(1.0, 2 * (lengths.full + lengths.correct) / real_steps)
-        if plan.probe:
-            self._conclude(step, self._look(gain), real_steps)
-        else:
-            self._keep(step, self.trajectory.leap(gain), None, real_steps)
-
-    def _look(self, gain: float) -> LeapOutcome:
-        passes = self.probe.forward_passes
-        outcome = self.planner.look(gain, self.trajectory.leap, self.probe, self.slope)
-        self.record.forward_only_passes += self.probe.forward_passes - passes
-        self.record.probe_cost_steps += outcome.cost_steps
-        return outcome
-
-    def _conclude(self, step: int, outcome: LeapOutcome, real_steps: int) -> None:
-        predicted = outcome.shape.linear_decrease
-        if predicted > 0:
-            ratio, error = outcome.paired.decrease / predicted, outcome.paired.standard_error / predicted
-            self.planner.residuals.add(Residual(step, list(self.signals.features), ratio, error))
-        if outcome.kept:
-            self._keep(step, outcome.shape, outcome, real_steps)
-        else:
-            self.trajectory.roll_back()
-            self.planner.leap_was_rejected()
-            self._note(step, outcome.shape, outcome)
-            self.controller.leap_rejected()
-
-    def _keep(self, step: int, shape: LeapShape, outcome: LeapOutcome | None, real_steps: int) -> None:
-        room = min(self.controller.lengths.max_predict, self.max_steps - step - 1)
-        worth, horizon = self.planner.credit_for(shape.gain, real_steps, room)
-        forecast, deviation = self._forecast()
-        self.trajectory.settle()
-        self._note(step, shape, outcome, horizon, worth)
-        self.controller.leap_kept(horizon)
-        self.steps_since_leap = 0
-        self._open = OpenLeap(
-            record=len(self.record.leaps) - 1,
-            probed=outcome is not None,
-            worth=worth,
-            forecast=forecast,
-            deviation=deviation,
-            losses=[],
-        )
-
-    def _note(
-        self, step: int, shape: LeapShape, outcome: LeapOutcome | None, horizon: int = 0, worth: float = 0.0
-    ) -> None:
-        record = LeapRecord(step, horizon, shape.gain, worth, "unprobed", shape.relative_norm)
-        record.predicted_decrease = shape.linear_decrease
-        if outcome is not None:
-            record.verdict = outcome.verdict
-            record.loss_before, record.loss_after = outcome.loss_before, outcome.loss_after
-            record.standard_error = outcome.paired.standard_error
-            record.probe_cost_steps = outcome.cost_steps
-            record.e = outcome.paired.decrease / self.slope if self.slope > 0 else None
-        self._just_made = record
-        self.record.leaps.append(record_as_dict(record))
-
-    @property
-    def slope(self) -> float:
-        """Fall of the training loss per real step over the recent past; 0 where it does not fall or is not known."""
-        losses = list(self.monitor.losses)[-FORECAST_WINDOW:]
-        if len(losses) < 4:
-            return 0.0
-        now, _ = linear_trend(losses)
-        centre = sum(losses) / len(losses)
-        return max((centre - now) / ((len(losses) + 1) / 2), 0.0)
-
-    def _forecast(self) -> tuple[float | None, float]:
-        losses = list(self.monitor.losses)[-FORECAST_WINDOW:]
-        return linear_trend(losses) if len(losses) >= FORECAST_WINDOW // 2 else (None, 0.0)
 
     # Within a real step.
 
@@ -199,7 +139,7 @@ class PredictionEngine:
         Raises:
             TrainingDivergedError: If nothing helped.
         """
-        verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self._open is not None)
+        verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.leaper.open is not None)
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
         if self.phase is Phase.WARMUP and finite:
             verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
@@ -210,6 +150,7 @@ class PredictionEngine:
             return False
         if self.rescue is not None:
             self._real.cosine = self.trajectory.step_cosine()
+        self.leaper.observe_gradients()
         self.trajectory.observe_gradients()
         if self.trajectory.steps_seen % self.STATISTICS_EVERY == 1:
             self._real.statistics = self.trajectory.gradient_statistics()
@@ -246,10 +187,41 @@ class PredictionEngine:
         allowed = ends_block and self.planner.allows_leap(step + 1, self.probe)
         self.controller.finish_step(confidence=self.planner.confidence, leap_allowed=allowed)
         if phase is Phase.CORRECT and self.phase is not Phase.CORRECT:
-            self._settle_open_leap(step)
+            verdict = self.leaper.settle()
+            if verdict.action is not Action.NONE:
+                self._react(step, verdict)
+        self._observe_window(step, learning_rate * self.rate_scale, real.loss if used else None)
+        if self.tail is not None:
+            self._observe_tail(step, used)
         self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
         self.last_phase = phase
         return phase
+
+    def _observe_window(self, step: int, learning_rate: float, loss: float | None) -> None:
+        if self.windows.step(loss, learning_rate):
+            progress = (step + 1) / self.max_steps
+            self.planner.gains.observe(self.windows.close(self.signals.features, progress, learning_rate))
+
+    def _observe_tail(self, step: int, used: bool) -> None:
+        progress = (step + 1) / self.max_steps
+        if used and self.tail.wants(progress):
+            self.trajectory.settle_updates()
+            self.tail.observe()
+        if progress < 1.0:
+            return
+        # The last step of a run is always real; what is kept here is what is evaluated, saved and pushed.
+        report = self.tail.conclude(self._held_out_loss, self.trajectory.weights_changed)
+        self.record.tail_average = report
+        if report is not None:
+            logger.info("Tail average %s: %s.", "kept" if report["kept"] else "not kept", report)
+
+    def _held_out_loss(self) -> float:
+        """Mean over all held-out sequences."""
+        passes, cost = self.probe.forward_passes, self.probe.cost_steps
+        losses = self.probe.all_losses()
+        self.record.forward_only_passes += self.probe.forward_passes - passes
+        self.record.probe_cost_steps += self.probe.cost_steps - cost
+        return sum(losses) / len(losses)
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
         self.rescue.observe(real.loss, real.cosine)
@@ -258,35 +230,14 @@ class PredictionEngine:
             scales.append({"step": step + 1, "scale": self.rate_scale})
 
     def _judge(self, real: _RealStep, phase: Phase) -> Verdict:
-        predicted = None
-        if self._open is not None:
-            self._open.losses.append(real.loss)
-            predicted = self._open.forecast
+        predicted, leap = None, self.leaper.open
+        if leap is not None:
+            leap.losses.append(real.loss)
+            predicted = leap.forecast
         verdict = self.monitor.judge_step(
-            real.loss, real.gradient_norm, predicted_loss=predicted, leap_open=self._open is not None
+            real.loss, real.gradient_norm, predicted_loss=predicted, leap_open=leap is not None
         )
         return NORMAL if phase is Phase.WARMUP else verdict
-
-    def _settle_open_leap(self, step: int) -> None:
-        """Correct is over: keep the lesson and close the way back, or go it."""
-        leap = self._open
-        if leap is None:
-            return
-        if not leap.losses:
-            # Every step since the leap was skipped: the snapshot may be the only good weights there are.
-            self._react(step, Verdict(Level.CRITICAL, "no finite loss since the leap", Action.ROLL_BACK))
-            return
-        if leap.forecast is not None:
-            # Training losses are far noisier than a paired probe: no reason to change a gain unless they are far off.
-            error = sum(leap.losses) / len(leap.losses) - leap.forecast
-            self.record.leaps[leap.record]["forecast_error"] = error
-            verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
-            if verdict.action is Action.ROLL_BACK:
-                self._react(step, verdict)
-                return
-        self._open = None
-        self.trajectory.forget()
-        self.planner.leap_was_kept(probed=leap.probed)
 
     def _react(self, step: int, verdict: Verdict) -> None:
         """One rung of the recovery ladder."""
@@ -308,26 +259,15 @@ class PredictionEngine:
         if verdict.action in (Action.FORCE_FULL, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if verdict.action is Action.ROLL_BACK:
-            self._roll_back()
+            self.leaper.roll_back()
         if verdict.action is Action.RESET_PREDICTOR:
             self.trajectory.reset_memory()
             self.planner.residuals.residuals.clear()
         if verdict.level is Level.CRITICAL and self.rescue is not None and verdict.action is not Action.SKIP_BATCH:
             self.rescue.back_off()
 
-    def _roll_back(self) -> None:
-        leap, self._open = self._open, None
-        self.trajectory.roll_back()
-        self.record.roll_backs += 1
-        self.record.leaps[leap.record]["verdict"] = "rolled_back"
-        self.planner.leap_was_rejected()
-        self.planner.lower_gain()
-        # What was granted for it has to be earned again.
-        self.planner.credit -= leap.worth
-        self.monitor.errors.clear()
-
     def _observe_signals(self, step: int, learning_rate: float, phase: Phase, real: _RealStep | None) -> None:
-        made, self._just_made = self._just_made, None
+        made, self.leaper.just_made = self.leaper.just_made, None
         decrease = None
         if made is not None and made.standard_error:
             decrease = (made.loss_before - made.loss_after) / made.standard_error
@@ -363,7 +303,7 @@ class PredictionEngine:
         """What happened, as plain values; see `RunRecord`."""
         return {
             **self.record.summary(),
-            "direction": self.trajectory.direction,
+            "direction": self.trajectory.direction.name,
             "learning_rate_scale": self.rate_scale,
             "buffer_bytes": self.trajectory.bytes_held(),
         }
@@ -389,7 +329,16 @@ class PredictionEngine:
     def state_dict(self) -> tuple[dict, dict]:
         """Tensors and JSON values from which a resumed run continues bit for bit."""
         tensors, trajectory = self.trajectory.state_dict()
+        leap_tensors, leaper = self.leaper.state_dict()
+        parts = {"leaper": leap_tensors, "gains": self.planner.gains.tensors()}
+        if self.tail is not None:
+            parts["tail"] = self.tail.tensors()
+        for part, found in parts.items():
+            tensors.update({f"{part}.{name}": tensor.contiguous() for name, tensor in found.items()})
         values = {
+            "leaper": leaper,
+            "windows": self.windows.state_dict(),
+            "tail": self.tail.state_dict() if self.tail is not None else None,
             "controller": self.controller.state_dict(),
             "trajectory": trajectory,
             "planner": self.planner.state_dict(),
@@ -400,18 +349,25 @@ class PredictionEngine:
             "record": self.record.state_dict(),
             "steps_since_leap": self.steps_since_leap,
             "announced": self.announced.value,
-            "open_leap": vars(self._open) if self._open is not None else None,
         }
         return tensors, values
 
     def load_state_dict(self, tensors: dict, values: dict) -> None:
-        self.trajectory.load_state_dict(tensors, values["trajectory"])
-        for name in ("controller", "planner", "monitor", "signals", "record"):
+        def part_of(part: str) -> dict:
+            return {key[len(part) + 1 :]: tensor for key, tensor in tensors.items() if key.startswith(f"{part}.")}
+
+        own = ("leaper.", "gains.", "tail.")
+        of_trajectory = {key: tensor for key, tensor in tensors.items() if not key.startswith(own)}
+        self.trajectory.load_state_dict(of_trajectory, values["trajectory"])
+        self.leaper.load_state_dict(part_of("leaper"), values["leaper"])
+        self.planner.load_state_dict(values["planner"], part_of("gains"))
+        for name in ("controller", "monitor", "signals", "record", "windows"):
             getattr(self, name).load_state_dict(values[name])
         for name in ("probe", "rescue"):
             part = getattr(self, name)
             if part is not None and values[name] is not None:
                 part.load_state_dict(values[name])
+        if self.tail is not None and values["tail"] is not None:
+            self.tail.load_state_dict(part_of("tail"), values["tail"])
         self.steps_since_leap = values["steps_since_leap"]
         self.announced = Phase(values["announced"])
-        self._open = OpenLeap(**values["open_leap"]) if values["open_leap"] is not None else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from hf_hybrid.prediction.divergence import Level
+from hf_hybrid.prediction.gains import GainPlanner
 from hf_hybrid.prediction.trajectory import LeapShape
 from hf_hybrid.prediction.verifier import (
     HeldOutProbe,
@@ -34,7 +35,13 @@ class LeapRecord:
     loss_after: float | None = None
     standard_error: float | None = None
     e: float | None = None
-    """Immediate gain in real-step equivalents: fall of the held-out loss over its fall per real step."""
+    """Immediate gain in real-step equivalents: fall of the loss over its fall per real step."""
+    e_source: str | None = None
+    """`probe`: held-out loss before and after; `slopes`: training loss, from the gradient's projection on the leap."""
+    cosine: float | None = None
+    """Of the leap with what the real steps of Correct did; `None` if there were none."""
+    norm_ratio: float | None = None
+    """Length of what the real steps of Correct did over that of the leap, each per unit of learning rate."""
     predicted_decrease: float | None = None
     """Fall of the training loss along the leap to first order, from the slow memory of the gradients."""
     forecast_error: float | None = None
@@ -78,28 +85,14 @@ class OpenLeap:
     losses: list[float]
 
 
-def scheduled_gain(peak: float, progress: float) -> float:
-    """
-    Gain of a leap within the schedule.
-
-    Grows with the square of the progress: early directions are soon obsolete and early leaps hurt, late ones last. The
-    leap's displacement is also proportional to the learning rate, so that it fades as the rate decays.
-
-    Args:
-        peak (`float`): Gain at the end of the run.
-        progress (`float`): Share of the run that is done.
-    """
-    return peak * progress**2
-
-
 @dataclass
 class LeapPlanner:
     """
-    Gain schedule, credit, confidence and backing off. Plain numbers in, plain numbers out.
+    Credit, confidence, probing and backing off around the gain that a [`GainPlanner`] asks for. Plain numbers in, plain
+    numbers out.
 
     Args:
-        peak_gain (`float`): Largest scheduled gain.
-        worth_per_step (`float`): Predicted steps granted per real step at peak gain.
+        gains (`GainPlanner`): How far leaps go and what they are worth.
         probe_budget (`float`): Share of the run's compute for probes.
         max_steps (`int`): Length of the run.
         z (`float`): Standard errors for every verdict.
@@ -107,8 +100,7 @@ class LeapPlanner:
         extend (`bool`): Allow extended leaps.
     """
 
-    peak_gain: float
-    worth_per_step: float
+    gains: GainPlanner
     probe_budget: float
     max_steps: int
     z: float
@@ -142,9 +134,14 @@ class LeapPlanner:
 
     @property
     def confidence(self) -> float:
-        """Posterior share of leaps that are kept, times the stability of the run; in `[0, 1]`."""
+        """
+        Trust in the next leap, in `[0, 1]`: posterior share of leaps that are kept, times the stability of the run,
+        times the planner's probability that leaping pays, where it has one.
+        """
         kept = self.PRIOR_KEPT + self.kept_evidence
-        return self.stability * kept / (kept + self.PRIOR_REJECTED + self.rejected_evidence)
+        believed = self.gains.confidence
+        share = kept / (kept + self.PRIOR_REJECTED + self.rejected_evidence)
+        return self.stability * share * (1.0 if believed is None else believed)
 
     def allows_leap(self, step: int, probe: HeldOutProbe | None) -> bool:
         """
@@ -163,7 +160,7 @@ class LeapPlanner:
     def plan(self, step: int, features: Sequence[float], probe: HeldOutProbe | None) -> LeapPlan:
         """What the leap before step `step` should be, by the schedule and by what similar leaps taught."""
         progress = step / self.max_steps
-        gain = scheduled_gain(self.peak_gain, progress) * self.gain_level
+        gain = self.gains.gain(progress) * self.gain_level
         gain *= self.residuals.gain_factor(step, features, z=self.z)
         return LeapPlan(gain, probe is not None and self._probe_is_due(probe, progress))
 
@@ -200,7 +197,7 @@ class LeapPlanner:
             choice, verdict = self._shrink(gain, _mean(before), tried, measure)
         elif self.extend and paired.decrease > self.z * paired.standard_error:
             # Early scheduled gains are tiny; beyond the schedule it is the probe that decides.
-            far = max(gain, self.peak_gain / 4) * self.extension
+            far = max(gain, self.gains.peak / 4) * self.extension
             further = measure(far)
             cost = probe.cost_steps - spent
             pays = further.decrease > paired.decrease and accept_extended(further, slope=slope, cost=cost, z=self.z)
@@ -229,10 +226,9 @@ class LeapPlanner:
         """
         What a kept leap is worth, and how many whole steps of the credit so far are redeemed now.
 
-        Worth is granted from the schedule's prior, never more for a leap that went beyond it.
+        Worth is the planner's, from the schedule's prior or from imagination.
         """
-        share = min(max(gain / self.peak_gain, 0.0), 1.0) if self.peak_gain > 0 else 0.0
-        worth = self.worth_per_step * real_steps * share
+        worth = self.gains.worth_of(gain, real_steps)
         self.credit += worth
         horizon = min(int(self.credit), max_horizon)
         self.credit -= horizon
@@ -261,12 +257,14 @@ class LeapPlanner:
     )  # fmt: skip
 
     def state_dict(self) -> dict:
-        return {**{name: getattr(self, name) for name in self._STATE}, "residuals": self.residuals.state_dict()}
+        values = {name: getattr(self, name) for name in self._STATE}
+        return {**values, "residuals": self.residuals.state_dict(), "gains": self.gains.state_dict()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict, tensors: dict | None = None) -> None:
         for name in self._STATE:
             setattr(self, name, state[name])
         self.residuals.load_state_dict(state["residuals"])
+        self.gains.load_state_dict(tensors or {}, state["gains"])
 
 
 def record_as_dict(record: LeapRecord) -> dict:

@@ -116,8 +116,15 @@ class HeldOutProbe:
 
     def losses(self) -> Losses:
         """One loss per chosen sequence, at the weights of now."""
+        return self._evaluate(self._current)
+
+    def all_losses(self) -> Losses:
+        """One loss per held-out sequence, at the weights of now."""
+        return self._evaluate(range(len(self.batches)))
+
+    def _evaluate(self, indices: Sequence[int]) -> Losses:
         losses: Losses = []
-        for index in self._current:
+        for index in indices:
             losses += self.evaluate(self.batches[index])
             self.forward_passes += 1
             self.cost_steps += self.sizes[index] / (3.0 * self.sequences_per_step)

@@ -1,0 +1,120 @@
+"""From a slow average of the gradients to a step as the optimizer would make it: pure functions on one parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+Preconditioner = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], Tensor], Tensor]
+"""Takes `memory` (fp32), the optimizer's state of the parameter, its group, and `out` like `memory`; returns `out`."""
+
+MUON_COEFFICIENTS, MUON_STEPS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+"""Of Muon's Newton-Schulz iteration (Jordan et al., 2024), where a group does not say."""
+
+
+def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
+    """
+    `-memory / (sqrt(v_hat) + eps)`: the slow term of AdEMAMix (Pagliardini et al., 2024, arXiv 2409.03137) taken out of
+    the step and into a leap.
+    """
+    bias = 1.0 - group["betas"][1] ** _as_number(state["step"])
+    second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
+    return torch.div(memory, denominator, out=out).neg_()
+
+
+def sgd(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
+    """With momentum `mu`, `-memory / (1 - mu)`."""
+    return torch.mul(memory, -1.0 / (1.0 - group.get("momentum", 0.0)), out=out)
+
+
+def muon(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
+    """
+    Minus the orthogonalised memory, scaled as `torch.optim.Muon` scales its step (Jordan et al., 2024): `"original"`
+    by `sqrt(max(1, rows / columns))`, `"match_rms_adamw"` by `0.2 sqrt(max(rows, columns))` (Liu et al., 2025,
+    arXiv 2502.16982).
+    """
+    buffer = state.get("momentum_buffer")
+    computes_on = buffer.device if torch.is_tensor(buffer) else memory.device
+    rows, columns = memory.shape
+    if group.get("adjust_lr_fn") == "match_rms_adamw":
+        scale = 0.2 * math.sqrt(max(rows, columns))
+    else:
+        scale = math.sqrt(max(1.0, rows / columns))
+    orthogonal = orthogonalise(
+        memory.to(computes_on),
+        steps=group.get("ns_steps", MUON_STEPS),
+        coefficients=group.get("ns_coefficients", MUON_COEFFICIENTS),
+        eps=group.get("eps", MUON_EPS),
+    )
+    return out.copy_(orthogonal).mul_(-scale)
+
+
+def orthogonalise(
+    matrix: Tensor,
+    *,
+    steps: int = MUON_STEPS,
+    coefficients: tuple[float, float, float] = MUON_COEFFICIENTS,
+    eps: float = MUON_EPS,
+) -> Tensor:
+    """Muon's quintic Newton-Schulz iteration in bf16, `[rows, columns]`: singular values come to lie near 1."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=eps)  # Frobenius, so that no singular value exceeds 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def adafactor(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
+    """
+    `-memory / sqrt(v)` with the factored second moment of transformers' Adafactor (Shazeer and Stern, 2018,
+    arXiv 1804.04235), clipped to its root mean square and scaled with the parameter as its step is.
+    """
+    if "exp_avg_sq_row" in state:
+        rows = state["exp_avg_sq_row"].to(out.device, torch.float32)
+        columns = state["exp_avg_sq_col"].to(out.device, torch.float32)
+        factor = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+        torch.mul(memory, factor, out=out).mul_(columns.rsqrt().unsqueeze(-2))
+    else:
+        torch.mul(memory, out.copy_(state["exp_avg_sq"]).rsqrt_(), out=out)
+    mean_square = torch.dot(out.view(-1), out.view(-1)) / max(out.numel(), 1)
+    out.div_((mean_square.sqrt() / group["clip_threshold"]).clamp_(min=1.0))
+    scale = max(group["eps"][1], _as_number(state["RMS"])) if group["scale_parameter"] else 1.0
+    return out.mul_(-scale)
+
+
+def preconditioner_of(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
+) -> Preconditioner | None:
+    """
+    The rule of an optimizer whose state is understood: Adam-type with an elementwise, unquantised second moment, SGD,
+    Muon (`torch.optim.Muon`, or a group with `algorithm="muon"`) and transformers' Adafactor; `None` for any other.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return sgd
+    if len(shape) == 2 and (isinstance(optimizer, torch.optim.Muon) or group.get("algorithm") == "muon"):
+        return muon
+    second_moment = state.get("exp_avg_sq")
+    is_whole = torch.is_tensor(second_moment) and second_moment.shape == shape and second_moment.is_floating_point()
+    if {"clip_threshold", "scale_parameter"} <= group.keys() and "RMS" in state:
+        return adafactor if is_whole or "exp_avg_sq_row" in state else None
+    return adam if is_whole and "step" in state and "betas" in group else None
+
+
+def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
+    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` for other optimizers."""
+    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+    if not torch.is_tensor(first) or not torch.is_tensor(second) or first.shape != second.shape:
+        return None
+    return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
+
+
+def _as_number(value: Any) -> float:
+    return value.item() if torch.is_tensor(value) else float(value)

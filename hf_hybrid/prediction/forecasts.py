@@ -1,0 +1,234 @@
+"""Forecasts of the loss as distributions: Student-t arithmetic, the power law of the past, calibration by errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+FREEDOM = 5
+"""Degrees of freedom of every predictive Student-t: losses of windows have heavy tails, but a variance."""
+_LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.5 * math.log(FREEDOM * math.pi)
+VARIANCE = FREEDOM / (FREEDOM - 2)
+"""Variance of the Student-t of scale 1."""
+HISTORY = ("change", "residual", "exponent", "window", "noise")
+"""What [`LossHistory`] knows after every window."""
+SCORED = (1, 5, 20)
+"""Windows ahead at which forecasts are scored."""
+
+
+def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
+    """Negative log density of `z * exp(log_scale)` under a Student-t of 5 degrees of freedom, in nats."""
+    return 0.5 * (FREEDOM + 1) * torch.log1p(z.square() / FREEDOM) + log_scale - _LOG_NORMALISER
+
+
+def student_t_cdf(z: float) -> float:
+    """Distribution function of the Student-t of 5 degrees of freedom, in closed form."""
+    angle = math.atan(z / math.sqrt(FREEDOM))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    return 0.5 + (angle + sine * cosine + 2 / 3 * sine * cosine**3) / math.pi
+
+
+@functools.lru_cache(maxsize=64)
+def student_t_quantile(probability: float) -> float:
+    """
+    Inverse of [`student_t_cdf`], by bisection.
+
+    Raises:
+        ValueError: If the probability is not between 0 and 1.
+    """
+    if not 0.0 < probability < 1.0:
+        raise ValueError(f"`probability` is {probability}: a quantile needs one between 0 and 1, both excluded.")
+    low, high = -1e3, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_t_cdf(middle) < probability else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """
+    Log loss of each of the next windows minus that of the last one: Student-t, 5 degrees of freedom.
+
+    Args:
+        mean (`list[float]`), scale (`list[float]`): Of the Student-t, by window; the scale is calibrated.
+        disagreement (`list[float]`): Standard deviation between the means of the ensemble's members.
+    """
+
+    mean: list[float]
+    scale: list[float]
+    disagreement: list[float]
+
+    def quantile(self, probability: float, k: int) -> float:
+        """Change of the log loss `k` windows ahead that is not exceeded with this probability."""
+        return self.mean[k - 1] + self.scale[k - 1] * student_t_quantile(probability)
+
+    def probability_below(self, change: float, k: int) -> float:
+        """Probability that the log loss `k` windows ahead has changed by less than `change`."""
+        return student_t_cdf((change - self.mean[k - 1]) / self.scale[k - 1])
+
+
+class LossHistory:
+    """
+    The power law `loss = a * window ** -exponent` through the losses of past windows, by least squares in logarithms.
+
+    A window's weight falls with the square of its age relative to the run's, so that the fit forgets at the pace at
+    which training slows down. Serves as baseline and as input of the dynamics model.
+    """
+
+    _RIDGE = 0.05
+    """Pulls the exponent to 0 while there is little evidence."""
+    _STATE = ("windows", "weight", "u", "v", "uu", "uv", "last", "noise")
+
+    def __init__(self):
+        self.windows = 0
+        self.weight = self.u = self.v = self.uu = self.uv = 0.0
+        self.last: float | None = None
+        self.noise = 0.05
+
+    def observe(self, log_loss: float) -> list[float]:
+        """
+        Take in a window.
+
+        Returns:
+            `list[float]`: In the order of `HISTORY`: change of the log loss since the window before; log loss minus its
+            fit; exponent; number of windows so far; usual size of the residual. Log-loss units where there are units.
+        """
+        change = log_loss - self.last if self.last is not None else 0.0
+        self.last = log_loss
+        keep = (self.windows / (self.windows + 1)) ** 2
+        self.windows += 1
+        u = math.log(self.windows)
+        sums = (1.0, u, log_loss, u * u, u * log_loss)
+        for name, value in zip(("weight", "u", "v", "uu", "uv"), sums):
+            setattr(self, name, keep * getattr(self, name) + value)
+        mean_u, mean_v = self.u / self.weight, self.v / self.weight
+        variance = max(self.uu / self.weight - mean_u**2, 0.0)
+        slope = (self.uv / self.weight - mean_u * mean_v) / (variance + self._RIDGE / self.weight)
+        residual = log_loss - (mean_v + slope * (u - mean_u))
+        self.noise += 0.1 * (abs(residual) - self.noise)
+        return [change, residual, -slope, float(self.windows), self.noise]
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in self._STATE:
+            setattr(self, name, state[name])
+
+
+def history_of(losses: Sequence[float]) -> Tensor:
+    """What [`LossHistory`] would have known after each of these windows, `[W, 5]`."""
+    history = LossHistory()
+    return torch.tensor([history.observe(log_loss(loss)) for loss in losses]).reshape(-1, len(HISTORY))
+
+
+def log_loss(loss: float) -> float:
+    """Logarithm of a window's mean loss; losses that have none count as 1e-6."""
+    return math.log(max(float(loss), 1e-6))
+
+
+def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+    """
+    The baseline: what the power law expects, split into two parts that a model can trust to different degrees.
+
+    Args:
+        history (`torch.Tensor`): `[N, 5]` as from [`history_of`].
+        horizon (`int`): Windows ahead, `K`.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: Return of the last window to the fitted curve `[N, 1]`, and change of the curve in each
+        of the next windows `[N, K]`. The forecast of the log loss is the first plus the running sum of the second.
+    """
+    window = history[:, 3:4] + torch.arange(horizon, device=history.device, dtype=history.dtype)
+    return -history[:, 1:2], -history[:, 2:3] * torch.log1p(1.0 / window)
+
+
+def interpolated(values: Tensor, horizon: int) -> Tensor:
+    """Values `[3]` at `SCORED` windows ahead to all of the next ones, `[K]`: in a straight line in log k, then flat."""
+    ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
+    found = values[0].expand(horizon)
+    for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
+        share = ((ahead - math.log(below)) / math.log(above / below)).clamp(0, 1)
+        found = found + share * (values[index + 1] - values[index])
+    return found
+
+
+class Calibration:
+    """
+    Widens or narrows predictive scales until past forecasts are as often wrong as they said.
+
+    For every scored horizon the squared scale is multiplied with a ratio: a fading average of squared standardised
+    errors, each weighted as the maximum-likelihood scale of a Student-t asks, so that one outlier counts for little.
+    It starts at 1, which is worth `PRIOR + k` errors that fade like others: forecasts of neighbouring windows share
+    what happens to them, so that few of them say little.
+    """
+
+    PRIOR = 8.0
+    HALF_LIFE = 100.0
+    KEPT = 256
+
+    def __init__(self):
+        self.ratios = dict.fromkeys(SCORED, 1.0)
+        self.counts = {k: self.PRIOR + k for k in SCORED}
+        self.sums = dict(self.counts)
+        self.places: dict[int, deque[float]] = {k: deque(maxlen=self.KEPT) for k in SCORED}
+        """Probability integral transforms: where in its predictive distribution each realised loss fell."""
+        self.errors = {k: [0.0, 0.0, 0.0] for k in SCORED}
+        """Sums of absolute errors: of the forecasts, of persistence, of the power law."""
+        self.scored = dict.fromkeys(SCORED, 0)
+
+    def factor(self, k: int) -> float:
+        """What the scale of a forecast `k` windows ahead is multiplied with; geometric between scored horizons."""
+        below = max((s for s in SCORED if s <= k), default=SCORED[0])
+        above = min((s for s in SCORED if s >= k), default=SCORED[-1])
+        share = math.log(k / below) / math.log(above / below) if above > below else 0.0
+        return math.exp(0.5 * ((1 - share) * math.log(self.ratios[below]) + share * math.log(self.ratios[above])))
+
+    def score(self, k: int, realised: float, mean: float, raw_scale: float, factor: float, law: float) -> None:
+        """
+        Take in what became of a forecast `k` windows ahead.
+
+        Args:
+            realised (`float`), mean (`float`): Change of the log loss, and what was forecast.
+            raw_scale (`float`), factor (`float`): The forecast's scale before calibration, and its factor then.
+            law (`float`): What the power law expected.
+        """
+        z2 = ((realised - mean) / raw_scale) ** 2
+        weight = (FREEDOM + 1) / (FREEDOM + z2 / self.ratios[k])
+        keep = 0.5 ** (1.0 / self.HALF_LIFE)
+        self.sums[k] = keep * self.sums[k] + weight * z2
+        self.counts[k] = keep * self.counts[k] + 1.0
+        self.ratios[k] = min(max(self.sums[k] / self.counts[k], 1e-3), 1e4)
+        self.places[k].append(student_t_cdf((realised - mean) / (raw_scale * factor)))
+        for index, expected in enumerate((mean, 0.0, law)):
+            self.errors[k][index] += abs(realised - expected)
+        self.scored[k] += 1
+
+    def coverage(self, probability: float, k: int) -> float | None:
+        """Share of realised losses inside their central interval of this probability; `None` if there are none."""
+        inside = [abs(place - 0.5) <= probability / 2 for place in self.places[k]]
+        return sum(inside) / len(inside) if inside else None
+
+    def mean_errors(self, k: int) -> tuple[float, float, float] | None:
+        """Mean absolute error in log loss of forecasts, persistence and power law; `None` before the first."""
+        return tuple(error / self.scored[k] for error in self.errors[k]) if self.scored[k] else None
+
+    def state_dict(self) -> dict:
+        """One list by scored horizon, as JSON has no integer keys."""
+        parts = (self.ratios, self.counts, self.sums, self.places, self.errors, self.scored)
+        return {str(k): [list(p[k]) if isinstance(p[k], (deque, list)) else p[k] for p in parts] for k in SCORED}
+
+    def load_state_dict(self, state: dict) -> None:
+        for k in SCORED:
+            ratio, count, total, places, errors, scored = state[str(k)]
+            self.ratios[k], self.counts[k], self.sums[k], self.scored[k] = ratio, count, total, scored
+            self.places[k] = deque(places, maxlen=self.KEPT)
+            self.errors[k] = list(errors)

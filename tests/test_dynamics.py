@@ -1,0 +1,272 @@
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from synthetic_runs import make_run
+
+from hf_hybrid.prediction.dynamics import DynamicsModel
+from hf_hybrid.prediction.forecasts import HISTORY, Calibration, power_law
+from hf_hybrid.prediction.replay import dequantise, quantise
+from hf_hybrid.prediction.rssm import FEATURES, RSSM, save_weights
+from hf_hybrid.prediction.rssm_records import score_records
+
+
+def small(seed=0):
+    return RSSM(members=2, deterministic=32, hidden=32, seed=seed)
+
+
+def dynamics(**options):
+    return DynamicsModel(**{"model": small(), "horizon": 5, "chunk": 4, **options})
+
+
+def follow(model, run, windows, *, keep=5):
+    """Observe windows of a run; after each, forecast what was really done next."""
+    actions = torch.as_tensor(run.actions, dtype=torch.float32)
+    for window in windows:
+        model.observe_window(run.features[window], run.actions[window], run.losses[window])
+        future = actions[window + 1 : window + 1 + keep]
+        if len(future):
+            model.forecast(future, keep=True)
+    return model
+
+
+PLAIN = torch.tensor([[0.0, 0.0, 0.5, 1.0]]).repeat(5, 1)
+LEAPS = PLAIN + torch.tensor([1.0, 0.1, 0.0, 0.0])
+
+
+# Observing.
+
+
+def test_equal_runs_give_equal_models_and_leave_global_generators_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = (follow(dynamics(), make_run(0), range(12)) for _ in range(2))
+    assert first.forecast(PLAIN) == second.forecast(PLAIN)
+    assert first.updates == second.updates == 2 and first.seconds > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_features_are_normalised_by_the_run_or_by_the_start_weights(tmp_path):
+    run = make_run(0, windows=100)
+    run.features[:, 3] = 4.0 + 0.5 * torch.randn(100, generator=torch.Generator().manual_seed(0)).numpy()
+    model = follow(dynamics(learn_every=0), run, range(100))
+    assert model.model.feature_mean[3] == pytest.approx(4.0, abs=0.5)
+    started = small(seed=1)
+    started.feature_mean.fill_(0.25)
+    save_weights(started, tmp_path / "start.safetensors")
+    model = follow(dynamics(start=tmp_path / "start.safetensors", learn_every=0), run, range(20))
+    for ours, theirs in zip(model.model.state_dict().values(), started.state_dict().values()):
+        assert torch.equal(ours, theirs)
+
+
+def test_learning_online_improves_forecasts_of_the_same_run():
+    run = make_run(1, windows=60)
+    model = follow(dynamics(learn_every=0, learning_rate=3e-3, updates=60), run, range(60))
+    before = score_records(model.model, [run], horizon=5)
+    assert set(model.learn()) == {"reconstruction", "kl", "loss", "paired", "total"} and model.updates == 60
+    after = score_records(model.model, [run], horizon=5)
+    assert after["nll_1"] < before["nll_1"] and after["nll_5"] < before["nll_5"] - 0.3
+
+
+def test_chunks_hold_consecutive_windows():
+    run = make_run(2, windows=30)
+    model = follow(dynamics(learn_every=0, capacity=20), run, range(30))
+    assert len(model.replay) == 20
+    batch = model.replay.chunks(6, 4, 2, 5, torch.Generator().manual_seed(0))
+    losses = torch.as_tensor(run.losses, dtype=torch.float32).log()
+    for row in range(6):
+        begin = int((losses - batch.log_losses[row, 0]).abs().argmin())
+        length = int(batch.lengths[row])
+        assert begin >= 10 and length == min(9, 30 - begin)
+        torch.testing.assert_close(batch.log_losses[row, :length], losses[begin : begin + length])
+        features = torch.as_tensor(run.features[begin : begin + length], dtype=torch.float32)
+        assert torch.equal(batch.observations[row, :length, :FEATURES], features)
+
+
+def test_quantised_latents_are_right_within_half_a_step():
+    vectors = torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 7)[:, None]
+    vectors[0, 0] = 0.0
+    codes, scale = quantise(vectors)
+    assert codes.dtype == torch.int8
+    assert ((dequantise(codes, scale) - vectors).abs() <= scale * 0.5001).all()
+
+
+def test_int8_latents_start_chunks_where_float32_latents_do():
+    run = make_run(0)
+    exact, rounded = (follow(dynamics(learn_every=0, latent_dtype=t), run, range(20)) for t in ("float32", "int8"))
+    for window in range(20):
+        for a, b in zip(exact.replay.before(window), rounded.replay.before(window)):
+            assert (a - b).abs().max() <= a.abs().max() / 127 * 0.51
+    sizes = [sum(t.nbytes for n, t in m.replay.tensors().items() if n == "codes") for m in (exact, rounded)]
+    assert sizes[0] == 4 * sizes[1]
+
+
+# Imagining.
+
+
+def test_forecasts_combine_the_members_as_a_mixture():
+    model = follow(dynamics(learn_every=0), make_run(0), range(10), keep=0)
+    head = model._imagine(PLAIN[None])
+    forecast = model.forecast(PLAIN)
+    mean, scale = head.mean[:, 0], head.log_scale[:, 0].exp()
+    torch.testing.assert_close(torch.tensor(forecast.mean), mean.mean(0))
+    torch.testing.assert_close(torch.tensor(forecast.disagreement), mean.std(0, unbiased=False))
+    samples = [torch.distributions.StudentT(5.0, mean[m, -1], scale[m, -1]) for m in range(2)]
+    torch.manual_seed(0)
+    drawn = torch.cat([distribution.sample((200_000,)) for distribution in samples])
+    variance = torch.tensor(forecast.scale[-1] ** 2 * 5 / 3)
+    torch.testing.assert_close(drawn.var(), variance, rtol=0.05, atol=0)
+    assert forecast.quantile(0.5, 5) == pytest.approx(forecast.mean[4])
+    assert forecast.probability_below(forecast.quantile(0.9, 3), 3) == pytest.approx(0.9)
+
+
+def test_confidence_is_the_probability_of_no_rise_beyond_the_tolerance():
+    model = dynamics(tolerance=0.03)
+    assert model.confidence == 0.0
+    follow(model, make_run(0), range(10), keep=0)
+    model.forecast(PLAIN)
+    assert model.confidence == 0.0
+    forecast = model.forecast(PLAIN, keep=True)
+    assert model.confidence == forecast.probability_below(math.log1p(0.03), 5)
+    model.observation[FEATURES + 2] = 2.0
+    model.forecast(PLAIN, keep=True)
+    falling = model.confidence
+    model.observation[FEATURES + 2] = -2.0
+    model.forecast(PLAIN, keep=True)
+    assert model.confidence < 0.3 < 0.7 < falling
+
+
+def test_futures_are_compared_pair_by_pair():
+    model = follow(dynamics(), make_run(0), range(25), keep=0)
+    with torch.no_grad():
+        model.model.loss_out.weight[:, :, 1].normal_(generator=torch.Generator().manual_seed(0))
+    mean, disagreement = model.compare(LEAPS, PLAIN)
+    reverse, _ = model.compare(PLAIN, LEAPS)
+    assert mean.shape == disagreement.shape == (5,) and mean.any()
+    torch.testing.assert_close(mean, -reverse)
+    many, _ = model.compare(torch.stack((LEAPS, PLAIN, 2 * LEAPS)), PLAIN)
+    assert many.shape == (3, 5)
+    torch.testing.assert_close(many[0], mean)
+    assert not many[1].any()
+
+
+def test_probability_better_follows_the_difference_and_its_doubt():
+    model = follow(dynamics(learn_every=0), make_run(0), range(10), keep=0)
+    assert model.probability_better(LEAPS, PLAIN, 5).item() == 0.5
+    with torch.no_grad():
+        model.model.loss_out.bias[:, 0, 1] = -0.5
+    sure = model.probability_better(LEAPS, PLAIN, 5).item()
+    assert sure > 0.9 and model.probability_better(PLAIN, LEAPS, 5).item() == pytest.approx(1 - sure)
+    with torch.no_grad():
+        model.model.loss_out.bias[:, 0, 1] = torch.tensor([-2.5, 1.5])
+    assert 0.5 < model.probability_better(LEAPS, PLAIN, 5).item() < sure
+    both = model.probability_better(torch.stack((LEAPS, PLAIN)), PLAIN, 5)
+    assert both.shape == (2,) and both[1] == 0.5
+
+
+# Calibrating.
+
+
+@pytest.mark.parametrize("heavy_tails", [False, True])
+@pytest.mark.parametrize("wrong_by", [0.3, 4.0])
+def test_scales_are_corrected_until_intervals_cover_what_they_say(heavy_tails, wrong_by):
+    generator = torch.Generator().manual_seed(0)
+    errors = torch.randn(3000, generator=generator)
+    if heavy_tails:
+        errors = errors / (torch.randn(3000, 5, generator=generator).square().mean(1)).sqrt()
+    calibration, places = Calibration(), []
+    for error in errors.tolist():
+        calibration.score(5, 0.1 + 0.02 * error, 0.1, 0.02 * wrong_by, calibration.factor(5), 0.0)
+        places.append(calibration.places[5][-1])
+    off = (torch.tensor(places[300:]) - 0.5).abs()
+    assert off.le(0.25).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert off.le(0.45).float().mean().item() == pytest.approx(0.9, abs=0.03)
+    assert calibration.coverage(0.9, 5) == off[-256:].le(0.45).float().mean().item()
+
+
+def test_intervals_of_runs_cover_what_they_say():
+    runs = [make_run(seed, windows=300, noise=0.05, leaps=False) for seed in (6, 7)]
+    models = [follow(dynamics(learn_every=0), run, range(300)) for run in runs]
+    for k in (1, 5):
+        for probability in (0.5, 0.9):
+            covered = sum(model.calibration.coverage(probability, k) for model in models) / 2
+            assert covered == pytest.approx(probability, abs=0.07)
+
+
+def test_forecasts_meet_what_came_of_them():
+    run = make_run(6)
+    model, expected = dynamics(learn_every=0), []
+    for window in range(4):
+        follow(model, run, [window], keep=0)
+        model.forecast(LEAPS, keep=True)
+        expected.append((model.forecast(PLAIN, keep=True), model.observation[None, FEATURES:].clone()))
+    model.observe_window(run.features[4], run.actions[4], run.losses[4])
+    changes = [math.log(run.losses[w + 1] / run.losses[w]) for w in range(4)]
+    laws = [sum(part[0, 0].item() for part in power_law(history, 1)) for _, history in expected]
+    errors = model.calibration.mean_errors(1)
+    assert errors[0] == pytest.approx(sum(abs(c - f.mean[0]) for c, (f, _) in zip(changes, expected)) / 4, abs=1e-6)
+    assert errors[1] == pytest.approx(sum(abs(c) for c in changes) / 4, abs=1e-6)
+    assert errors[2] == pytest.approx(sum(abs(c - law) for c, law in zip(changes, laws)) / 4, abs=1e-6)
+    assert model.calibration.mean_errors(20) is None and model.calibration.coverage(0.5, 5) is None
+
+
+# Saving.
+
+
+@pytest.mark.parametrize("latent_dtype", ["float32", "int8"])
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, latent_dtype):
+    run = make_run(7)
+    whole = follow(dynamics(latent_dtype=latent_dtype), run, range(13))
+    tensors, values = whole.state_dict()
+    save_file(tensors, tmp_path / "state.safetensors")
+    resumed = dynamics(latent_dtype=latent_dtype, model=small(seed=9), seed=5)
+    resumed.load_state_dict(load_file(tmp_path / "state.safetensors"), json.loads(json.dumps(values)))
+    for model in (whole, resumed):
+        follow(model, run, range(13, 31))
+    ours, theirs = whole.state_dict(), resumed.state_dict()
+    assert ours[0].keys() == theirs[0].keys()
+    for name, tensor in ours[0].items():
+        assert torch.equal(tensor, theirs[0][name]), name
+    assert {**ours[1], "seconds": 0.0} == {**theirs[1], "seconds": 0.0}
+    assert whole.forecast(PLAIN) == resumed.forecast(PLAIN)
+
+
+def test_a_state_before_the_first_window_can_be_saved():
+    model, other = dynamics(), dynamics(model=small(seed=3))
+    other.load_state_dict(*model.state_dict())
+    run = make_run(0)
+    assert follow(model, run, range(8)).forecast(PLAIN) == follow(other, run, range(8)).forecast(PLAIN)
+
+
+def test_a_state_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="other sizes"):
+        dynamics(model=RSSM(members=2, deterministic=16, hidden=32)).load_state_dict(*dynamics().state_dict())
+
+
+# Errors.
+
+
+def test_wrong_input_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`start` .* cannot be read"):
+        dynamics(start=tmp_path / "absent.safetensors")
+    with pytest.raises(ValueError, match="`latent_dtype` is 'int4'"):
+        dynamics(latent_dtype="int4")
+    with pytest.raises(ValueError, match="`horizon` is 0"):
+        dynamics(horizon=0)
+    model = dynamics()
+    with pytest.raises(ValueError, match="`observe_window` first"):
+        model.forecast(PLAIN)
+    with pytest.raises(ValueError, match="`mean_loss` is nan"):
+        model.observe_window([0.0] * 64, [0.0] * 4, math.nan)
+    follow(model, make_run(0), range(2), keep=0)
+    with pytest.raises(ValueError, match="`actions` has the shape"):
+        model.forecast(PLAIN[None])
+    with pytest.raises(ValueError, match="gain, horizon, progress, rate"):
+        model.compare(PLAIN[:, :3], PLAIN)
+    with pytest.raises(ValueError, match="`actions_a` is 5 windows long and `actions_b` 4"):
+        model.compare(PLAIN, PLAIN[:4])
+    with pytest.raises(ValueError, match="`horizon` is 6"):
+        model.probability_better(LEAPS, PLAIN, 6)
+    assert model.windows == 2 and len(HISTORY) == 5

@@ -1,0 +1,75 @@
+import json
+import random
+
+import pytest
+
+from hf_hybrid.prediction.gains import BanditGain, FixedGain, GainPlanner, Window, WindowCounter, scheduled_gain
+
+
+def window(loss, **changes):
+    values = {"features": [0.0] * 64, "loss": loss, "gain": 0.0, "horizon": 0.0, "progress": 0.5, "rate": 0.5}
+    return Window(**{**values, **changes})
+
+
+def test_the_schedule_grows_with_the_run_or_is_constant():
+    assert [scheduled_gain(4.0, p, 2.0) for p in (0.0, 0.5, 1.0)] == [0.0, 1.0, 4.0]
+    assert [scheduled_gain(3.0, p, 0.0) for p in (0.0, 0.5, 1.0)] == [3.0, 3.0, 3.0]
+    assert FixedGain(4.0, 2.0, 0.1).gain(0.1) == 4.0
+
+
+def test_worth_is_in_proportion_to_the_gain_and_never_more_than_at_the_peak():
+    planner = GainPlanner(4.0, 2.0, 0.2)
+    assert planner.worth_of(4.0, 5) == pytest.approx(1.0)
+    assert planner.worth_of(2.0, 5) == pytest.approx(0.5)
+    assert planner.worth_of(40.0, 5) == pytest.approx(1.0)
+    assert planner.worth_of(-1.0, 5) == 0.0
+    assert GainPlanner(0.0, 2.0, 0.2).worth_of(1.0, 5) == 0.0
+
+
+def play(bandit, best, rounds, seed=0):
+    """A world in which the loss falls faster the nearer the arm is to `best`; returns the arms chosen."""
+    noise, loss, arms = random.Random(seed), 10.0, []
+    for _ in range(rounds):
+        arms.append(bandit.ARMS[bandit.arm])
+        loss *= 1.0 - 0.01 * (2.0 - abs(bandit.ARMS[bandit.arm] - best)) + noise.gauss(0, 0.002)
+        bandit.observe(window(loss))
+    return arms
+
+
+@pytest.mark.parametrize("best", [0.0, 1.0, 2.0])
+def test_the_bandit_finds_the_gain_that_pays(best):
+    last = play(BanditGain(4.0, 2.0, 0.2), best, 400)[-100:]
+    assert sum(arm == best for arm in last) > 70
+
+
+def test_the_bandit_goes_on_where_it_was_saved():
+    first = BanditGain(4.0, 2.0, 0.2)
+    play(first, 2.0, 30)
+    second = BanditGain(4.0, 2.0, 0.2)
+    second.load_state_dict(first.tensors(), json.loads(json.dumps(first.state_dict())))
+    assert second.gain(0.5) == first.gain(0.5)
+    assert play(first, 2.0, 30, seed=1) == play(second, 2.0, 30, seed=1)
+
+
+def test_a_loss_of_zero_or_less_teaches_the_bandit_nothing():
+    bandit = BanditGain(4.0, 2.0, 0.2)
+    for loss in (0.0, -1.0, 0.0):
+        bandit.observe(window(loss))
+    assert (bandit.response == 0).all()
+
+
+def test_windows_hold_what_happened_in_their_real_steps():
+    counter = WindowCounter(stride=4)
+    done = []
+    for loss in (4.0, 2.0, None, 2.0):
+        done.append(counter.step(loss, 0.1))
+    counter.leap(3.0, real_steps=2)
+    done.append(counter.step(0.0, 0.05))
+    assert done == [False, False, False, False, True]
+    closed = counter.close([1.0], progress=0.25, learning_rate=0.05)
+    assert closed == Window([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
+    assert counter.losses == [] and counter.gain == 0.0 and counter.predicted == 0
+    other = WindowCounter(stride=4)
+    counter.step(1.0, 0.02)
+    other.load_state_dict(json.loads(json.dumps(counter.state_dict())))
+    assert vars(other) == vars(counter)

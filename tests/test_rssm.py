@@ -1,0 +1,322 @@
+import math
+
+import pytest
+import torch
+from synthetic_runs import SIGNAL, make_run
+
+from hf_hybrid.prediction.forecasts import (
+    HISTORY,
+    LossHistory,
+    history_of,
+    power_law,
+    student_t_cdf,
+    student_t_nll,
+    student_t_quantile,
+)
+from hf_hybrid.prediction.rssm import (
+    FEATURES,
+    OBSERVATION,
+    RSSM,
+    UNIFORM,
+    EnsembleLinear,
+    State,
+    load_weights,
+    save_weights,
+)
+from hf_hybrid.prediction.rssm_records import Record, make_batch, score_records, sequences_of, train_on_records
+from hf_hybrid.prediction.rssm_training import FREE_NATS, kl_loss, rssm_loss
+
+SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def a_batch(model, records, horizon=5):
+    sequences = [sequences_of(record)[0] for record in records]
+    shares = torch.linspace(0, 1, 3).repeat(len(sequences), 1)
+    return make_batch(sequences, torch.ones(model.members, len(sequences)), horizon, shares)
+
+
+def an_observation(count=1, seed=0):
+    features = torch.randn(count, FEATURES, generator=generator(seed))
+    return torch.cat((features, torch.tensor([[-0.01, 0.005, 0.2, 10.0, 0.01]]).repeat(count, 1)), -1)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = RSSM(**SMALL)
+    runs = [make_run(seed, windows=20) for seed in range(128)]
+    train_on_records(model, runs, epochs=10, learning_rate=1e-2, starts=4, horizon=5)
+    return model
+
+
+# The model.
+
+
+def test_standard_size():
+    model = RSSM()
+    assert sum(p.numel() for p in model.parameters()) / model.members < 400_000
+    assert (model.members, model.deterministic, model.stochastic) == (3, 256, 32)
+    state = model.observe(model.initial(5), an_observation(5), torch.zeros(5, 4))
+    assert state.deterministic.shape == (3, 5, 256) and state.stochastic.shape == (3, 5, 32)
+    imagined = model.imagine(state, torch.zeros(5, 7, 4))
+    assert imagined.deterministic.shape == (3, 5, 7, 256) and imagined.stochastic.shape == (3, 5, 7, 32)
+    assert model.reconstruct(State(*(part[:, :, 0] for part in imagined))).shape == (3, 5, 64)
+    head = model.predict_loss(state, imagined, an_observation(5), torch.zeros(5, 7, 4))
+    assert head.mean.shape == head.log_scale.shape == (3, 5, 7)
+
+
+def test_ensemble_linear_is_one_linear_map_per_member():
+    layer = EnsembleLinear(3, 5, 7, generator())
+    torch.nn.init.normal_(layer.bias, generator=generator(1))
+    x = torch.randn(3, 4, 5, generator=generator(2))
+    expected = [torch.nn.functional.linear(x[m], layer.weight[m].T, layer.bias[m, 0]) for m in range(3)]
+    torch.testing.assert_close(layer(x), torch.stack(expected))
+
+
+def test_a_window_is_a_gated_recurrent_unit_step():
+    model = RSSM(**SMALL)
+    state = State(torch.randn(2, 1, 32, generator=generator()), torch.rand(2, 1, 32, generator=generator(1)))
+    action = torch.tensor([[2.0, 0.5, 0.3, 0.9]])
+    inputs = torch.tensor([math.asinh(2.0), math.asinh(0.5), 0.3, 0.9])
+    with torch.no_grad():
+        got = model.imagine(state, action[:, None]).deterministic[:, 0, 0]
+        for member in range(2):
+            old = state.deterministic[member, 0]
+            gates = torch.cat((old, state.stochastic[member, 0])) @ model.gates.weight[member]
+            gates = gates + inputs @ model.gates_action.weight[member] + model.gates_action.bias[member, 0]
+            reset, update, candidate = gates.view(3, 32)
+            update = torch.sigmoid(update - 1)
+            expected = update * torch.tanh(torch.sigmoid(reset) * candidate) + (1 - update) * old
+            torch.testing.assert_close(got[member], expected)
+
+
+def test_prior_and_posterior_are_distributions_without_dead_classes():
+    model = RSSM(**SMALL)
+    hidden = 10 * torch.randn(2, 6, 32, generator=generator())
+    for probabilities in (model.prior(hidden), model.posterior(hidden, model.embed(100 * an_observation(6)))):
+        assert probabilities.shape == (2, 6, 4, 8)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 6, 4))
+        assert probabilities.min() >= UNIFORM / 8 * 0.999
+
+
+def test_samples_follow_the_distribution_and_pass_its_gradient():
+    probabilities = torch.tensor([0.7, 0.2, 0.1]).repeat(4000, 1, 1).requires_grad_()
+    sample = RSSM.sample(probabilities, generator())
+    assert set(sample.detach().round(decimals=5).unique().tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(sample.mean(0), torch.tensor([0.7, 0.2, 0.1]), atol=0.03, rtol=0)
+    sample[:, 1].sum().backward()
+    assert torch.equal(probabilities.grad[:, 0], torch.tensor([0.0, 1.0, 0.0]).repeat(4000, 1))
+
+
+def test_divergence_has_free_nats_and_pulls_mostly_the_prior():
+    logits = torch.zeros(3, 4, 8, requires_grad=True)
+    kl = kl_loss(logits.softmax(-1), torch.full((3, 4, 8), 1 / 8))
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach(), torch.full((3,), FREE_NATS))
+    assert not logits.grad.any()
+
+    logits = [(3 * torch.randn(1, 4, 8, generator=generator(seed))).requires_grad_() for seed in (1, 2)]
+    posterior, prior = (torch.distributions.Categorical(logits=values) for values in logits)
+    kl = kl_loss(posterior.probs, prior.probs)
+    torch.testing.assert_close(kl, torch.distributions.kl_divergence(posterior, prior).sum(-1))
+    ours = torch.autograd.grad(kl.sum(), logits, retain_graph=True)
+    plain = torch.autograd.grad(torch.distributions.kl_divergence(posterior, prior).sum(), logits)
+    torch.testing.assert_close(ours[0], 0.2 * plain[0])
+    torch.testing.assert_close(ours[1], 0.8 * plain[1])
+
+
+def test_gradient_reaches_every_parameter():
+    model = RSSM(**SMALL)
+    rssm_loss(model, a_batch(model, [make_run(0), make_run(1)]), generator())["total"].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.flatten(1).abs().sum(1).gt(0).all(), name
+
+
+def test_imagination_is_deterministic_and_leaves_global_generators_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    model = RSSM(**SMALL)
+    actions = torch.rand(1, 6, 4, generator=generator())
+    state = model.observe(model.initial(1), an_observation(), torch.zeros(1, 4))
+    first, second = model.imagine(state, actions), model.imagine(state, actions)
+    sampled = model.imagine(state, actions, generator(1))
+    assert torch.equal(first.stochastic, second.stochastic)
+    assert not torch.allclose(first.stochastic, sampled.stochastic)
+    rssm_loss(model, a_batch(model, [make_run(0)]), generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_leap_of_which_nothing_is_known_is_worth_nothing():
+    model = RSSM(**SMALL)
+    plain = torch.tensor([[[0.0, 0.0, 0.5, 1.0]]]).repeat(1, 8, 1)
+    leaps = plain + torch.tensor([3.0, 0.4, 0.0, 0.0])
+    state = model.observe(model.initial(1), an_observation(), plain[:, 0])
+    heads = [model.forecast(state, an_observation(), actions) for actions in (plain, leaps)]
+    assert torch.equal(heads[0].mean, heads[1].mean) and torch.equal(heads[0].log_scale, heads[1].log_scale)
+
+
+def test_members_are_different_and_independent():
+    model = RSSM(**SMALL)
+    actions = torch.rand(1, 6, 4, generator=generator())
+    before = model.forecast(model.initial(1), an_observation(), actions).mean
+    assert not torch.allclose(before[0], before[1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[1] += 1.0
+    after = model.forecast(model.initial(1), an_observation(), actions).mean
+    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+
+
+def test_uncertainty_grows_with_the_horizon():
+    model = RSSM(**SMALL)
+    head = model.forecast(model.initial(1), an_observation(), torch.zeros(1, 20, 4))
+    assert (head.log_scale[..., -1] > head.log_scale[..., 0]).all()
+
+
+def test_start_weights_round_trip(tmp_path):
+    model, other = RSSM(**SMALL), RSSM(**SMALL, seed=1)
+    model.feature_mean.fill_(0.5)
+    save_weights(model, tmp_path / "start.safetensors")
+    load_weights(other, tmp_path / "start.safetensors")
+    for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="`start` .* other sizes"):
+        load_weights(RSSM(), tmp_path / "start.safetensors")
+    with pytest.raises(ValueError, match="`start` .* cannot be read"):
+        load_weights(model, tmp_path / "nothing.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="`start` .* cannot be read"):
+        load_weights(model, tmp_path / "broken.safetensors")
+
+
+# What it learns from.
+
+
+def test_padding_changes_nothing():
+    model = RSSM(**SMALL)
+    short, long = make_run(0, windows=12), make_run(1, windows=30)
+    alone = a_batch(model, [short])
+    beside = a_batch(model, [short, long])
+    beside.weights[:, 1] = 0.0
+    model.sample = lambda probabilities, generator: probabilities.flatten(-2)
+    for name, value in rssm_loss(model, alone, generator()).items():
+        torch.testing.assert_close(rssm_loss(model, beside, generator())[name], value, msg=name)
+
+
+def test_a_member_learns_in_proportion_to_its_weights():
+    model = RSSM(**SMALL)
+    batch = a_batch(model, [make_run(0), make_run(1)])
+    batch.weights[1] = 0.0
+    rssm_loss(model, batch, generator())["total"].backward()
+    for name, parameter in model.named_parameters():
+        assert not parameter.grad[1].any(), name
+
+
+def test_branches_with_features_are_sequences_of_their_own():
+    run = make_run(0, windows=20, branches=1)
+    branch = run.branches[0]
+    other = type(branch.other)(branch.other.actions, branch.other.losses, run.features[branch.start :])
+    record = Record(run.features, run.actions, run.losses, [type(branch)(branch.start, branch.base, other)])
+    whole, continued = sequences_of(record)
+    assert torch.equal(whole.actions[: branch.start], continued.actions[: branch.start])
+    expected = torch.as_tensor(branch.other.losses).log().float()
+    torch.testing.assert_close(continued.log_losses[branch.start :], expected)
+    assert whole.pairs[0][0] == branch.start - 1 and not continued.pairs
+
+
+def test_training_is_reproducible():
+    results = []
+    for _ in range(2):
+        model, told = RSSM(**SMALL), []
+        train_on_records(model, [make_run(s, windows=10) for s in range(4)], epochs=2, horizon=3, progress=told.append)
+        results.append((told, [p.detach().clone() for p in model.parameters()]))
+    assert results[0][0] == results[1][0] and [entry["epoch"] for entry in results[0][0]] == [1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1]))
+
+
+def test_nothing_to_learn_from_is_an_error():
+    with pytest.raises(ValueError, match="`records`"):
+        train_on_records(RSSM(**SMALL), [Record(torch.zeros(1, 64), torch.zeros(1, 4), torch.ones(1))])
+
+
+# What it has learned.
+
+
+def test_forecasts_beat_persistence_and_the_power_law_on_new_runs(trained):
+    scores = score_records(trained, [make_run(1000 + seed, windows=20) for seed in range(16)], horizon=5)
+    for k in (1, 5):
+        assert scores[f"nll_{k}"] < scores[f"persistence_nll_{k}"] - 0.3
+        assert scores[f"nll_{k}"] < scores[f"law_nll_{k}"] - 0.2
+        assert scores[f"error_{k}"] < scores[f"persistence_{k}"]
+
+
+def test_it_learns_from_branches_when_leaps_help_and_when_they_hurt(trained):
+    scores = score_records(trained, [make_run(2000 + seed, windows=20) for seed in range(16)], horizon=5)
+    assert scores["pairs"] == 48 and scores["sign_5"] > 0.85 and scores["correlation_5"] > 0.7
+    run, imagined = make_run(4000, windows=12), []
+    plain = torch.tensor([[[0.0, 0.0, 0.9, 1.0]]]).repeat(1, 5, 1)
+    for sign in (1.0, -1.0):
+        run.features[:, SIGNAL] = sign
+        seen = sequences_of(Record(run.features, run.actions, run.losses))[0]
+        state = trained.initial(1)
+        with torch.no_grad():
+            for window in range(10):
+                state = trained.observe(state, seen.observations[window, None], seen.actions[window, None])
+            leaps = plain + torch.tensor([1.0, 0.0, 0.0, 0.0])
+            means = [trained.forecast(state, seen.observations[9, None], a).mean.mean(0) for a in (leaps, plain)]
+        imagined.append((means[0] - means[1])[0, -1].item())
+    assert imagined[0] < 0 < imagined[1]
+
+
+def test_members_disagree_more_far_from_what_they_learned(trained):
+    run = make_run(3000, windows=20)
+    near = torch.cat((torch.as_tensor(run.features, dtype=torch.float32), history_of(run.losses)), -1)[5:]
+    far = near.clone()
+    far[:, :FEATURES] = 5 * torch.randn(far[:, :FEATURES].shape, generator=generator()).sign()
+    actions = torch.as_tensor(run.actions, dtype=torch.float32)[5:]
+    disagreements = []
+    for observations in (near, far):
+        with torch.no_grad():
+            state = trained.observe(trained.initial(len(near)), observations, actions)
+            future = actions[:, None].repeat(1, 5, 1)
+            disagreements.append(trained.forecast(state, observations, future).mean.std(0).mean())
+    assert disagreements[1] > 2 * disagreements[0]
+
+
+# The arithmetic below.
+
+
+def test_student_t_agrees_with_torch():
+    reference = torch.distributions.StudentT(5.0, 0.0, 0.3)
+    x = torch.linspace(-4, 4, 9)
+    torch.testing.assert_close(student_t_nll(x / 0.3, torch.tensor(math.log(0.3))), -reference.log_prob(x))
+    grid = torch.linspace(-200, 1.3, 400_001, dtype=torch.float64)
+    integral = torch.trapezoid(torch.distributions.StudentT(5.0).log_prob(grid).exp(), grid)
+    assert student_t_cdf(1.3) == pytest.approx(integral.item(), abs=1e-6)
+    assert student_t_cdf(-1.3) == pytest.approx(1 - student_t_cdf(1.3))
+    assert student_t_quantile(0.95) == pytest.approx(2.015, abs=1e-3)
+    assert student_t_cdf(student_t_quantile(0.3)) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="`probability`"):
+        student_t_quantile(1.0)
+
+
+def test_the_history_finds_a_power_law_and_extrapolates_it():
+    losses = [5.0 * window**-0.3 for window in range(1, 61)]
+    history = history_of(losses[:40])
+    assert history.shape == (40, len(HISTORY)) and OBSERVATION == 64 + len(HISTORY)
+    back, increments = power_law(history[-1:], 20)
+    expected = torch.tensor(losses[40:]).log() - math.log(losses[39])
+    torch.testing.assert_close((back + increments.cumsum(-1))[0], expected, atol=0.02, rtol=0)
+    assert history[0].tolist()[:3] == [0.0, 0.0, 0.0]
+
+
+def test_the_history_continues_after_saving():
+    whole, first, second = LossHistory(), LossHistory(), LossHistory()
+    values = [2.0, 1.7, 1.8, 1.5, 1.2]
+    expected = [whole.observe(value) for value in values]
+    got = [first.observe(value) for value in values[:3]]
+    second.load_state_dict(first.state_dict())
+    assert got + [second.observe(value) for value in values[3:]] == expected
