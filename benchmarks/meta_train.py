@@ -3,6 +3,7 @@ Many small training runs with branches: data from which a dynamics model learns 
 
     nice -n 10 python benchmarks/meta_train.py record --runs 220 --workers 2     # runs that are there are kept
     python benchmarks/meta_train.py pack                                        # single files into a few shards
+    python benchmarks/meta_train.py train --threads 2                           # start weights of the package
 
 A run trains a tiny Llama, GPT-2, Qwen2, Qwen3 or Gemma on bytes that ship with Python; model, data, learning rate,
 schedule, optimizer and leaps follow from its index. Even runs make no leaps of their own, odd ones for a part of the
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dynamics_training import train
 from meta_runs import (
     HELD_OUT,
     PROBE,
@@ -397,13 +399,23 @@ def record(indices: Iterable[int], workers: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("record", "Make the runs that are not there yet."), ("pack", "Single files into shards.")):
+    texts = {
+        "record": "Make the runs that are not there yet.",
+        "pack": "Single files into shards.",
+        "train": "Start weights of the world model, from the runs that are there.",
+    }
+    for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--folder", type=Path, default=RESULTS)
         if name == "record":
             command.add_argument("--runs", type=int, default=220, help="Indices 0 to RUNS - 1.")
             command.add_argument("--workers", type=int, default=2)
+        if name == "train":
+            command.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.command == "train":
+        train(*load_records(args.folder), args.threads)
+        return
     if args.command == "record":
         record(range(args.runs), args.workers, args.folder)
         return

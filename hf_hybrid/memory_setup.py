@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 
+from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.memory import fit
 from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
@@ -17,6 +18,8 @@ from hf_hybrid.memory.streaming import LayerStreamer
 from hf_hybrid.memory.walk import Window
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plugins import PhasePlugin
+from hf_hybrid.prediction.directions.history import STATES
+from hf_hybrid.prediction.directions.nino import Nowcaster
 from hf_hybrid.prediction.trajectory import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -295,8 +298,15 @@ def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, 
 
 
 def _shape(model: torch.nn.Module, device_map: dict | None, *, muon: bool = False) -> ModelShape:
-    matrices = split_parameters(model)[0].values() if muon else ()
-    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], matrices)
+    hidden = split_parameters(model)[0].values()
+    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], hidden if muon else (), hidden)
+
+
+def _leap_history(options: HybridArguments) -> int:
+    """States of the weights that directions with a history keep."""
+    if options.enable_predict and options.direction == "nino":
+        return Nowcaster.load(options.nino_checkpoint).states
+    return options.leap_history or STATES
 
 
 def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
@@ -305,6 +315,7 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
 
     Raises:
         PlanError: If nothing fits; with the bytes and the nearest plan that works.
+        ValueError: If a direction needs a file that is not there.
     """
     args, options = trainer.args, trainer.hybrid_args
     shape = _shape(trainer.model, device_map, muon=args.optim == "muon")
@@ -333,7 +344,9 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
         # Called gradient checkpointing before transformers 5.23.
         activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
         enable_predict=options.enable_predict,
-        direction=options.direction,
+        direction=options.direction if getattr(trainer, "custom_direction", None) is None else "custom",
+        leap_history=_leap_history(options),
+        tail_average=options.tail_average,
         buffers_device=options.buffers_device,
         working_bytes=2 if args.bf16 else None,
         state_count=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],

@@ -51,6 +51,7 @@ class HybridTrainerMixin(StreamedTrainerMixin):
     _tag_names = ["hf-hybrid"]
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, **kwargs):
+        self.custom_direction = direction  # before plans are made, which count its buffers
         super().__init__(*args, **kwargs)
         self.plugins = PluginList([*memory_plugins(self), *plugins])
         self.probe_dataset = probe_dataset

@@ -1,6 +1,6 @@
 """Byte tables, what live objects hold, what a model's shape says, what the machine has left: against sums by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -166,6 +166,9 @@ def test_shape_of_a_tied_model():
         buffer_bytes=storage_bytes(model.buffers()),
     )
     assert shape.total == Unit(TOTAL)
+    matrices = [model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].self_attn.q_proj.weight]
+    both = ModelShape.of(model, LAYERS, orthogonal=matrices)
+    assert both == replace(shape, largest_hidden=32 * 64)
 
 
 def test_shape_of_an_untied_model_in_bf16_and_without_memory():

@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import ByteText, hybrid_config, tiny_model
+from test_directions import tiny_nowcaster
+from transformers import TrainerCallback
 
+from hf_hybrid import HybridTrainer
 from hf_hybrid.memory.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.memory.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers
 from hf_hybrid.memory.streaming import LayerStreamer
+from hf_hybrid.memory_setup import make_plan
+from hf_hybrid.prediction.directions.gradient_memory import GradientMemory
 
 GIB = 2**30
 
@@ -80,8 +85,6 @@ def test_resident_by_hand(tiny):
     with_host = plan(tiny, tokens=TOKENS, buffers_device="cpu", activation_checkpointing=True)
     assert with_host.table.get("activations", "device") == 2 * BOUNDARY + -(-1.15 * SAVED // 1)
     assert with_host.table.get("drift", "host") == drift and with_host.table.get("drift", "device") == 0
-    along_drift = plan(tiny, tokens=TOKENS, direction="drift")
-    assert along_drift.table.get("drift", "device") == drift + 4 * TOTAL
 
 
 def test_resident_under_autocast(tiny):
@@ -119,7 +122,12 @@ def test_what_options_change_in_a_streamed_plan(tiny):
     assert change(prefetch_layers=2) == {("weights", "device"): 4 * LAYER}
     assert change(resident_layers=1) == {("weights", "device"): 4 * LAYER}
     assert change(accumulation_walk="micro_batch") == {("activations", "device"): -2 * 2 * BOUNDARY}
-    assert change(enable_predict=True) == {("drift", "host"): 8 * TOTAL + 4 * EMBEDDING}
+    stay = EMBEDDING + REST
+    assert change(enable_predict=True) == {
+        ("drift", "host"): 8 * 2 * LAYER + 4 * EMBEDDING,  # beside the weights, and scratch of the largest parameter
+        ("drift", "device"): 8 * stay + 4 * EMBEDDING,
+    }
+    assert change(enable_predict=True, buffers_device="cpu") == {("drift", "host"): 8 * TOTAL + 4 * EMBEDDING}
     assert change(working_bytes=2, activation_bytes=4) == {
         ("weights", "device"): -2 * 2 * LAYER,
         ("weights", "host"): 2 * 2 * LAYER,  # the rounded copy that travels
@@ -147,6 +155,91 @@ def test_chunks_shrink_the_loss():
     boundaries = 2048 * 4096 * 2 * 32
     assert whole.table.get("activations", "device") == boundaries + 2048 * 128256 * 4 * 2.5
     assert chunked.table.get("activations", "device") == boundaries + 1024 * 128256 * 4 * 2
+
+
+# Buffers of leaps.
+
+VALUES = {"orthogonal": 1, "gradient_memory": 1, "drift": 2, "snoo": 2, "linear": 4, "rre": 4, "nino": 6, "none": 0}
+"""fp32 values per weight between leaps, with a history of three states (nino: of the five that its network reads)."""
+
+
+class Mean(TrainerCallback):
+    """Bytes of the tail average."""
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.bytes = storage_bytes(self.trainer._engine.tail.mean) if self.trainer._engine.tail else 0
+
+
+def run(folder, memory="auto", **options):
+    """A tiny run: what its leaps hold at the end, what was planned for it, and its tail average."""
+    if options.get("direction") == "nino":
+        options["nino_checkpoint"] = tiny_nowcaster(folder / "tiny.pt")
+    keyword, config = options.pop("keyword", None), {"max_steps": 24, "memory": memory, **options}
+    trainer = HybridTrainer(
+        tiny_model(), hybrid_config(folder, **config), train_dataset=ByteText(200), direction=keyword, callbacks=[Mean]
+    )
+    planned, mean = make_plan(trainer, None), next(c for c in trainer.callback_handler.callbacks if type(c) is Mean)
+    mean.trainer = trainer
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["leaps"]
+    return summary["buffer_bytes"], planned, mean.bytes
+
+
+@pytest.mark.parametrize("direction", VALUES)
+def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
+    history = {"leap_history": 3, "leap_history_spacing": 1} if direction in ("linear", "rre") else {}
+    spacing = {"leap_history_spacing": 1} if direction == "nino" else {}
+    held, planned, _ = run(tmp_path, direction=direction, **history, **spacing)
+    assert sum(held.values()) == TOTAL * (4 * VALUES[direction] + 4) + 4 * EMBEDDING
+    forecasts = 4 * TOTAL * (direction == "nino")  # held only while a leap is made
+    assert planned.table.get("drift", "device") == sum(held.values()) + forecasts
+    assert planned.table.get("drift", "host") == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}, {"optim": "muon"}, {"preset": "fast"}], ids=str)
+def test_planned_buffers_of_streamed_weights(options, tmp_path):
+    held, planned, _ = run(tmp_path, memory="stream", **options)
+    scratch = 4 * EMBEDDING  # one per place; here both places are the same
+    assert held["scratch"] == scratch
+    places = [planned.table.get("drift", place) for place in ("device", "host")]
+    assert sum(places) == sum(held.values()) + scratch * (min(places) > 0)
+    assert (places[0] > 0) == ("buffers_device" not in options)
+
+
+def test_a_tail_average_is_planned(tmp_path):
+    held, planned, mean = run(tmp_path, tail_average=0.5)
+    assert mean == 4 * TOTAL
+    assert planned.table.get("drift", "device") == sum(held.values()) + mean
+
+
+def test_a_direction_of_the_user_is_planned_as_one_value(tmp_path):
+    held, planned, _ = run(tmp_path, keyword=GradientMemory, direction="drift")
+    assert planned.table.get("drift", "device") == sum(held.values())
+
+
+def test_8bit_states_leap_along_one_value(tiny):
+    sizes = {states: plan(tiny, tokens=TOKENS, optimizer_states=states).table for states in ("exact", "8bit")}
+    assert len({table.get("drift", "device") for table in sizes.values()}) == 1
+
+
+def test_orthogonal_leaps_need_room_to_orthogonalise():
+    """An fp32 and four bf16 copies of the largest hidden matrix, at a moment when nothing else is computed."""
+    shape = replace(llama_8b(), largest_hidden=10**9)
+    options = {"tokens": 16, "activation_checkpointing": True}
+    along, without = (plan(shape, direction=name, **options).table for name in ("orthogonal", "gradient_memory"))
+    assert along.get("buffers", "device") == 12 * 10**9 and without.get("buffers", "device") == 0
+    streamed = plan(shape, mode="stream", **options).table
+    assert streamed.get("buffers", "host") == 12 * 10**9
+    assert plan(shape, enable_predict=False, **options).table.get("buffers", "device") == 0
+
+
+def test_a_tail_average_that_does_not_fit_is_given_up_before_leaps():
+    shape, options = llama_8b(), {"tokens": 256, "mode": "stream", "stream_embeddings": True}
+    least = plan(shape, **options).peak_host_bytes
+    with pytest.raises(PlanError) as caught:
+        plan(shape, tail_average=0.1, host_budget=least, **options)
+    assert caught.value.changes == {"tail_average": 0.0}
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -332,6 +425,7 @@ def test_refusals_for_other_reasons_look_the_same(tiny):
         ({"optimizer_states": "4bit"}, "`optimizer_states` must be one of exact, 8bit"),
         ({"batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
         ({"prefetch_layers": -1}, "`prefetch_layers` must be at least 0"),
+        ({"direction": "up"}, "`direction` must be one of orthogonal, .*, got `up`"),
     ],
 )
 def test_values_out_of_range_are_refused(tiny, options, message):

@@ -223,9 +223,16 @@ class ModelShape:
     tied: bool = False
     buffer_bytes: int = 0
     largest_muon: int = 0  # elements of the largest matrix that Muon moves
+    largest_hidden: int = 0  # elements of the largest matrix that leaps orthogonalise
 
     @classmethod
-    def of(cls, model: nn.Module, layer_names: list[str], muon: Iterable[nn.Parameter] = ()) -> ModelShape:
+    def of(
+        cls,
+        model: nn.Module,
+        layer_names: list[str],
+        muon: Iterable[nn.Parameter] = (),
+        orthogonal: Iterable[nn.Parameter] = (),
+    ) -> ModelShape:
         """
         Read a live model; its weights may lie anywhere, on the meta device too.
 
@@ -233,6 +240,7 @@ class ModelShape:
             model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
             layer_names (`list[str]`): Dotted names of its decoder layers.
             muon (`Iterable[nn.Parameter]`): Those of its trainable parameters that Muon moves.
+            orthogonal (`Iterable[nn.Parameter]`): Those that leaps orthogonalise.
 
         Raises:
             ValueError: If there are no layers, or the model does not tell its width and vocabulary.
@@ -264,6 +272,7 @@ class ModelShape:
             tied=weights[0] is not None and weights[0] is weights[1],
             buffer_bytes=storage_bytes(model.buffers()),
             largest_muon=max(matrices.values(), default=0),
+            largest_hidden=max((p.numel() for p in orthogonal), default=0),
         )
 
     @functools.cached_property

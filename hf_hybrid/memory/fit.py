@@ -19,8 +19,21 @@ LOGIT_COPIES, CHUNK_LOGIT_COPIES = 2.5, 2
 EIGHT_BIT_STATE = 1 + 4 / 256
 # The 8-bit update works on so many elements at a time, with four fp32 tensors of that size.
 UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, 16
-# Muon's step holds of one matrix at a time an fp32 tensor, and at most four of its size in bf16.
+# Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16.
 MUON_SCRATCH = 4 + 4 * 2
+# fp32 values per trainable weight that a direction remembers between leaps; nino's forecast lasts as long as a leap.
+LEAP_VALUES = {
+    "orthogonal": 1,
+    "gradient_memory": 1,
+    "drift": 2,
+    "snoo": 2,
+    "linear": 1,
+    "rre": 1,
+    "nino": 2,
+    "none": 0,
+    "custom": 1,
+}
+LOOKING_BACK = ("linear", "rre", "nino")  # hold a history as well
 
 _OPTION = {
     "mode": "memory",
@@ -33,6 +46,7 @@ _CHOICES = {
     "base_precision": ("same", "int8"),
     "accumulation_walk": ("auto", "layer", "micro_batch"),
     "buffers_device": ("auto", "cpu"),
+    "direction": tuple(LEAP_VALUES),
 }
 
 
@@ -55,9 +69,11 @@ class Request:
     offload_activations: bool = False  # layer boundaries wait on the host, two of them on the device
     chunked_loss: bool = False
     activation_checkpointing: bool = False  # of a resident model; streamed layers always are
-    enable_predict: bool = True  # leaps hold a slow memory and a snapshot of the trainable weights
-    direction: str = "gradient_memory"
-    buffers_device: str = "auto"  # of a resident model's leaps: beside the weights, or "cpu"
+    enable_predict: bool = True  # leaps hold slow memories and a snapshot of the trainable weights
+    direction: str = "orthogonal"  # or "custom": of the user's own
+    leap_history: int = 5  # states that linear, rre and nino look back on
+    tail_average: float = 0.0  # share of the run at whose end a mean of the trainable weights is held
+    buffers_device: str = "auto"  # of leaps: beside the weights, or "cpu"
     working_bytes: int | None = None  # of a weight in computation, 2 under bf16; None: as stored
     activation_bytes: int | None = None  # None: as the working weights, at least 2
     chunk_tokens: int = 1024
@@ -143,7 +159,10 @@ class _PerWeight:
         eight_bit = request.optimizer_states == "8bit"
         self.state = request.state_count * (EIGHT_BIT_STATE if eight_bit else self.own[0])
         self.scratch = UPDATE_SCRATCH * min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
-        self.orthogonal = MUON_SCRATCH * shape.largest_muon
+        leaps = shape.largest_hidden if request.enable_predict and request.direction == "orthogonal" else 0
+        self.orthogonal = MUON_SCRATCH * max(shape.largest_muon, leaps)
+        history = request.leap_history if request.direction in LOOKING_BACK else 0
+        self.leaps = 4 * (LEAP_VALUES[request.direction] + history + (request.tail_average > 0)) + self.own[0]
         self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
 
     def states(self, unit: Unit) -> float:
@@ -151,7 +170,7 @@ class _PerWeight:
         return unit.trainable * self.state - unit.muon * self.own[0]
 
 
-def _start(shape: ModelShape, request: Request, per: _PerWeight, resident: Unit, leaps: str) -> ByteTable:
+def _start(shape: ModelShape, request: Request, per: _PerWeight, resident: Unit) -> ByteTable:
     """A table of what stays on the device, and of the buffers of leaps."""
     table = ByteTable()
     table.add("weights", "device", resident.bytes(per.own))
@@ -159,9 +178,10 @@ def _start(shape: ModelShape, request: Request, per: _PerWeight, resident: Unit,
     table.add("states", "device", per.states(resident))
     table.add("buffers", "device", shape.buffer_bytes)
     if request.enable_predict:
-        # The slow memory in fp32, the snapshot as stored; leaps along the drift, as 8-bit states need them, an anchor.
-        slow = 8 if "8bit" in request.optimizer_states or request.direction == "drift" else 4
-        table.add("drift", leaps, shape.total.trainable * (slow + per.own[0]) + 4 * shape.largest_trainable)
+        beside = resident.trainable if request.buffers_device == "auto" else 0
+        for place, weights in (("device", beside), ("host", shape.total.trainable - beside)):
+            scratch = 4 * shape.largest_trainable * (weights > 0)
+            table.add("drift", place, weights * per.leaps + scratch)
     return table
 
 
@@ -189,7 +209,7 @@ def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:
 
 def _resident_plan(shape: ModelShape, request: Request) -> MemoryPlan:
     per = _PerWeight(shape, request)
-    table = _start(shape, request, per, shape.total, "host" if request.buffers_device == "cpu" else "device")
+    table = _start(shape, request, per, shape.total)
     table.add("weights", "device", shape.total.bytes(per.rounded))  # autocast's casts, which autograd keeps
     recomputed, logits = _add_activations(table, shape, request, streamed=False)
     _add_largest(table, {"activations": recomputed}, {"activations": logits}, {"buffers": per.scratch + per.orthogonal})
@@ -202,7 +222,7 @@ def _streamed_plan(shape: ModelShape, request: Request, resident_layers: int, st
     layers, (embedding, head), resident = shape.place(stream_embeddings)
     units = [*layers, embedding, head]
     travelling = functools.reduce(Unit.join, units)
-    table = _start(shape, request, per, resident, "host")
+    table = _start(shape, request, per, resident)
     slots = (request.prefetch_layers + 1 + resident_layers) * per.slot
     # A lookup is not rounded under autocast, so embeddings travel as they are stored.
     table.add("weights", "device", slots + max(embedding.bytes(per.own), head.bytes(per.work)))
@@ -285,10 +305,11 @@ def _levers(shape: ModelShape, request: Request) -> list[list[tuple[int, dict]]]
         (request.stream_embeddings is False, 1, {"stream_embeddings": None}),
         (not request.offload_activations, 2, {"offload_activations": True}),
         (request.mode == "off" and not request.activation_checkpointing, 2, {"activation_checkpointing": True}),
-        (request.mode != "stream" and request.enable_predict, 2, {"buffers_device": "cpu"}),
+        (request.buffers_device == "auto" and request.enable_predict, 2, {"buffers_device": "cpu"}),
         (request.prefetch_layers > 0, 2, {"prefetch_layers": 0}),
         (request.mode == "off", 3, {"mode": "auto"}),
         (request.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),
+        (request.tail_average > 0 and request.enable_predict, 5, {"tail_average": 0.0}),
         (request.enable_predict, 6, {"enable_predict": False}),
         (request.optimizer_states == "exact" and has_8bit, 7, {"optimizer_states": "8bit"}),
         (request.base_precision == "same" and has_base, 7, {"base_precision": "int8"}),

@@ -269,10 +269,12 @@ class DynamicsModel:
             raise ValueError(
                 f"`horizon` is {horizon}, but the actions are {mean.shape[-1]} windows long. Pass more or less."
             )
-        error = self.model.pair_log_scale(horizon)[:, 0, -1].exp().mean().item() * self.calibration.factor(horizon)
-        scale = (disagreement[..., horizon - 1].square() / VARIANCE + error**2).sqrt()
-        z = (-mean[..., horizon - 1] / scale).flatten().tolist()
-        return torch.tensor([student_t_cdf(value) for value in z]).view(scale.shape)
+        both = torch.broadcast_tensors(_as_actions(actions_with), _as_actions(actions_without))
+        first, second = (part.reshape(-1, *part.shape[-2:])[:, :horizon].to(self.observation.device) for part in both)
+        error = self.model.pair_log_scale(first, second)[..., -1].exp().mean(0).cpu() * self.calibration.factor(horizon)
+        mean, disagreement = (part[..., horizon - 1].flatten() for part in (mean, disagreement))
+        z = -mean / (disagreement.square() / VARIANCE + error.square()).sqrt()
+        return torch.tensor([student_t_cdf(value) for value in z.tolist()]).view(both[0].shape[:-2])
 
     # Calibrating.
 

@@ -88,9 +88,9 @@ class RSSM(nn.Module):
     Recurrent state-space ensemble over windows of training.
 
     The loss is modelled around the power law of the past, which enters with learned trust, and a linear forecast, which
-    is zero unless fitted offline. The heads add a drift per window, the effect of leaps in proportion to their gain, and
-    two kinds of uncertainty: noise of the window itself, and a walk that adds up over windows. Everything that depends on gain or horizon starts at exactly zero: a leap of
-    which the model knows nothing is worth nothing.
+    is zero unless fitted offline. The heads add a drift per window, the effect of leaps in proportion to their gain,
+    and two kinds of uncertainty: noise of the window itself, and a walk that adds up over windows. Everything that
+    depends on gain or horizon starts at exactly zero: a leap of which the model knows nothing is worth nothing.
 
     Args:
         members (`int`): Size of the ensemble.
@@ -102,6 +102,8 @@ class RSSM(nn.Module):
 
     _DRIFT = 0.05
     """Log-loss units of a head's output of 1."""
+    _EXPOSURE = 0.1
+    """Difference in actions that futures have at least, as far as the error of their difference goes."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class RSSM(nn.Module):
         self.loss_context = linear(hidden, hidden)
         self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
         self.pair_scale = nn.Parameter(torch.tensor([-4.0, 0.5]).repeat(members, 1))
-        """Log scale of the error of a difference between two futures: at one window, and its growth with log k."""
+        """Log scale of the error of a difference between two futures: see [`pair_log_scale`]."""
         self.register_buffer("feature_mean", torch.zeros(FEATURES))
         self.register_buffer("feature_scale", torch.ones(FEATURES))
         self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
@@ -320,10 +322,19 @@ class RSSM(nn.Module):
         """Imagine and predict, deterministically; see [`predict_loss`] for the arguments."""
         return self.predict_loss(state, self.imagine(state, actions), observation, actions)
 
-    def pair_log_scale(self, horizon: int) -> Tensor:
-        """Log scale of the error of a difference between two futures, `[M, 1, K]`."""
-        ahead = torch.arange(1, horizon + 1, device=self.pair_scale.device).log()
-        return (self.pair_scale[:, :1] + self.pair_scale[:, 1:] * ahead)[:, None]
+    def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
+        """
+        Log scale of the error of a difference between two futures: it grows as a power of what they do differently.
+
+        Args:
+            first (`torch.Tensor`), second (`torch.Tensor`): Actions, `[P, K, 4]`.
+
+        Returns:
+            `torch.Tensor`: `[M, P, K]`.
+        """
+        exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
+        offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
+        return offset + power * (exposure + self._EXPOSURE).log()
 
 
 def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:

@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.prediction.forecasts import SCORED, history_of, log_loss, power_law, student_t_nll
-from hf_hybrid.prediction.rssm import FEATURES, RSSM, State
-from hf_hybrid.prediction.rssm_training import Batch, Pairs, futures, pair_difference, starts_of, to_device, update
+from hf_hybrid.prediction.forecasts import FREEDOM, SCORED, VARIANCE, history_of, log_loss, power_law, student_t_nll
+from hf_hybrid.prediction.rssm import FEATURES, LINEAR_HORIZON, RSSM, State
+from hf_hybrid.prediction.rssm_training import (
+    Batch,
+    Pairs,
+    futures,
+    pair_difference,
+    rssm_loss,
+    starts_of,
+    to_device,
+    update,
+)
 
 Tensor = torch.Tensor
 
@@ -135,16 +144,59 @@ def normalise_features(model: RSSM, features: Tensor) -> None:
     model.feature_scale.copy_(flat.std(0, unbiased=False).clamp_min(MIN_SCALE))
 
 
+@torch.no_grad()
+def fit_linear(model: RSSM, sequences: Sequence[_Sequence], weights: Tensor, penalty: float = 0.01) -> None:
+    """
+    Set the linear part of a model: for every member and window ahead a ridge regression of what half the power law,
+    with which the rest of the model begins, leaves to explain; by reweighted least squares, as errors are Student-t.
+
+    Args:
+        weights (`Tensor`): `[M, N]`, of the sequences for each member.
+        penalty (`float`): Of squared weights of standardised inputs, per unit of weight.
+    """
+    batch = make_batch(sequences, weights, LINEAR_HORIZON, torch.zeros(len(sequences), 1))
+    starts = torch.arange(batch.observed - 1).expand(len(sequences), -1)
+    batch = to_device(replace(batch, starts=starts, pairs=None), model.feature_mean.device)
+    actions, change, valid = futures(batch)
+    shared, own = model.linear_inputs(batch.observations[:, :-1].flatten(0, 1), actions)
+    weights = batch.weights.repeat_interleave(starts.shape[1], 1)
+    for k in range(LINEAR_HORIZON):
+        known = valid[:, k] > 0
+        if not known.any():
+            continue
+        inputs = torch.cat((shared[known], own[known, k]), -1)
+        target = change[known, k] - 0.5 * own[known, k, -1]
+        for member in range(model.members):
+            model.linear[member, :, k] = _robust_ridge(inputs, target, weights[member, known], penalty)
+
+
+def _robust_ridge(inputs: Tensor, target: Tensor, weights: Tensor, penalty: float, rounds: int = 6) -> Tensor:
+    mean = (inputs * weights[:, None]).sum(0) / weights.sum()
+    variance = ((inputs - mean).square() * weights[:, None]).sum(0) / weights.sum()
+    # Inputs that never vary, like the constant, are no penalty's business; a little keeps the system regular.
+    ridge = torch.diag(penalty * variance + 1e-6) * weights.sum()
+    trusted = weights
+    for _ in range(rounds):
+        weighted = inputs * trusted[:, None]
+        solution = torch.linalg.solve(weighted.T @ inputs + ridge, weighted.T @ target)
+        squares = (target - inputs @ solution).square()
+        scale = (trusted * squares).sum() / weights.sum()
+        trusted = weights * (FREEDOM + 1) / (FREEDOM + squares / scale.clamp_min(1e-12))
+    return solution
+
+
 def train_on_records(
     model: RSSM,
     records: Sequence[Record],
     *,
+    validation: Sequence[Record] = (),
     epochs: int = 20,
     batch_size: int = 16,
     starts: int = 6,
     horizon: int = 20,
     learning_rate: float = 1e-3,
     weight_decay: float = 1e-2,
+    corruption: float = 0.0,
     seed: int = 0,
     progress: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
@@ -156,11 +208,15 @@ def train_on_records(
 
     Args:
         records (`Sequence[Record]`): Runs; anything with the same attributes.
+        validation (`Sequence[Record]`): Other runs: the epoch that forecasts them best is kept, and the predictive
+            scale is calibrated on them. Without any, the last epoch is kept.
         epochs (`int`), batch_size (`int`): Passes over the sequences, sequences per update.
         starts (`int`), horizon (`int`): Windows per sequence to imagine from, and how far.
         learning_rate (`float`), weight_decay (`float`): Of AdamW, the rate falling to 0 as a cosine.
+        corruption (`float`): Share of the features that are replaced with their means in each sequence and pass.
         seed (`int`): Of everything that is random.
-        progress (`Callable`, *optional*): Told after every epoch: `epoch` and the means of all terms of [`rssm_loss`].
+        progress (`Callable`, *optional*): Told after every epoch: `epoch` and the means of all terms of [`rssm_loss`];
+            with validation, `validation` and `validation_paired`, the terms `loss` and `paired` on those runs.
 
     Raises:
         ValueError: If no record has two windows.
@@ -170,21 +226,65 @@ def train_on_records(
     sampler = torch.Generator(device).manual_seed(seed)
     sequences, weights = _weighted(model.members, records, generator)
     normalise_features(model, torch.cat([s.observations[:, :FEATURES] for s in sequences]))
+    fit_linear(model, sequences, weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     updates = epochs * math.ceil(len(sequences) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(updates, 1))
+    best: tuple[float, dict[str, Tensor]] = (math.inf, {})
     for epoch in range(epochs):
         totals: dict[str, float] = {}
         order = torch.randperm(len(sequences), generator=generator)
         for chosen in order.split(batch_size):
             at = torch.rand(len(chosen), starts, generator=generator)
             batch = make_batch([sequences[i] for i in chosen.tolist()], weights[:, chosen], horizon, at)
+            _corrupt(model, batch, corruption, generator)
             losses = update(model, optimizer, to_device(batch, device), sampler)
             schedule.step()
             for name, value in losses.items():
                 totals[name] = totals.get(name, 0.0) + value * len(chosen) / len(sequences)
+        if validation:
+            totals.update(_validate(model, validation, horizon, seed))
+            score = totals["validation"] + totals["validation_paired"]
+            if score < best[0]:
+                best = score, {name: value.clone() for name, value in model.state_dict().items()}
         if progress is not None:
             progress({"epoch": epoch + 1, **totals})
+    if best[1]:
+        model.load_state_dict(best[1])
+        calibrate_scale(model, validation)
+
+
+def _corrupt(model: RSSM, batch: Batch, share: float, generator: torch.Generator) -> None:
+    if share:
+        gone = torch.rand(len(batch.actions), 1, FEATURES, generator=generator) < share
+        features = batch.observations[..., :FEATURES]
+        features.copy_(torch.where(gone, model.feature_mean.cpu(), features))
+
+
+@torch.no_grad()
+def _validate(model: RSSM, records: Sequence[Record], horizon: int, seed: int) -> dict[str, float]:
+    sequences = [sequence for record in records for sequence in sequences_of(record, continuations=False)]
+    at = torch.linspace(0, 1, 14)[:-1].repeat(len(sequences), 1)
+    batch = make_batch(sequences, torch.ones(model.members, len(sequences)), horizon, at)
+    device = model.feature_mean.device
+    losses = rssm_loss(model, to_device(batch, device), torch.Generator(device).manual_seed(seed))
+    return {"validation": losses["loss"].item(), "validation_paired": losses["paired"].item()}
+
+
+@torch.no_grad()
+def calibrate_scale(model: RSSM, records: Sequence[Record]) -> None:
+    """Set the scale of an ensemble's combined forecasts to what is most likely on runs it has not learned from."""
+    model.scale_shift.zero_()
+    table = _forecasts(model, records, max(SCORED))
+    tried = torch.linspace(-1.0, 1.5, 126, device=model.scale_shift.device)
+    for index, k in enumerate(SCORED):
+        known = table["valid"][:, k - 1] > 0
+        if not known.any():
+            continue
+        error, log_scale, spread = (table[name][known, k - 1] for name in ("error", "log_scale", "spread"))
+        scales = 0.5 * ((2 * (log_scale[:, None] + tried)).exp() + spread[:, None].square() / VARIANCE).log()
+        nll = student_t_nll(error[:, None] * (-scales).exp(), scales)
+        model.scale_shift[index] = tried[nll.mean(0).argmin()]
 
 
 def _weighted(members: int, records: Sequence[Record], generator: torch.Generator) -> tuple[list[_Sequence], Tensor]:
@@ -213,6 +313,15 @@ def score_records(model: RSSM, records: Sequence[Record], *, horizon: int = 20) 
         constant scale in hindsight); and for branches their number (`pairs`), the share of differences whose sign is
         right, weighted with their size (`sign_k`), and their correlation with the realised ones (`correlation_k`).
     """
+    table = _forecasts(model, records, horizon)
+    scores = {"pairs": float(len(table["pair"])) if "pair" in table else 0.0}
+    for k in (k for k in SCORED if k <= horizon):
+        scores.update(_scores(table, k))
+    return scores
+
+
+def _forecasts(model: RSSM, records: Sequence[Record], horizon: int) -> dict[str, Tensor]:
+    """Forecasts from all windows of all runs, `[windows, K]` each, and of all branches, `[branches, K]`."""
     columns: dict[str, list[Tensor]] = {}
     for batch in _whole_runs(model, records, horizon):
         start, observation, states = _observed(model, batch)
@@ -222,6 +331,9 @@ def score_records(model: RSSM, records: Sequence[Record], *, horizon: int = 20) 
         back, increments = power_law(observation[:, FEATURES:], horizon)
         parts = {
             "mean": head.mean.mean(0),
+            "error": change - head.mean.mean(0),
+            "spread": head.mean.std(0, unbiased=False),
+            "log_scale": 0.5 * (2 * head.log_scale).exp().mean(0).log(),
             "nll": -(torch.logsumexp(-nll, 0) - math.log(model.members)),
             "law": back + increments.cumsum(-1),
             "change": change,
@@ -232,11 +344,7 @@ def score_records(model: RSSM, records: Sequence[Record], *, horizon: int = 20) 
             parts["pair"], parts["pair_valid"] = batch.pairs.difference, batch.pairs.valid
         for name, values in parts.items():
             columns.setdefault(name, []).append(values)
-    table = {name: torch.cat(values) for name, values in columns.items()}
-    scores = {"pairs": float(len(table["pair"])) if "pair" in table else 0.0}
-    for k in (k for k in SCORED if k <= horizon):
-        scores.update(_scores(table, k))
-    return scores
+    return {name: torch.cat(values) for name, values in columns.items()}
 
 
 def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterator[Batch]:

@@ -157,9 +157,9 @@ def paired_loss(model: RSSM, batch: Batch, states: State) -> Tensor:
     """
     pairs = batch.pairs
     difference = pair_difference(model, batch, states)
-    log_scale = model.pair_log_scale(pairs.difference.shape[1])
+    log_scale = model.pair_log_scale(pairs.first, pairs.second)
     target = pairs.difference.clamp(-CHANGE_LIMIT, CHANGE_LIMIT)
-    nll = student_t_nll((target - difference) * (-log_scale).exp(), log_scale.expand_as(difference))
+    nll = student_t_nll((target - difference) * (-log_scale).exp(), log_scale)
     return _mean(nll, pairs.valid * batch.weights[:, pairs.sequence][..., None])
 
 
