@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from acceleration_tasks import Task, TextAndModels, training_arguments
+from acceleration_tasks import BATCH, SEQUENCE, Task, TextAndModels, training_arguments
 
 NINO = "nino_mlp.pt"
 """The published checkpoint, MIT licence, from github.com/SamsungSAILMontreal/nino; looked for in `--nino_folder`."""
@@ -181,7 +181,8 @@ def train(
         loss = trainer.evaluate()["eval_loss"]
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
     if not summary.get("steps"):
-        summary = {"backward_passes": steps, "probe_cost_steps": 0.0}
+        summary = {"backward_passes": steps, "probe_cost_steps": 0.0, "leap_cost_steps": 0.0}
+    summary["optimizer_cost_steps"] = summary["backward_passes"] * muon_cost_steps(trainer)
     for long in ("leaps", "learning_rate_scales", "memory"):
         summary.pop(long, None)
     return {
@@ -197,6 +198,17 @@ def train(
         "device": trainer.args.device.type,
         "threads": torch.get_num_threads(),
     }
+
+
+def muon_cost_steps(trainer) -> float:
+    """Arithmetic of Muon's iteration over that of a step; 0 for other optimizers."""
+    from hf_hybrid.prediction.directions.preconditioners import orthogonalisation_flops
+
+    groups = trainer.optimizer.param_groups
+    matrices = [p for group in groups if group.get("algorithm") == "muon" for p in group["params"]]
+    weights = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+    step = BATCH * SEQUENCE * sum(4 * count + 2 * count * trained for count, trained in weights)
+    return sum(orthogonalisation_flops(p.shape) for p in matrices) / step
 
 
 def nino_path(folder: str | None) -> str | None:

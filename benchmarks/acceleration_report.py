@@ -48,10 +48,10 @@ def mean_curve(plain: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
 
 
 def cost_of(result: dict) -> dict[str, float]:
-    """What a run computed: backward passes, forward-only passes in steps, and both."""
-    summary = result["summary"]
-    backward, probes = summary["backward_passes"], summary["probe_cost_steps"]
-    return {"backward_passes": backward, "probe_cost_steps": probes, "total": backward + probes}
+    """What a run computed, in steps: backward passes, probes, arithmetic of leaps and of Muon, and their sum."""
+    names = ("backward_passes", "probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps")
+    costs = {name: result["summary"][name] for name in names}
+    return {**costs, "total": sum(costs.values())}
 
 
 def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int) -> dict:
@@ -80,7 +80,7 @@ def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int)
                 "eval_loss": result["eval_loss"],
                 "over_plain": difference / plain[steps][result["seed"]],
                 "S": matched / cost["backward_passes"],
-                "S_with_probes": matched / cost["total"],
+                "S_all_costs": matched / cost["total"],
                 "how": how,
                 "seconds": result["seconds"],
                 **cost,
@@ -89,7 +89,7 @@ def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int)
     if not rows:
         return {"runs": []}
     table = {"runs": rows}
-    for key in ("S", "S_with_probes", "over_plain", "backward_passes", "seconds"):
+    for key in ("S", "S_all_costs", "over_plain", "backward_passes", "seconds"):
         values = [row[key] for row in rows]
         table[key] = statistics.mean(values)
         if len(values) > 1:
@@ -102,7 +102,7 @@ def print_table(table: dict) -> None:
     print(f"\n{table['task']}: {table['about']}; {table['steps']} steps")
     for steps, losses in sorted(table["plain"].items(), key=lambda item: int(item[0])):
         print(f"  adamw, {steps} steps: " + "  ".join(f"{loss:.4f}" for _, loss in sorted(losses.items())))
-    print(f"  {'arm':16s} {'rate':>8s}  n   S              with probes  loss over adamw   backward  losses")
+    print(f"  {'arm':16s} {'rate':>8s}  n   S              all costs    loss over adamw   backward  losses")
     for arm, row in sorted(table["arms"].items(), key=lambda item: -item[1].get("S", 0.0)):
         if not row["runs"]:
             print(f"  {arm:16s} {row['rate']:8.2g}  0   diverged or not finite")
@@ -149,7 +149,7 @@ def plot_curves(tables: list[dict], path: Path) -> None:
         ticks = sorted(set(steps))
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
-        axis.set_xlabel("cost: backward passes and probes, in steps")
+        axis.set_xlabel("cost: backward passes, probes, leaps, Muon's iteration, in steps")
         axis.set_ylabel("held-out loss at the end of the run")
         axis.set_title(table["task"])
         axis.grid(alpha=0.25)
@@ -173,13 +173,13 @@ def plot_speedups(tables: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(tables), figsize=(4.6 * len(tables), 1.2 + 0.32 * height), squeeze=False)
     for axis, table in zip(axes[0], tables):
         arms = sorted((item for item in table["arms"].items() if item[1]["runs"]), key=lambda item: item[1]["S"])
-        values = [row["S_with_probes"] for _, row in arms]
-        errors = [row.get("S_with_probes_standard_error", 0.0) for _, row in arms]
+        values = [row["S_all_costs"] for _, row in arms]
+        errors = [row.get("S_all_costs_standard_error", 0.0) for _, row in arms]
         colours = [COLOURS.get(arm, "#9aa5b1") for arm, _ in arms]
         axis.barh(range(len(arms)), values, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1})
         axis.set_yticks(range(len(arms)), [arm for arm, _ in arms], fontsize=9)
         axis.axvline(1.0, color="black", lw=1)
-        axis.set_xlabel("S against AdamW at its best rate, probes counted")
+        axis.set_xlabel("S against AdamW at its best rate, all costs counted")
         axis.set_title(table["task"])
         axis.grid(axis="x", alpha=0.25)
     figure.tight_layout()

@@ -161,6 +161,11 @@ class HybridArguments:
     extend_leaps: bool = _option(
         True, "Let a probed leap go beyond the schedule when held-out loss pays for it. Not while lr_rescue is on."
     )
+    leap_budget: float = _option(
+        0.25,
+        "Arithmetic that leaps may cost, as a share of that of the real steps: with direction=orthogonal or optim=muon "
+        "and few tokens per step, leaps are made more rarely, and go further.",
+    )
     buffers_device: Literal["auto", "cpu"] = _option(
         "auto",
         "Where the slow buffers and the leap snapshot live: beside the weights, or in host memory. Two fp32 values "
@@ -330,6 +335,7 @@ _POSITIVE = (
     "max_leap_norm",
     "divergence_threshold",
     "gradient_explosion_factor",
+    "leap_budget",
     "muon_lr_scale",
     "snoo_rate",
     "vram_budget_gib",

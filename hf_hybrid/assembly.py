@@ -59,6 +59,7 @@ def build_engine(trainer) -> PredictionEngine:
         rescue=LearningRateRescue(max_scale=options.lr_rescue_max_scale, max_steps=max_steps) if rescue else None,
         tail=_tail_average(trajectory, options.tail_average),
         windows=WindowCounter(stride),
+        leap_budget=options.leap_budget,
         correct_gain=options.correct_gain,
         record=RunRecord(),
         max_steps=max_steps,
@@ -75,6 +76,11 @@ def _gain_planner(trainer, stride: int) -> GainPlanner:
         from hf_hybrid.prediction.dynamics import DynamicsModel
         from hf_hybrid.prediction.imagination import ImaginedGain
 
+        if not START_WEIGHTS.is_file():
+            raise ValueError(
+                f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
+                "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
+            )
         dynamics = DynamicsModel(START_WEIGHTS, device=trainer.args.device, seed=trainer.args.seed)
         return ImaginedGain(
             *values, dynamics=dynamics, rate_at=scheduled_rate(trainer), window_share=stride / max_steps

@@ -107,3 +107,11 @@ class BatchFeed:
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.fetched, self.passed_over = state["epoch"], state["fetched"], state["passed_over"]
+
+
+def tokens_of(inputs: dict) -> int:
+    """Tokens in a batch: elements of `input_ids`, or of whatever stands in its place."""
+    found = inputs.get("input_ids")
+    if found is None:
+        found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
+    return 0 if found is None else found.shape[0] * found.shape[1]

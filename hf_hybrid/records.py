@@ -25,6 +25,8 @@ class RunRecord:
     skipped_batches: int = 0
     roll_backs: int = 0
     probe_cost_steps: float = 0.0
+    leap_cost_steps: float = 0.0
+    """Arithmetic of all leaps, kept or not, in real steps; what is a few operations per weight is not counted."""
     leaps: list[dict] = field(default_factory=list)
     divergence_events: list[dict] = field(default_factory=list)
     learning_rate_scales: list[dict] = field(default_factory=list)

@@ -12,7 +12,7 @@ from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.assembly import build_engine, make_direction_factory
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
-from hf_hybrid.data import BatchFeed, check_probe_set, hold_out
+from hf_hybrid.data import BatchFeed, check_probe_set, hold_out, tokens_of
 from hf_hybrid.memory_setup import memory_plugins
 from hf_hybrid.phases import Phase
 from hf_hybrid.plugins import PluginContext, PluginList
@@ -122,6 +122,7 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         self._next_epoch = int(self.state.epoch or 0)
         self._logged, self._trained = StepWindow(), StepWindow()
         self._micro_losses: list[torch.Tensor] = []
+        self._tokens = 0
         context = PluginContext(self.model_wrapped, self._engine.trajectory.optimizer, self.state.max_steps)
         self.plugins.call("on_train_begin", context)
         if self._resumed_from is not None:
@@ -187,6 +188,8 @@ class HybridTrainerMixin(StreamedTrainerMixin):
             self._withhold_update()
             engine.record.backward_passes_avoided += 1
             return torch.zeros((), device=self.args.device)
+        if engine.leaper.cost_steps is None:
+            self._tokens += tokens_of(inputs)
         try:
             self.plugins.call("before_forward", engine.phase)
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -219,6 +222,8 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         self._micro_losses.clear()
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
+        if engine.leaper.cost_steps is None:
+            engine.leaper.observe_compute(self._step_flops())
         try:
             used = engine.before_update(self.state.global_step, loss.item(), float(self._gradient_norm))
         except TrainingDivergedError as error:
@@ -228,6 +233,15 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * engine.rate_scale
+
+    def _step_flops(self) -> float:
+        """Of the real step under way on one process, the mean over all: every rank must decide alike."""
+        tokens = torch.tensor(float(self._tokens), device=self.args.device)
+        if self.accelerator.num_processes > 1:
+            tokens = self.accelerator.reduce(tokens, reduction="mean")
+        weights = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        per_token = sum(4 * count + 2 * count * trained for count, trained in weights)
+        return tokens.item() * per_token
 
     def _after_update(self) -> None:
         if self._engine.phase is Phase.PREDICT:

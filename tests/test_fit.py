@@ -174,7 +174,7 @@ def run(folder, memory="auto", **options):
     """A tiny run: what its leaps hold at the end, what was planned for it, and its tail average."""
     if options.get("direction") == "nino":
         options["nino_checkpoint"] = tiny_nowcaster(folder / "tiny.pt")
-    keyword, config = options.pop("keyword", None), {"max_steps": 24, "memory": memory, **options}
+    keyword, config = options.pop("keyword", None), {"max_steps": 18, "logging_steps": 18, "memory": memory, **options}
     trainer = HybridTrainer(
         tiny_model(), hybrid_config(folder, **config), train_dataset=ByteText(200), direction=keyword, callbacks=[Mean]
     )
@@ -230,7 +230,7 @@ def test_orthogonal_leaps_need_room_to_orthogonalise():
     along, without = (plan(shape, direction=name, **options).table for name in ("orthogonal", "gradient_memory"))
     assert along.get("buffers", "device") == 12 * 10**9 and without.get("buffers", "device") == 0
     streamed = plan(shape, mode="stream", **options).table
-    assert streamed.get("buffers", "host") == 12 * 10**9
+    assert streamed.get("buffers", "host") == 16 * 10**9, "four in fp32 where a CPU computes"
     assert plan(shape, enable_predict=False, **options).table.get("buffers", "device") == 0
 
 

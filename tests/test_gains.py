@@ -42,6 +42,16 @@ def test_the_bandit_finds_the_gain_that_pays(best):
     assert sum(arm == best for arm in last) > 70
 
 
+def test_the_bandit_plays_multiples_of_the_schedule():
+    bandit, schedule = BanditGain(4.0, 2.0, 0.2), GainPlanner(4.0, 2.0, 0.2)
+    assert bandit.gain(0.5) == schedule.gain(0.5), "until it knows better"
+    played = set()
+    for loss in (3.0, 2.0, 2.5, 1.0, 1.5):
+        bandit.observe(window(loss))
+        played.add(bandit.gain(0.5) / schedule.gain(0.5))
+    assert len(played) > 1 and played <= set(BanditGain.ARMS)
+
+
 def test_the_bandit_goes_on_where_it_was_saved():
     first = BanditGain(4.0, 2.0, 0.2)
     play(first, 2.0, 30)

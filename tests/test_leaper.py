@@ -31,7 +31,13 @@ def lora():
 
 
 def train(folder, model=None, resume=None, callbacks=None, **options):
-    options = {"accumulation_walk": "micro_batch", "probe_budget": 0.1, **options}
+    options = {
+        "accumulation_walk": "micro_batch",
+        "probe_budget": 0.1,
+        "leap_budget": 100.0,
+        "logging_steps": 12,
+        **options,
+    }
     trainer = HybridTrainer(
         model or tiny_model(),
         hybrid_config(folder, **options),
@@ -64,10 +70,13 @@ def test_every_leap_tells_what_it_was_and_what_became_of_it(tmp_path):
 
 
 def test_a_probed_leap_is_worth_its_fall_of_the_held_out_loss(tmp_path):
-    for leap in train(tmp_path, probe_budget=1.0, extend_leaps=False).hybrid_summary()["leaps"]:
-        if leap["loss_before"] is not None and leap["e"]:
-            slope = (leap["loss_before"] - leap["loss_after"]) / leap["e"]
-            assert slope > 0, "in units of what a real step gained"
+    leaps = train(tmp_path, max_steps=40, probe_budget=1.0, extend_leaps=False).hybrid_summary()["leaps"]
+    assert all((leap["e"] is None) == (leap["e_source"] is None) for leap in leaps)
+    by_probe = [leap for leap in leaps if leap["e_source"] == "probe"]
+    assert len(by_probe) > 2
+    for leap in by_probe:
+        slope = (leap["loss_before"] - leap["loss_after"]) / leap["e"]
+        assert slope > 0, "in units of what a real step gained"
 
 
 # Gains.
@@ -105,6 +114,7 @@ class Valleys:
             controller=self.controller,
             record=RunRecord(),
             max_steps=1000,
+            budget=1.0,
             correct_gain=correct_gain,
         )
 
@@ -118,10 +128,11 @@ class Valleys:
         self.trajectory.observe_step([self.RATE])
 
     def leap(self, step):
-        """A leap after two real steps, judged by two more; how far each kind of parameter went per weight."""
-        self.real_step(), self.real_step()
+        """A leap after two real steps, judged by two more; how far parameters went. All start from the same place."""
+        self.trajectory.reset_memory()
         for _, parameter in self.named:
-            parameter.data.fill_(1.0)  # every leap starts from the same place
+            parameter.data.fill_(1.0)
+        self.real_step(), self.real_step()
         self.controller.phase, self.controller.leap_pending = Phase.PREDICT, True
         before = weights(SimpleNamespace(named_parameters=lambda: self.named))
         self.leaper.leap(step, [0.0] * 64)
@@ -138,7 +149,7 @@ class Valleys:
 def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
     corrected, plain = Valleys(correct_gain=True), Valleys(correct_gain=False)
     first = corrected.leap(10)
-    assert first == plain.leap(10), "nothing is known before the first leap"
+    assert first == plain.leap(10), "nothing is known at the first leap"
     for step in (20, 30, 40):
         after, without = corrected.leap(step), plain.leap(step)
     factors = corrected.factors()
@@ -162,7 +173,7 @@ class Course(TrainerCallback):
         self.seen.append(weights(model))
 
 
-ROUGH = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "tail_average": 0.4, "direction": "none"}
+ROUGH = {"learning_rate": 4e-2, "lr_scheduler_type": "constant", "tail_average": 0.4, "direction": "none"}
 
 
 def test_the_mean_of_the_tail_is_kept_where_it_is_better_and_is_what_is_saved(tmp_path):
@@ -258,6 +269,15 @@ def trained(optimizer, names, gain=3.0):
     return moved, memories, list(matrices), gain * trajectory.lr_sum
 
 
+def newton_schulz(matrix):
+    """Muon's iteration (Jordan et al., 2024) in fp64."""
+    matrix = matrix / matrix.norm()
+    for _ in range(5):
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
+    return matrix
+
+
 def test_orthogonal_leaps_of_hidden_matrices_and_of_the_rest():
     moved, memories, matrices, way = trained(torch.optim.AdamW, ["orthogonal", "gradient_memory"])
     assert len(matrices) == 14 and way == pytest.approx(3.0 * 6e-3)
@@ -266,10 +286,9 @@ def test_orthogonal_leaps_of_hidden_matrices_and_of_the_rest():
             assert torch.equal(delta, moved["gradient_memory"][name])
             continue
         root_mean_square = delta.square().mean().sqrt().item()
-        assert root_mean_square == pytest.approx(0.2 * way, rel=0.2)
-        left, _, right = torch.linalg.svd(memories["orthogonal"][name], full_matrices=False)
-        cosine = torch.cosine_similarity((-left @ right).flatten(), delta.flatten(), dim=0)
-        assert cosine > 0.95
+        assert root_mean_square == pytest.approx(0.2 * way, rel=0.3)
+        expected = -0.2 * way * max(delta.shape) ** 0.5 * newton_schulz(memories["orthogonal"][name].double())
+        assert (delta - expected).norm() < 0.03 * expected.norm()
         assert not torch.allclose(delta, moved["gradient_memory"][name], rtol=0.1)
 
 
@@ -284,11 +303,13 @@ def test_leaps_are_the_same_wherever_weights_and_buffers_are(build, tmp_path):
     resident = train(tmp_path, build())
     leaps = resident.hybrid_summary()["leaps"]
     assert len(leaps) > 3 and all(leap["relative_norm"] > 0 for leap in leaps)
-    for options in ({"memory": "stream"}, {"buffers_device": "cpu"}):
-        other = train(tmp_path, build(), **options)
-        assert other.hybrid_summary()["direction"] == "orthogonal"
-        assert other.hybrid_summary()["leaps"] == leaps
-        assert_same_weights(weights(other.model), weights(resident.model))
+    streamed, host = train(tmp_path, build(), memory="stream"), train(tmp_path, build(), buffers_device="cpu")
+    assert streamed.hybrid_summary()["leaps"] == leaps
+    assert_same_weights(weights(streamed.model), weights(resident.model))
+    # Host buffers take in gradients one by one, with another rounding.
+    assert [leap["verdict"] for leap in host.hybrid_summary()["leaps"]] == [leap["verdict"] for leap in leaps]
+    expected = weights(resident.model)
+    assert all(torch.allclose(weight, expected[name], atol=1e-4) for name, weight in weights(host.model).items())
 
 
 def test_adapters_leap_and_their_base_stays(tmp_path):

@@ -1,5 +1,7 @@
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from synthetic_runs import SIGNAL, make_run
@@ -8,6 +10,7 @@ from hf_hybrid.prediction.forecasts import (
     HISTORY,
     LossHistory,
     history_of,
+    interpolated,
     power_law,
     student_t_cdf,
     student_t_nll,
@@ -23,7 +26,14 @@ from hf_hybrid.prediction.rssm import (
     load_weights,
     save_weights,
 )
-from hf_hybrid.prediction.rssm_records import Record, make_batch, score_records, sequences_of, train_on_records
+from hf_hybrid.prediction.rssm_records import (
+    Record,
+    calibrate_scale,
+    make_batch,
+    score_records,
+    sequences_of,
+    train_on_records,
+)
 from hf_hybrid.prediction.rssm_training import FREE_NATS, kl_loss, rssm_loss
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
@@ -183,6 +193,11 @@ def test_start_weights_round_trip(tmp_path):
     load_weights(other, tmp_path / "start.safetensors")
     for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
         assert torch.equal(ours, theirs)
+    save_weights(model, tmp_path / "half.safetensors", torch.float16)
+    load_weights(other, tmp_path / "half.safetensors")
+    for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
+        assert theirs.dtype == torch.float32
+        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="`start` .* other sizes"):
         load_weights(RSSM(), tmp_path / "start.safetensors")
     with pytest.raises(ValueError, match="`start` .* cannot be read"):
@@ -242,6 +257,64 @@ def test_nothing_to_learn_from_is_an_error():
         train_on_records(RSSM(**SMALL), [Record(torch.zeros(1, 64), torch.zeros(1, 4), torch.ones(1))])
 
 
+def test_the_linear_part_is_a_regression_on_what_is_known():
+    model, runs = RSSM(**SMALL), []
+    with torch.no_grad():  # nothing else to say than half the power law
+        for name in ("loss_out", "start_out"):
+            getattr(model, name).weight.zero_()
+    rng = np.random.default_rng(0)
+    for seed in range(40):
+        run = make_run(seed, windows=16, branches=0, leaps=False, noise=0.0)
+        features = run.features.copy()
+        features[:, 7] = rng.standard_normal(16)
+        steps = np.concatenate(([0.0], 0.05 * features[:-1, 7] - 0.1))  # what feature 7 says comes next
+        runs.append(Record(features, run.actions, np.exp(np.cumsum(steps))))
+    train_on_records(model, runs[:32], epochs=0, horizon=5)
+    assert model.linear.any() and not model.linear[..., 15:].any()  # no run is that long
+    scores = score_records(model, runs[32:], horizon=5)
+    assert scores["error_1"] < 0.15 * scores["law_1"] and scores["error_5"] < scores["law_5"]
+    many = model.forecast(State(*(part for part in model.initial(1))), an_observation(), torch.ones(1, 30, 4)).mean
+    assert many.shape == (2, 1, 30) and many.isfinite().all()
+
+
+def test_the_epoch_is_kept_that_forecasts_other_runs_best():
+    runs, others = [make_run(seed, windows=12) for seed in range(6)], [make_run(50, windows=12)]
+    seen, states = [], []
+    model = RSSM(**SMALL)
+
+    def progress(values):
+        seen.append(values["validation"] + values["validation_paired"])
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    options = {"epochs": 4, "horizon": 3, "starts": 2, "learning_rate": 0.05, "corruption": 0.2}
+    train_on_records(model, runs, validation=others, progress=progress, **options)
+    best = states[seen.index(min(seen))]
+    kept = {name: value for name, value in model.state_dict().items() if name != "scale_shift"}
+    assert all(torch.equal(value, best[name]) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("wrong_by", [-0.5, 0.8])
+def test_scales_are_calibrated_on_runs_that_were_not_learned(trained, wrong_by):
+    model = copy.deepcopy(trained)
+    runs = [make_run(100 + seed, windows=20, leaps=False) for seed in range(12)]
+    calibrate_scale(model, runs)
+    right = model.scale_shift.clone()
+    with torch.no_grad():
+        model.loss_out.bias[:, 0, 2:] += wrong_by
+    calibrate_scale(model, runs)
+    torch.testing.assert_close(model.scale_shift[:2], right[:2] - wrong_by, atol=0.06, rtol=0)
+
+
+def test_the_error_of_a_difference_grows_with_what_is_done_differently():
+    model = RSSM(**SMALL)
+    plain = torch.zeros(1, 4, 4)
+    little, much = plain.clone(), plain.clone()
+    little[..., 0], much[..., 0] = 0.5, 5.0
+    nothing, some, most = (model.pair_log_scale(first, plain) for first in (plain, little, much))
+    assert (nothing < some).all() and (some < most).all() and (some.diff(dim=-1) > 0).all()
+    torch.testing.assert_close(model.pair_log_scale(plain, much), most)
+
+
 # What it has learned.
 
 
@@ -287,6 +360,12 @@ def test_members_disagree_more_far_from_what_they_learned(trained):
 
 
 # The arithmetic below.
+
+
+def test_interpolation_is_straight_in_the_logarithm_of_the_horizon():
+    values = interpolated(torch.tensor([0.0, 1.0, 3.0]), 25)
+    assert values[[0, 4, 19, 24]].tolist() == [0.0, 1.0, 3.0, 3.0]
+    assert values[9].item() == pytest.approx(2.0)  # 10 is halfway from 5 to 20
 
 
 def test_student_t_agrees_with_torch():

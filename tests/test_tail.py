@@ -37,8 +37,10 @@ def test_weights_that_are_better_come_back_to_the_last_bit(dtype):
             parameter.normal_()
         average.observe()
     own = parameter.detach().clone()
-    report = average.conclude(lambda: float((parameter.detach() - own).abs().sum()), lambda: None)
+    told = []
+    report = average.conclude(lambda: float((parameter.detach() - own).abs().sum()), lambda: told.append(1))
     assert not report["kept"] and torch.equal(parameter, own)
+    assert len(told) == 2, "copies of the weights are old after both exchanges"
 
 
 def test_a_mean_that_is_not_a_number_is_not_kept():

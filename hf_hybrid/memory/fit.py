@@ -21,6 +21,7 @@ EIGHT_BIT_STATE = 1 + 4 / 256
 UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, 16
 # Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16.
 MUON_SCRATCH = 4 + 4 * 2
+LEAP_SCRATCH_ON_HOST = 4 * 4  # leaps orthogonalise in fp32 there
 # fp32 values per trainable weight that a direction remembers between leaps; nino's forecast lasts as long as a leap.
 LEAP_VALUES = {
     "orthogonal": 1,
@@ -34,6 +35,7 @@ LEAP_VALUES = {
     "custom": 1,
 }
 LOOKING_BACK = ("linear", "rre", "nino")  # hold a history as well
+ORTHOGONALISING = ("orthogonal", "gradient_memory")  # the latter what Muon moves
 
 _OPTION = {
     "mode": "memory",
@@ -159,8 +161,12 @@ class _PerWeight:
         eight_bit = request.optimizer_states == "8bit"
         self.state = request.state_count * (EIGHT_BIT_STATE if eight_bit else self.own[0])
         self.scratch = UPDATE_SCRATCH * min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
-        leaps = shape.largest_hidden if request.enable_predict and request.direction == "orthogonal" else 0
-        self.orthogonal = MUON_SCRATCH * max(shape.largest_muon, leaps)
+        leap = max(shape.largest_muon, shape.largest_hidden * (request.direction == "orthogonal"))
+        leap *= request.enable_predict and request.direction in ORTHOGONALISING
+        self.orthogonal = {
+            "device": MUON_SCRATCH * max(shape.largest_muon, leap),
+            "host": max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap),
+        }
         history = request.leap_history if request.direction in LOOKING_BACK else 0
         self.leaps = 4 * (LEAP_VALUES[request.direction] + history + (request.tail_average > 0)) + self.own[0]
         self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
@@ -212,7 +218,9 @@ def _resident_plan(shape: ModelShape, request: Request) -> MemoryPlan:
     table = _start(shape, request, per, shape.total)
     table.add("weights", "device", shape.total.bytes(per.rounded))  # autocast's casts, which autograd keeps
     recomputed, logits = _add_activations(table, shape, request, streamed=False)
-    _add_largest(table, {"activations": recomputed}, {"activations": logits}, {"buffers": per.scratch + per.orthogonal})
+    _add_largest(
+        table, {"activations": recomputed}, {"activations": logits}, {"buffers": per.scratch + per.orthogonal["device"]}
+    )
     decided = (len(shape.layers), 0, False, request.optimizer_states, "same")
     return MemoryPlan("resident", *decided, per.work[1], table, request)
 
@@ -231,7 +239,7 @@ def _streamed_plan(shape: ModelShape, request: Request, resident_layers: int, st
     table.add("weights", "host", sum(layer.bytes(per.host_layer) for layer in layers) + ends)
     table.add("gradients", "host", travelling.trainable * per.own[0])
     table.add("states", "host", per.states(travelling))
-    table.add("buffers", "host", per.orthogonal)
+    table.add("buffers", "host", per.orthogonal["host"])
     recomputed, logits = _add_activations(table, shape, request, streamed=True)
     # The gradient of embeddings or head is still leaving while the layer beside them computes.
     wide = max(embedding.trainable * per.own[0], head.trainable * per.work[0])

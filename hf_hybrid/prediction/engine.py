@@ -50,7 +50,7 @@ class PredictionEngine:
         controller, trajectory, planner, monitor, signals, probe, rescue, tail: The parts; the last three may be
             `None`.
         windows (`WindowCounter`): Cuts the run into the windows that the planner learns from.
-        correct_gain (`bool`): See [`Leaper`].
+        leap_budget (`float`), correct_gain (`bool`): See [`Leaper`].
         record (`RunRecord`): Where everything is counted.
         max_steps (`int`): Length of the run.
         max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
@@ -72,6 +72,7 @@ class PredictionEngine:
         rescue: LearningRateRescue | None,
         tail: TailAverage | None,
         windows: WindowCounter,
+        leap_budget: float,
         correct_gain: bool,
         record: RunRecord,
         max_steps: int,
@@ -90,6 +91,7 @@ class PredictionEngine:
             controller=controller,
             record=record,
             max_steps=max_steps,
+            budget=leap_budget,
             correct_gain=correct_gain,
             on_kept=windows.leap,
         )
@@ -184,7 +186,7 @@ class PredictionEngine:
         if verdict.action is not Action.NONE:
             self._react(step, verdict)
         ends_block = self.controller.remaining <= 1 and phase is not Phase.PREDICT
-        allowed = ends_block and self.planner.allows_leap(step + 1, self.probe)
+        allowed = ends_block and self.leaper.affordable and self.planner.allows_leap(step + 1, self.probe)
         self.controller.finish_step(confidence=self.planner.confidence, leap_allowed=allowed)
         if phase is Phase.CORRECT and self.phase is not Phase.CORRECT:
             verdict = self.leaper.settle()
@@ -305,6 +307,7 @@ class PredictionEngine:
             **self.record.summary(),
             "direction": self.trajectory.direction.name,
             "learning_rate_scale": self.rate_scale,
+            "planner": self.planner.gains.summary(),
             "buffer_bytes": self.trajectory.bytes_held(),
         }
 

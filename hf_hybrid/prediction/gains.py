@@ -108,6 +108,10 @@ class GainPlanner:
         """Probability that leaping pays, in `[0, 1]`; `None` where the planner has no opinion of its own."""
         return None
 
+    def summary(self) -> dict:
+        """For the summary of the run: what was chosen, as plain values."""
+        return {}
+
     def tensors(self) -> dict:
         """Tensors to save, by name."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from hf_hybrid.phases import PhaseController
@@ -29,6 +30,7 @@ class Leaper:
         trajectory, planner, probe, monitor, controller: The parts of the engine; `probe` may be `None`.
         record (`RunRecord`): Where leaps and their costs are written.
         max_steps (`int`): Length of the run.
+        budget (`float`): Real steps' worth of arithmetic that leaps may cost per real step.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
         on_kept (`Callable[[float, int], None]`): Told gain and real steps of every leap that is kept.
     """
@@ -43,18 +45,35 @@ class Leaper:
         controller: PhaseController,
         record: RunRecord,
         max_steps: int,
+        budget: float,
         correct_gain: bool,
         on_kept: Callable[[float, int], None] = lambda gain, real_steps: None,
     ):
         self.trajectory, self.planner, self.probe = trajectory, planner, probe
         self.monitor, self.controller, self.record = monitor, controller, record
-        self.max_steps, self.on_kept = max_steps, on_kept
+        self.max_steps, self.budget, self.on_kept = max_steps, budget, on_kept
+        self.cost_steps: float | None = None
+        """Arithmetic of a leap in real steps; `None` until the first step was seen."""
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
         self.open: OpenLeap | None = None
         self.just_made: LeapRecord | None = None
 
     # A leap is made.
+
+    def observe_compute(self, step_flops: float) -> None:
+        """The first real step took so many floating-point operations."""
+        self.cost_steps = self.trajectory.direction.flops() / step_flops if step_flops > 0 else 0.0
+
+    @property
+    def shortest_block(self) -> int:
+        """Real steps between leaps that keep them within the budget."""
+        return max(1, math.ceil((self.cost_steps or 0.0) / self.budget - 1e-9))
+
+    @property
+    def affordable(self) -> bool:
+        """Whether the block of real steps since the last leap is long enough for the next."""
+        return self.trajectory.steps_in_block >= self.shortest_block
 
     def leap(self, step: int, features: Sequence[float]) -> None:
         """The leap that is due before step `step`: plan it, look at it if a probe is due, keep or reject it."""
@@ -66,16 +85,19 @@ class Leaper:
         plan = self.planner.plan(step, features, self.probe)
         lengths = self.controller.lengths
         # A block grown long while leaps backed off must not be repaid in one go.
-        gain = plan.gain * min(1.0, 2 * (lengths.full + lengths.correct) / real_steps)
+        longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
+        gain = plan.gain * min(1.0, longest / real_steps)
         if gain <= 0 and self.planner.gains.peak > 0:
             self.controller.leap_rejected()  # the planner wants none
             return
         if self.correction is not None:
             self.trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in self.trajectory.names]
+        formed = self.trajectory.formed
         if plan.probe:
             self._conclude(step, features, self._look(gain), real_steps)
         else:
             self._keep(step, self.trajectory.leap(gain), None, real_steps)
+        self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.cost_steps or 0.0)
 
     def _look(self, gain: float) -> LeapOutcome:
         passes = self.probe.forward_passes
@@ -127,7 +149,7 @@ class Leaper:
             record.standard_error = outcome.paired.standard_error
             record.probe_cost_steps = outcome.cost_steps
             record.e = outcome.paired.decrease / self.slope if self.slope > 0 else None
-            record.e_source = "probe"
+            record.e_source = None if record.e is None else "probe"
         self.just_made = record
         self.record.leaps.append(record_as_dict(record))
 
@@ -209,6 +231,7 @@ class Leaper:
     def state_dict(self) -> tuple[dict, dict]:
         """Tensors and JSON values."""
         values = {
+            "cost_steps": self.cost_steps,
             "open_leap": vars(self.open) if self.open is not None else None,
             "residuals": self.residuals.state_dict(),
             "correction": self.correction.state_dict() if self.correction is not None else None,
@@ -216,6 +239,7 @@ class Leaper:
         return self.residuals.tensors(), values
 
     def load_state_dict(self, tensors: dict, values: dict) -> None:
+        self.cost_steps = values["cost_steps"]
         self.open = OpenLeap(**values["open_leap"]) if values["open_leap"] is not None else None
         self.residuals.load_state_dict(tensors, values["residuals"])
         if self.correction is not None and values["correction"] is not None:

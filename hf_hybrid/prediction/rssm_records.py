@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.prediction.forecasts import FREEDOM, SCORED, VARIANCE, history_of, log_loss, power_law, student_t_nll
+from hf_hybrid.prediction.forecasts import (
+    FREEDOM,
+    SCORED,
+    VARIANCE,
+    history_of,
+    interpolated,
+    log_loss,
+    power_law,
+    student_t_nll,
+)
 from hf_hybrid.prediction.rssm import FEATURES, LINEAR_HORIZON, RSSM, State
 from hf_hybrid.prediction.rssm_training import (
     Batch,
@@ -201,57 +210,54 @@ def train_on_records(
     progress: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
     """
-    Train an ensemble offline, in place and on its device.
-
-    Each member weighs the runs differently (a Bayesian bootstrap: exponential weights), so that members disagree where
-    the runs do not decide.
+    Train an ensemble offline, in place. Each member weighs the runs differently (a Bayesian bootstrap: exponential
+    weights), so that members disagree where the runs do not decide.
 
     Args:
         records (`Sequence[Record]`): Runs; anything with the same attributes.
-        validation (`Sequence[Record]`): Other runs: the epoch that forecasts them best is kept, and the predictive
-            scale is calibrated on them. Without any, the last epoch is kept.
+        validation (`Sequence[Record]`): Other runs: the epoch that forecasts them best is kept, or the last if there
+            are none, and predictive scales are calibrated on them.
         epochs (`int`), batch_size (`int`): Passes over the sequences, sequences per update.
         starts (`int`), horizon (`int`): Windows per sequence to imagine from, and how far.
         learning_rate (`float`), weight_decay (`float`): Of AdamW, the rate falling to 0 as a cosine.
-        corruption (`float`): Share of the features that are replaced with their means in each sequence and pass.
-        seed (`int`): Of everything that is random.
-        progress (`Callable`, *optional*): Told after every epoch: `epoch` and the means of all terms of [`rssm_loss`];
-            with validation, `validation` and `validation_paired`, the terms `loss` and `paired` on those runs.
+        corruption (`float`), seed (`int`): Share of the features that means replace in a pass; of all that is random.
+        progress (`Callable`, *optional*): Told after every epoch: `epoch`, the means of all terms of [`rssm_loss`], and
+            `loss` and `paired` on the other runs as `validation` and `validation_paired`.
 
     Raises:
         ValueError: If no record has two windows.
     """
-    generator = torch.Generator().manual_seed(seed)
-    device = model.feature_mean.device
+    device, generator = model.feature_mean.device, torch.Generator().manual_seed(seed)
     sampler = torch.Generator(device).manual_seed(seed)
     sequences, weights = _weighted(model.members, records, generator)
     normalise_features(model, torch.cat([s.observations[:, :FEATURES] for s in sequences]))
     fit_linear(model, sequences, weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
-    updates = epochs * math.ceil(len(sequences) / batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(updates, 1))
+    updates = max(epochs * math.ceil(len(sequences) / batch_size), 1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
     best: tuple[float, dict[str, Tensor]] = (math.inf, {})
-    for epoch in range(epochs):
+    for epoch in range(1, epochs + 1):
         totals: dict[str, float] = {}
-        order = torch.randperm(len(sequences), generator=generator)
-        for chosen in order.split(batch_size):
+        for chosen in torch.randperm(len(sequences), generator=generator).split(batch_size):
             at = torch.rand(len(chosen), starts, generator=generator)
             batch = make_batch([sequences[i] for i in chosen.tolist()], weights[:, chosen], horizon, at)
             _corrupt(model, batch, corruption, generator)
-            losses = update(model, optimizer, to_device(batch, device), sampler)
-            schedule.step()
-            for name, value in losses.items():
+            for name, value in update(model, optimizer, to_device(batch, device), sampler).items():
                 totals[name] = totals.get(name, 0.0) + value * len(chosen) / len(sequences)
+            schedule.step()
         if validation:
             totals.update(_validate(model, validation, horizon, seed))
-            score = totals["validation"] + totals["validation_paired"]
-            if score < best[0]:
-                best = score, {name: value.clone() for name, value in model.state_dict().items()}
-        if progress is not None:
-            progress({"epoch": epoch + 1, **totals})
+            best = min(best, _snapshot(model, totals), key=lambda found: found[0])
+        if progress:
+            progress({"epoch": epoch, **totals})
     if best[1]:
         model.load_state_dict(best[1])
         calibrate_scale(model, validation)
+
+
+def _snapshot(model: RSSM, totals: dict[str, float]) -> tuple[float, dict[str, Tensor]]:
+    score = totals["validation"] + totals["validation_paired"]
+    return score, {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def _corrupt(model: RSSM, batch: Batch, share: float, generator: torch.Generator) -> None:
@@ -271,12 +277,24 @@ def _validate(model: RSSM, records: Sequence[Record], horizon: int, seed: int) -
     return {"validation": losses["loss"].item(), "validation_paired": losses["paired"].item()}
 
 
-@torch.no_grad()
 def calibrate_scale(model: RSSM, records: Sequence[Record]) -> None:
     """Set the scale of an ensemble's combined forecasts to what is most likely on runs it has not learned from."""
-    model.scale_shift.zero_()
+    model.scale_shift.copy_(likely_scale_shift([forecast_errors(model, records)]))
+
+
+@torch.no_grad()
+def forecast_errors(model: RSSM, records: Sequence[Record]) -> dict[str, Tensor]:
+    """Errors of forecasts with their scales, as [`likely_scale_shift`] wants them: from every window of some runs."""
     table = _forecasts(model, records, max(SCORED))
-    tried = torch.linspace(-1.0, 1.5, 126, device=model.scale_shift.device)
+    table["log_scale"] = table["log_scale"] - interpolated(model.scale_shift, max(SCORED))
+    return {name: table[name] for name in ("error", "log_scale", "spread", "valid")}
+
+
+def likely_scale_shift(tables: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The most likely `RSSM.scale_shift`, given errors of one or several ensembles of a kind."""
+    table = {name: torch.cat([each[name] for each in tables]) for name in tables[0]}
+    tried = torch.linspace(-1.0, 1.5, 126, device=table["error"].device)
+    found = tried.new_zeros(len(SCORED))
     for index, k in enumerate(SCORED):
         known = table["valid"][:, k - 1] > 0
         if not known.any():
@@ -284,7 +302,8 @@ def calibrate_scale(model: RSSM, records: Sequence[Record]) -> None:
         error, log_scale, spread = (table[name][known, k - 1] for name in ("error", "log_scale", "spread"))
         scales = 0.5 * ((2 * (log_scale[:, None] + tried)).exp() + spread[:, None].square() / VARIANCE).log()
         nll = student_t_nll(error[:, None] * (-scales).exp(), scales)
-        model.scale_shift[index] = tried[nll.mean(0).argmin()]
+        found[index] = tried[nll.mean(0).argmin()]
+    return found
 
 
 def _weighted(members: int, records: Sequence[Record], generator: torch.Generator) -> tuple[list[_Sequence], Tensor]:

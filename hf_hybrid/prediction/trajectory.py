@@ -93,6 +93,8 @@ class Trajectory:
         self.direction = (direction_factory(direction) if isinstance(direction, str) else direction)(self.context)
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
+        self.formed = 0
+        """How often a leap was formed, kept or not."""
         self.pending_gain: float | None = None
         self._at_hand = {i for i, p in enumerate(self.parameters) if store is None or not store.holds(p)}
         """Parameters that compute where they live: a leap under test is written into them."""
@@ -215,6 +217,7 @@ class Trajectory:
         return None if displacement is None else displacement.mul_(factor * gain * self.context.lr_sum(index))
 
     def _apply(self, gain: float, written: set[int]) -> LeapShape:
+        self.formed += 1
         squares, weights, linear = [], [], []
         for index, parameter in enumerate(self.parameters):
             delta = self._delta(index, gain)

@@ -167,6 +167,10 @@ class Direction:
         """The gradient that the direction expects, for the fall of the loss to first order; `None` if it has none."""
         return None
 
+    def flops(self) -> float:
+        """Floating-point operations of one leap, as far as they are more than a few per weight."""
+        return 0.0
+
     def block_begins(self, *, undoable: bool) -> None:
         """A new block of real steps begins at the weights of now; `undoable` while the leap before it is on trial."""
 

@@ -8,7 +8,12 @@ import torch
 
 from hf_hybrid.prediction import sums
 from hf_hybrid.prediction.directions.base import Direction, DirectionContext
-from hf_hybrid.prediction.directions.preconditioners import Preconditioner, preconditioner_of
+from hf_hybrid.prediction.directions.preconditioners import (
+    Preconditioner,
+    muon,
+    orthogonalisation_flops,
+    preconditioner_of,
+)
 
 Tensor = torch.Tensor
 
@@ -27,6 +32,8 @@ class GradientMemory(Direction):
     """
 
     name = "gradient_memory"
+    ORTHOGONALISING: tuple[Preconditioner, ...] = (muon,)
+    """Rules that cost matrix products."""
 
     def __init__(self, context: DirectionContext):
         super().__init__(context)
@@ -84,6 +91,10 @@ class GradientMemory(Direction):
             return rule(memory, self.context.state(index), self.context.group(index), out)
         scale = self._scales.get(index)
         return None if scale is None else torch.mul(memory, scale, out=out)
+
+    def flops(self) -> float:
+        found = [(self._preconditioner(index), p.shape) for index, p in enumerate(self.context.parameters)]
+        return sum(orthogonalisation_flops(shape) for rule, shape in found if rule in self.ORTHOGONALISING)
 
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]

@@ -10,7 +10,11 @@ import torch
 
 from hf_hybrid.prediction.directions.base import DirectionContext
 from hf_hybrid.prediction.directions.gradient_memory import GradientMemory
-from hf_hybrid.prediction.directions.preconditioners import Preconditioner, orthogonalise
+from hf_hybrid.prediction.directions.preconditioners import (
+    Preconditioner,
+    orthogonalisation_flops,
+    orthogonalise,
+)
 
 Tensor = torch.Tensor
 
@@ -34,6 +38,10 @@ class Orthogonal(GradientMemory):
     def __init__(self, context: DirectionContext, matrices: Collection[str]):
         super().__init__(context)
         self._matrices = {index for index, name in enumerate(context.names) if name in matrices}
+
+    def flops(self) -> float:
+        chosen = [p.shape for i, p in enumerate(self.context.parameters) if self._preconditioner(i) == self._rule]
+        return super().flops() + sum(orthogonalisation_flops(shape) for shape in chosen)
 
     def _preconditioner(self, index: int) -> Preconditioner | None:
         group = self.context.group(index)

@@ -77,6 +77,12 @@ def orthogonalise(
     return x.T if is_tall else x
 
 
+def orthogonalisation_flops(shape: torch.Size, steps: int = MUON_STEPS) -> float:
+    """Floating-point operations of [`orthogonalise`] on a matrix of this shape."""
+    short, long = sorted(shape)
+    return steps * (4.0 * short**2 * long + 2.0 * short**3)
+
+
 def adafactor(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
     """
     `-memory / sqrt(v)` with the factored second moment of transformers' Adafactor (Shazeer and Stern, 2018,

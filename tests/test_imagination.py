@@ -1,0 +1,167 @@
+"""`planner="dynamics"`: what is imagined decides, in a planner by itself and in a run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from synthetic_runs import make_run
+
+import hf_hybrid
+from hf_hybrid import HybridTrainer, assembly
+from hf_hybrid.prediction.dynamics import DynamicsModel
+from hf_hybrid.prediction.gains import GainPlanner, Window
+from hf_hybrid.prediction.imagination import ImaginedGain
+from hf_hybrid.prediction.rssm import RSSM, load_weights
+
+SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
+WINDOWS = 20
+
+
+def planner(effect=0.0, members_agree=True, peak=2.0, **options):
+    """One whose world model believes that leaps change the log loss by `effect` per window of gain 1."""
+    model = RSSM(**SMALL)
+    with torch.no_grad():
+        bias = torch.full((2,), effect / model._DRIFT) if members_agree else torch.tensor([5.0, -5.0]) * effect
+        model.loss_out.bias[:, 0, 1] = bias
+    dynamics = DynamicsModel(model=model, learn_every=0, **options)
+    return ImaginedGain(
+        peak, 0.0, 0.2, dynamics=dynamics, rate_at=lambda progress: 1.0 - progress, window_share=1 / WINDOWS
+    )
+
+
+def follow(gains, windows, seed=0):
+    run = make_run(seed, windows=WINDOWS, leaps=False)
+    for k in windows:
+        progress = (k + 1) / WINDOWS
+        gains.observe(Window(run.features[k].tolist(), float(run.losses[k]), 0.0, 0.0, progress, 1.0 - progress))
+    return gains
+
+
+@pytest.mark.parametrize(("effect", "expected"), [(-0.02, 2.0), (0.02, 0.0), (0.0, 1.0)])
+def test_leaps_go_as_far_as_they_are_imagined_to_help(effect, expected):
+    gains = follow(planner(effect), range(8))
+    assert gains.multiple == expected
+    assert gains.gain(0.5) == pytest.approx(expected * GainPlanner(2.0, 0.0, 0.2).gain(0.5))
+
+
+def test_the_schedule_holds_until_there_is_something_to_learn_from():
+    gains = follow(planner(effect=0.02), range(ImaginedGain.LEARN_FIRST - 1))
+    assert gains.multiple == 1.0 and gains.imagined_worth is None
+    assert gains.worth_of(2.0, 10) == GainPlanner(2.0, 0.0, 0.2).worth_of(2.0, 10)
+
+
+def test_members_that_disagree_change_nothing():
+    assert follow(planner(0.5, members_agree=False), range(8)).multiple == 1.0
+
+
+def test_confidence_falls_where_leaps_are_imagined_to_hurt():
+    assert follow(planner(-0.02), range(8)).confidence == 1.0
+    assert follow(planner(0.02), range(8)).confidence < 0.5
+
+
+def test_worth_is_what_is_saved_in_steps_at_the_imagined_pace():
+    gains = planner(-0.01)
+    with torch.no_grad():
+        for name in ("loss_out", "start_out"):
+            getattr(gains.dynamics.model, name).weight.zero_()
+        gains.dynamics.model.start_out.bias[..., :2] = -50.0  # no trust in the power law
+        gains.dynamics.model.loss_out.bias[:, 0, 0] = -1.0  # falls by 0.05 per window
+    follow(gains, range(5))
+    assert gains.multiple == 2.0
+    # Of the five windows that are chosen for; behind them the loss falls by itself and by leaps on schedule.
+    saved, pace = 0.01 * math.asinh(4.0), 0.05 + 0.01 * math.asinh(2.0)
+    assert gains.imagined_worth == pytest.approx(saved / pace, rel=1e-3)
+    assert gains.worth_of(2.0, 10) == pytest.approx(min(gains.imagined_worth * 10, 2 * 0.2 * 10))
+
+
+def test_a_planner_that_was_saved_goes_on_bit_for_bit():
+    expected = follow(planner(-0.02), range(10))
+    first = follow(planner(-0.02), range(5))
+    resumed = planner(-0.02)
+    resumed.load_state_dict(first.tensors(), json.loads(json.dumps(first.state_dict())))
+    follow(resumed, range(5, 10))
+    assert resumed.choices == expected.choices and len(resumed.choices) == 10
+    assert resumed.summary()["errors"] == expected.summary()["errors"]
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(resumed.tensors()[name], tensor), name
+
+
+def test_the_last_window_plans_nothing():
+    assert len(follow(planner(), range(WINDOWS)).choices) == WINDOWS - 1
+
+
+# Start weights.
+
+
+def test_start_weights_are_part_of_the_package():
+    assert assembly.START_WEIGHTS.stat().st_size < 5_000_000
+    model = RSSM()
+    load_weights(model, assembly.START_WEIGHTS)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert model.linear.any() and model.feature_scale.min() > 0
+    root = Path(hf_hybrid.__file__).parent
+    tomllib = pytest.importorskip("tomllib")
+    declared = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {path for pattern in declared["hf_hybrid"] for path in root.glob(pattern)}
+    assert assembly.START_WEIGHTS in packed
+
+
+def test_a_missing_file_is_named(monkeypatch, tmp_path, train_set):
+    monkeypatch.setattr(assembly, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, planner="dynamics"), train_dataset=train_set)
+    with pytest.raises(ValueError, match="nowhere.safetensors.*incomplete"):
+        trainer.train()
+
+
+# In a run.
+
+STEPS = 90
+
+
+def build(folder, **overrides):
+    torch.manual_seed(0)
+    options = {"max_steps": STEPS, "planner": "dynamics", "save_strategy": "steps", "save_steps": 47}
+    return HybridTrainer(tiny_model(), hybrid_config(folder, **{**options, **overrides}), train_dataset=ByteText(200))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = build(folder)
+    trainer.train()
+    return folder, trainer
+
+
+def test_a_run_tells_what_was_chosen(whole):
+    summary = whole[1].hybrid_summary()
+    choices = summary["planner"]["choices"]
+    windows = summary["real_steps"] // assembly.WINDOW_STEPS
+    assert summary["steps"] == STEPS and windows - 1 <= len(choices) <= windows  # none where nothing is left to plan
+    assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
+    assert summary["planner"]["seconds"] > 0 and summary["planner"]["updates"] == len(choices) // 5
+    assert set(summary["planner"]["errors"]["1"]) == {"model", "persistence", "power_law"}
+    json.dumps(summary)
+
+
+def test_a_run_is_the_same_when_repeated(whole, tmp_path):
+    again = build(tmp_path)
+    again.train()
+    assert_same_weights(weights(again.model), weights(whole[1].model))
+    assert again.hybrid_summary()["planner"]["choices"] == whole[1].hybrid_summary()["planner"]["choices"]
+
+
+def test_a_run_that_resumes_in_the_middle_ends_with_the_same_weights(whole):
+    folder, trainer = whole
+    resumed = build(folder)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-47"))
+    assert_same_weights(weights(resumed.model), weights(trainer.model))
+    assert resumed.hybrid_summary()["planner"]["choices"] == trainer.hybrid_summary()["planner"]["choices"]
+
+
+def test_other_planners_have_nothing_to_tell(train_set, tmp_path):
+    trainer = build(tmp_path, planner="schedule", max_steps=12, save_strategy="no")
+    trainer.train()
+    assert trainer.hybrid_summary()["planner"] == {}
