@@ -111,7 +111,7 @@ def print_table(table: dict) -> None:
         error = row.get("S_standard_error", math.nan)
         print(
             f"  {arm:16s} {row['rate']:8.2g}  {len(row['runs'])}  {bound}{row['S']:.3f} +- {error:.3f}  "
-            f"{row['S_with_probes']:.3f}        {row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
+            f"{row['S_all_costs']:.3f}        {row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
             + " ".join(f"{r['eval_loss']:.3f}" for r in row["runs"])
         )
 

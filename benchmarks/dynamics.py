@@ -219,7 +219,7 @@ def planner_cost(run) -> dict:
     }
 
 
-def model_step(repeats: int = 2) -> dict:
+def model_step(repeats: int = 1) -> dict:
     """CPU milliseconds of a step (forward, backward, clipping, AdamW) of a Llama of about 100M parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(

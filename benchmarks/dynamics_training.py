@@ -11,13 +11,13 @@ import torch
 
 from hf_hybrid.assembly import START_WEIGHTS
 from hf_hybrid.prediction.rssm import RSSM, load_weights, save_weights
-from hf_hybrid.prediction.rssm_records import forecast_errors, likely_scale_shift, score_records, train_on_records
+from hf_hybrid.prediction.rssm_records import calibrate, forecast_errors, score_records, train_on_records
 
 REPORT = Path(__file__).resolve().parent / "results" / "meta_train.json"
 FOLDS = 3
 """The runs to learn from are split so often: the parts left out choose the number of epochs and calibrate scales."""
 SETTINGS = {
-    "epochs": 12,
+    "epochs": 9,
     "batch_size": 16,
     "starts": 3,
     "horizon": 20,
@@ -44,12 +44,12 @@ class Progress:
         return min(self.curve, key=lambda row: row["validation"] + row["validation_paired"])["epoch"]
 
 
-def cross_validate(records: list) -> tuple[int, torch.Tensor, list[dict], list[dict]]:
+def cross_validate(records: list) -> tuple[int, list[dict], list[dict], list[dict]]:
     """
     One model per part left out.
 
     Returns:
-        Number of epochs that was best, `scale_shift` by the errors on all parts, the scores on each part, and curves.
+        Number of epochs that was best, forecasts of each part and scores on it, and curves.
     """
     epochs, errors, scores, curves = [], [], [], []
     for fold in range(FOLDS):
@@ -61,7 +61,7 @@ def cross_validate(records: list) -> tuple[int, torch.Tensor, list[dict], list[d
         errors.append(forecast_errors(model, left_out))
         scores.append({name: round(value, 4) for name, value in score_records(model, left_out).items()})
         curves += progress.curve
-    return statistics.median_low(epochs), likely_scale_shift(errors), scores, curves
+    return statistics.median_low(epochs), errors, scores, curves
 
 
 def train(records: list, held_out: list, threads: int, path: Path = START_WEIGHTS, report: Path = REPORT) -> None:
@@ -75,10 +75,10 @@ def train(records: list, held_out: list, threads: int, path: Path = START_WEIGHT
     """
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    epochs, shift, scores, curves = cross_validate(records)
+    epochs, errors, scores, curves = cross_validate(records)
     model, progress = RSSM(seed=SETTINGS["seed"]), Progress(None)
     train_on_records(model, records, progress=progress, **{**SETTINGS, "epochs": epochs})
-    model.scale_shift.copy_(shift)
+    calibrate(model, errors)
     seconds = time.perf_counter() - started
     save_weights(model, path, torch.float16)
     shipped = RSSM(seed=1)
@@ -94,9 +94,12 @@ def train(records: list, held_out: list, threads: int, path: Path = START_WEIGHT
         "threads": threads,
         "seconds": round(seconds, 1),
         "scale_shift": [round(value, 3) for value in shipped.scale_shift.tolist()],
+        "confidence_map": [round(value, 3) for value in shipped.confidence_map.tolist()],
         "held_out": {name: round(value, 4) for name, value in score_records(shipped, held_out).items()},
         "left_out": scores,
         "curves": curves + progress.curve,
     }
     report.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: result[name] for name in ("seconds", "scale_shift", "held_out")}, indent=1))
+    print(
+        json.dumps({name: result[name] for name in ("seconds", "scale_shift", "confidence_map", "held_out")}, indent=1)
+    )

@@ -258,7 +258,7 @@ def test_muon_leaps_as_muon_steps(shape, adjust, joined):
         optimizer = torch.optim.Muon([parameter], lr=0.02, weight_decay=0.0, adjust_lr_fn=adjust, ns_steps=4)
     before, after, trajectory = constant_gradient(optimizer, parameter)
     trajectory.leap(0.5)
-    # Orthogonalised is orthogonalised, whatever the momentum's length; three steps' rates, gain one half. Torch's step is
+    # Orthogonalised is orthogonalised, whatever the momentum's length; three rates, gain one half. Torch's step is
     # in bf16, which costs it two to three per cent in five iterations.
     leap, expected = parameter.detach() - after, 1.5 * (after - before)
     assert (leap - expected).norm() < 0.04 * expected.norm()

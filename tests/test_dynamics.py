@@ -129,7 +129,13 @@ def test_confidence_is_the_probability_of_no_rise_beyond_the_tolerance():
     model.forecast(PLAIN)
     assert model.confidence == 0.0
     forecast = model.forecast(PLAIN, keep=True)
-    assert model.confidence == forecast.probability_below(math.log1p(0.03), 5)
+    probability = forecast.probability_below(math.log1p(0.03), 5)
+    assert model.confidence == pytest.approx(probability)
+    model.model.confidence_map.copy_(torch.tensor([0.5, 2.0]))
+    model.forecast(PLAIN, keep=True)
+    logit = 0.5 + 2 * math.log(probability / (1 - probability))
+    assert model.confidence == pytest.approx(1 / (1 + math.exp(-logit)))
+    model.model.confidence_map.copy_(torch.tensor([0.0, 1.0]))
     model.observation[FEATURES + 2] = 2.0
     model.forecast(PLAIN, keep=True)
     falling = model.confidence

@@ -8,9 +8,11 @@ from synthetic_runs import SIGNAL, make_run
 
 from hf_hybrid.prediction.forecasts import (
     HISTORY,
+    TOLERANCE,
     LossHistory,
     history_of,
     interpolated,
+    platt_scaled,
     power_law,
     student_t_cdf,
     student_t_nll,
@@ -28,7 +30,8 @@ from hf_hybrid.prediction.rssm import (
 )
 from hf_hybrid.prediction.rssm_records import (
     Record,
-    calibrate_scale,
+    calibrate,
+    forecast_errors,
     make_batch,
     score_records,
     sequences_of,
@@ -289,7 +292,7 @@ def test_the_epoch_is_kept_that_forecasts_other_runs_best():
     options = {"epochs": 4, "horizon": 3, "starts": 2, "learning_rate": 0.05, "corruption": 0.2}
     train_on_records(model, runs, validation=others, progress=progress, **options)
     best = states[seen.index(min(seen))]
-    kept = {name: value for name, value in model.state_dict().items() if name != "scale_shift"}
+    kept = {name: value for name, value in model.state_dict().items() if name not in ("scale_shift", "confidence_map")}
     assert all(torch.equal(value, best[name]) for name, value in kept.items())
 
 
@@ -297,12 +300,30 @@ def test_the_epoch_is_kept_that_forecasts_other_runs_best():
 def test_scales_are_calibrated_on_runs_that_were_not_learned(trained, wrong_by):
     model = copy.deepcopy(trained)
     runs = [make_run(100 + seed, windows=20, leaps=False) for seed in range(12)]
-    calibrate_scale(model, runs)
+    calibrate(model, [forecast_errors(model, runs)])
     right = model.scale_shift.clone()
     with torch.no_grad():
         model.loss_out.bias[:, 0, 2:] += wrong_by
-    calibrate_scale(model, runs)
+    calibrate(model, [forecast_errors(model, runs)])
     torch.testing.assert_close(model.scale_shift[:2], right[:2] - wrong_by, atol=0.06, rtol=0)
+
+
+def test_the_confidence_is_mapped_to_how_often_it_was_right():
+    model, count, rng = RSSM(**SMALL), 4000, np.random.default_rng(0)
+    mean = torch.tensor(rng.uniform(-0.1, 0.1, (count, 20)), dtype=torch.float32)
+    error = torch.tensor(-0.02 + 0.02 * rng.standard_t(5, (count, 20)), dtype=torch.float32)  # losses fall further
+    ones = torch.ones(count, 20)
+    table = {"mean": mean, "error": error, "log_scale": math.log(0.02) * ones, "spread": 0 * ones, "valid": ones}
+    calibrate(model, [table])
+    scale = 0.02 * model.scale_shift[1].exp().item()
+    below = [student_t_cdf((math.log1p(TOLERANCE) - value) / scale) for value in mean[:, 4].tolist()]
+    mapped = torch.tensor([platt_scaled(p, *model.confidence_map.tolist()) for p in below])
+    happened = ((mean + error)[:, 4] <= math.log1p(TOLERANCE)).float()
+    for low, high in ((0.1, 0.4), (0.4, 0.7), (0.7, 0.95)):
+        inside = (mapped > low) & (mapped < high)
+        assert happened[inside].mean().item() == pytest.approx(mapped[inside].mean().item(), abs=0.07)
+    assert happened.mean().item() == pytest.approx(mapped.mean().item(), abs=0.01)
+    assert abs(torch.tensor(below).mean() - happened.mean()) > 0.05
 
 
 def test_the_error_of_a_difference_grows_with_what_is_done_differently():

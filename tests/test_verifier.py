@@ -143,6 +143,8 @@ def test_residuals_lower_the_gain_only_where_it_is_significant():
     assert store.gain_factor(10, here, z=2.0) == 1.0
     for step in range(5):
         store.add(Residual(step, here, ratio=-0.6, standard_error=0.01))
+        if step == 0:
+            assert store.gain_factor(10, here, z=0.0) == 1.0  # two looks are no lesson
     assert store.gain_factor(10, there, z=2.0) == 1.0
     store.residuals.popleft()
     assert store.gain_factor(10, here, z=2.0) == pytest.approx(0.4, abs=0.02)

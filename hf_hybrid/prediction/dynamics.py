@@ -16,13 +16,16 @@ from pathlib import Path
 import torch
 
 from hf_hybrid.prediction.forecasts import (
+    CONFIDENCE_HORIZON,
     HISTORY,
     SCORED,
+    TOLERANCE,
     VARIANCE,
     Calibration,
     Forecast,
     LossHistory,
     log_loss,
+    platt_scaled,
     power_law,
     student_t_cdf,
 )
@@ -77,8 +80,8 @@ class DynamicsModel:
         horizon: int = 20,
         capacity: int = 2048,
         latent_dtype: str = "float32",
-        tolerance: float = 0.02,
-        confidence_horizon: int = 5,
+        tolerance: float = TOLERANCE,
+        confidence_horizon: int = CONFIDENCE_HORIZON,
         seed: int = 0,
     ):
         counts = {"updates": updates, "batch_size": batch_size, "chunk": chunk, "starts": starts, "horizon": horizon}
@@ -105,7 +108,8 @@ class DynamicsModel:
         self.confidence = 0.0
         """
         Predictive, calibrated probability that the loss `confidence_horizon` windows ahead is at most `tolerance`
-        (relative) above that of the last window, by the forecast that was kept last; 0 before there is one.
+        (relative) above that of the last window, by the forecast that was kept last, with a logit rescaled as offline
+        training found right; 0 before there is one.
         """
         self._pending: list[dict] = []
         if start is not None:
@@ -217,7 +221,8 @@ class DynamicsModel:
         forecast = Forecast(mean.tolist(), scale, disagreement.tolist())
         if keep:
             ahead = min(self.confidence_horizon, len(scale))
-            self.confidence = forecast.probability_below(math.log1p(self.tolerance), ahead)
+            probability = forecast.probability_below(math.log1p(self.tolerance), ahead)
+            self.confidence = platt_scaled(probability, *self.model.confidence_map.tolist())
             self._keep(forecast, raw, factors)
         return forecast
 

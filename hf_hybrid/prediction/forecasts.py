@@ -22,6 +22,9 @@ HISTORY = ("change", "residual", "exponent", "window", "noise")
 SCORED = (1, 5, 20)
 """Windows ahead at which forecasts are scored."""
 
+TOLERANCE, CONFIDENCE_HORIZON = 0.02, 5
+"""Confidence is about losses at most this much higher, relatively, so many windows later."""
+
 
 def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
     """Negative log density of `z * exp(log_scale)` under a Student-t of 5 degrees of freedom, in nats."""
@@ -50,6 +53,12 @@ def student_t_quantile(probability: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if student_t_cdf(middle) < probability else (low, middle)
     return (low + high) / 2
+
+
+def platt_scaled(probability: float, offset: float, slope: float) -> float:
+    """A probability whose logit is `offset + slope` times that of another (Platt, 1999); bounded away from 0 and 1."""
+    inside = min(max(probability, 1e-6), 1 - 1e-6)
+    return 1.0 / (1.0 + math.exp(-offset - slope * math.log(inside / (1 - inside))))
 
 
 @dataclass(frozen=True)

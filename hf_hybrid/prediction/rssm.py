@@ -141,6 +141,8 @@ class RSSM(nn.Module):
         self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
         self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
         """Added to log scales 1, 5 and 20 windows ahead, and interpolated between: calibration on runs not learned."""
+        self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
+        """Offset and slope of the logit of the confidence: calibration on runs not learned."""
         with torch.no_grad():
             self.gates_action.weight[:, :2] = 0.0
             self.loss_out.weight[:, :, 1] = 0.0

@@ -10,14 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid.prediction.forecasts import (
+    CONFIDENCE_HORIZON,
     FREEDOM,
     SCORED,
+    TOLERANCE,
     VARIANCE,
     history_of,
     interpolated,
     log_loss,
     power_law,
+    student_t_cdf,
     student_t_nll,
+    student_t_quantile,
 )
 from hf_hybrid.prediction.rssm import FEATURES, LINEAR_HORIZON, RSSM, State
 from hf_hybrid.prediction.rssm_training import (
@@ -216,7 +220,7 @@ def train_on_records(
     Args:
         records (`Sequence[Record]`): Runs; anything with the same attributes.
         validation (`Sequence[Record]`): Other runs: the epoch that forecasts them best is kept, or the last if there
-            are none, and predictive scales are calibrated on them.
+            are none, and scales and confidence are calibrated on them.
         epochs (`int`), batch_size (`int`): Passes over the sequences, sequences per update.
         starts (`int`), horizon (`int`): Windows per sequence to imagine from, and how far.
         learning_rate (`float`), weight_decay (`float`): Of AdamW, the rate falling to 0 as a cosine.
@@ -252,7 +256,7 @@ def train_on_records(
             progress({"epoch": epoch, **totals})
     if best[1]:
         model.load_state_dict(best[1])
-        calibrate_scale(model, validation)
+        calibrate(model, [forecast_errors(model, validation)])
 
 
 def _snapshot(model: RSSM, totals: dict[str, float]) -> tuple[float, dict[str, Tensor]]:
@@ -277,32 +281,64 @@ def _validate(model: RSSM, records: Sequence[Record], horizon: int, seed: int) -
     return {"validation": losses["loss"].item(), "validation_paired": losses["paired"].item()}
 
 
-def calibrate_scale(model: RSSM, records: Sequence[Record]) -> None:
-    """Set the scale of an ensemble's combined forecasts to what is most likely on runs it has not learned from."""
-    model.scale_shift.copy_(likely_scale_shift([forecast_errors(model, records)]))
+@torch.no_grad()
+def calibrate(model: RSSM, tables: Sequence[dict[str, Tensor]]) -> None:
+    """
+    Set the scale of combined forecasts, and then the map of the confidence, to what was right on runs not learned.
+
+    Args:
+        tables (`Sequence[dict]`): As from [`forecast_errors`], of this ensemble or several of its kind.
+    """
+    table = {name: torch.cat([each[name] for each in tables]) for name in tables[0]}
+    for index, k in enumerate(SCORED):
+        known = table["valid"][:, k - 1] > 0
+        if known.any():
+            columns = (table[name][known, k - 1] for name in ("error", "log_scale", "spread"))
+            model.scale_shift[index] = _covering_shift(*columns)
+    column = CONFIDENCE_HORIZON - 1
+    known = table["valid"][:, column] > 0
+    if known.any():
+        mean, error, log_scale, spread = (
+            table[name][known, column] for name in ("mean", "error", "log_scale", "spread")
+        )
+        scale = _combined(log_scale + interpolated(model.scale_shift, CONFIDENCE_HORIZON)[-1], spread)
+        z = (math.log1p(TOLERANCE) - mean) / scale
+        probability = torch.tensor([student_t_cdf(value) for value in z.tolist()], device=z.device)
+        happened = (mean + error <= math.log1p(TOLERANCE)).float()
+        model.confidence_map.copy_(_platt(probability.clamp(1e-6, 1 - 1e-6).logit(), happened))
 
 
 @torch.no_grad()
 def forecast_errors(model: RSSM, records: Sequence[Record]) -> dict[str, Tensor]:
-    """Errors of forecasts with their scales, as [`likely_scale_shift`] wants them: from every window of some runs."""
+    """Forecasts from every window of some runs and their errors, `[windows, 20]`, without calibration of the scale."""
     table = _forecasts(model, records, max(SCORED))
     table["log_scale"] = table["log_scale"] - interpolated(model.scale_shift, max(SCORED))
-    return {name: table[name] for name in ("error", "log_scale", "spread", "valid")}
+    return {name: table[name] for name in ("mean", "error", "log_scale", "spread", "valid")}
 
 
-def likely_scale_shift(tables: Sequence[dict[str, Tensor]]) -> Tensor:
-    """The most likely `RSSM.scale_shift`, given errors of one or several ensembles of a kind."""
-    table = {name: torch.cat([each[name] for each in tables]) for name in tables[0]}
-    tried = torch.linspace(-1.0, 1.5, 126, device=table["error"].device)
-    found = tried.new_zeros(len(SCORED))
-    for index, k in enumerate(SCORED):
-        known = table["valid"][:, k - 1] > 0
-        if not known.any():
-            continue
-        error, log_scale, spread = (table[name][known, k - 1] for name in ("error", "log_scale", "spread"))
-        scales = 0.5 * ((2 * (log_scale[:, None] + tried)).exp() + spread[:, None].square() / VARIANCE).log()
-        nll = student_t_nll(error[:, None] * (-scales).exp(), scales)
-        found[index] = tried[nll.mean(0).argmin()]
+def _combined(log_scale: Tensor, spread: Tensor) -> Tensor:
+    """Scale of an ensemble, as `DynamicsModel` combines those of its members with their disagreement."""
+    return ((2 * log_scale).exp() + spread.square() / VARIANCE).sqrt()
+
+
+def _covering_shift(error: Tensor, log_scale: Tensor, spread: Tensor) -> Tensor:
+    """What, added to log scales, makes central intervals hold the share of errors that they say."""
+    tried = torch.linspace(-1.0, 1.5, 126, device=error.device)
+    sizes = error.abs()[:, None] / _combined(log_scale[:, None] + tried, spread[:, None])
+    gaps = torch.zeros_like(tried)
+    for level in range(5, 100, 5):
+        gaps += ((sizes <= student_t_quantile(0.5 + level / 200)).float().mean(0) - level / 100).abs()
+    return tried[gaps.argmin()]
+
+
+def _platt(logits: Tensor, happened: Tensor, rounds: int = 25, prior: float = 5.0) -> Tensor:
+    """Logistic regression on a logit, `[offset, slope]`, by Newton's method; pulled to the logit itself by `prior`."""
+    inputs, identity = torch.stack((torch.ones_like(logits), logits), 1), logits.new_tensor([0.0, 1.0])
+    found = identity.clone()
+    for _ in range(rounds):
+        expected = (inputs @ found).sigmoid()
+        curvature = (inputs * (expected * (1 - expected))[:, None]).T @ inputs + prior * torch.eye(2).to(logits)
+        found = found + torch.linalg.solve(curvature, inputs.T @ (happened - expected) - prior * (found - identity))
     return found
 
 

@@ -156,6 +156,9 @@ class Residual:
 class ResidualStore:
     """Past residuals; the similar and recent ones correct the next leap's gain."""
 
+    FEWEST = 3
+    """Lessons before they count: what one early leap does at once says little about those that follow."""
+
     def __init__(self, capacity: int = 200, half_life_steps: float = 200.0):
         self.residuals: deque[Residual] = deque(maxlen=capacity)
         self.half_life_steps = half_life_steps
@@ -174,7 +177,7 @@ class ResidualStore:
         weighed = [(self._weight(r, step, features), r) for r in self.residuals]
         weighed = sorted(weighed, key=lambda pair: -pair[0])[:neighbours]
         total = sum(weight for weight, _ in weighed)
-        if total <= 0:
+        if total <= 0 or len(self.residuals) < self.FEWEST:
             return 1.0
         ratio = sum(weight * r.ratio for weight, r in weighed) / total
         error = math.sqrt(sum((weight * r.standard_error) ** 2 for weight, r in weighed)) / total
