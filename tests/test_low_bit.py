@@ -302,7 +302,7 @@ def test_trainer_resumes_to_the_last_bit(tmp_path):
 
 def test_leaps_go_along_the_gradients_as_far_as_the_steps_did(tmp_path):
     """8-bit second moments are not what a leap along the gradients could be divided by: the weights' own way is."""
-    config = hybrid_config(tmp_path, max_steps=20)
+    config = hybrid_config(tmp_path, max_steps=20, direction="gradient_memory")
     own = (AdamW8bit, {"lr": config.learning_rate})
     hybrid = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), optimizer_cls_and_kwargs=own)
     hybrid.train()
