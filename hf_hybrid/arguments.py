@@ -32,8 +32,8 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "divergence_threshold": 6.0,
     },
     "fast": {
-        "gain_factor": 1.0,
-        "leap_worth": 0.2,
+        "gain_factor": 0.0,
+        "leap_worth": 0.0,
         "full_phase_steps": 2,
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
@@ -73,8 +73,8 @@ class HybridArguments:
     preset: Literal["conservative", "balanced", "aggressive", "fast"] = _option(
         "balanced",
         "How far leaps go, what they are trusted to be worth and how often they are made. Decides every option below "
-        "whose help says 'from the preset'. fast: what was fastest in docs/evaluation.md; also chooses optim=muon "
-        "where optim was left at its default.",
+        "whose help says 'from the preset'. fast: what was fastest in docs/evaluation.md, optim=muon (where optim was "
+        "left at its default) without leaps, which added nothing to it.",
     )
     warmup_phase_steps: Optional[int] = _option(
         None, "Real steps before the first leap. Default: 5%% of the run, at least 2 and at most 100."
@@ -122,7 +122,7 @@ class HybridArguments:
         None,
         "Gain of a leap at the end of the run, in units of the real steps since the last. Default: by direction (3 for "
         "orthogonal, 4 for gradient_memory, drift and linear, 1 for snoo, rre and none, 0.2 for nino), times 0.5, 1, "
-        "2, 1 by preset.",
+        "2, 0 by preset. 0: no leaps.",
     )
     leap_gain_power: Optional[float] = _option(
         None,
@@ -148,7 +148,7 @@ class HybridArguments:
     leap_worth: Optional[float] = _option(
         None,
         "Predicted steps granted per real step when leaps run at full gain; credit adds up and is redeemed as whole "
-        "steps. Default: from the preset (0.1, 0.2, 0.3, 0.2).",
+        "steps. Default: from the preset (0.1, 0.2, 0.3, 0).",
     )
     leap_memory_steps: Optional[int] = _option(
         None,

@@ -87,7 +87,7 @@ class Leaper:
         # A block grown long while leaps backed off must not be repaid in one go.
         longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
         gain = plan.gain * min(1.0, longest / real_steps)
-        if gain <= 0 and self.planner.gains.peak > 0:
+        if gain <= 0:
             self.controller.leap_rejected()  # the planner wants none
             return
         if self.correction is not None:

@@ -150,6 +150,8 @@ class LeapPlanner:
         After two rejections in a row no leap is made that nobody looks at: the budget for probes bounds what a run pays
         whose leaps do not help.
         """
+        if self.gains.peak <= 0:
+            return False
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
