@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acceleration_arms import ARMS, DEFAULT_ARMS, nino_path, train
-from acceleration_report import arm_row, plot_curves, plot_speedups, print_table
+from acceleration_report import arm_row, pace, plot_curves, plot_speedups, print_table
 from acceleration_tasks import BASE_RATE, BASE_STEPS, ROOT, TASKS, TextAndModels, training_arguments
 
 RESULTS = ROOT / "results" / "acceleration"
@@ -81,7 +81,7 @@ def searched_rates(task: str, arm: str) -> tuple[list[float], list[Run]]:
         runs = {rate: Run(task, arm, steps, rate, 0) for rate in grid}
         missing = [run for run in runs.values() if run.loss() is None]
         ranked = sorted((rate for rate in grid if runs[rate].loss() is not None), key=lambda rate: runs[rate].loss())
-        if missing or not TASKS[task].tuned:
+        if missing or TASKS[task].tuned is not True:
             return ranked, missing
         best = ranked[0]
         if len(grid) >= MOST_RATES or grid[0] < best < grid[-1]:
@@ -91,7 +91,7 @@ def searched_rates(task: str, arm: str) -> tuple[list[float], list[Run]]:
 
 def start_grid(task: str, arm: str) -> tuple[float, ...] | None:
     """Where the search begins: around the best rate of the arm's family; `None` while that is not known."""
-    if not TASKS[task].tuned:
+    if TASKS[task].tuned is not True:
         return (1.0,) if ARMS[arm].rate_of == "one" else TASKS[task].grid
     family = ARMS[arm].rate_of
     if family == "one":
@@ -125,7 +125,7 @@ def wanted_runs(tasks: list[str], arms: list[str], seeds: list[int]) -> list[Run
 
 def arms_of(task: str, arms: list[str]) -> list[str]:
     """Those that make sense for a task, in the order of `ARMS`."""
-    return [arm for arm in ARMS if arm in arms and (TASKS[task].tuned or arm in DEFAULT_ARMS)]
+    return [arm for arm in ARMS if arm in arms and (TASKS[task].tuned is True or arm in DEFAULT_ARMS)]
 
 
 # Running.
@@ -195,34 +195,49 @@ def run_all(args) -> None:
 # Reporting.
 
 
+def plain_losses(task: str, seeds: list[int]) -> dict[int, dict[int, float]]:
+    """Plain AdamW: steps -> seed -> final loss, each the best of the learning rates that were run there."""
+    found: dict[int, dict[int, float]] = {}
+    for path in (RESULTS / task).glob("adamw-*.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["seed"] in seeds and result["eval_loss"] is not None:
+            losses = found.setdefault(result["steps"], {})
+            losses[result["seed"]] = min(result["eval_loss"], losses.get(result["seed"], math.inf))
+    return dict(sorted(found.items()))
+
+
 def report(task: str, arms: list[str], seeds: list[int]) -> dict | None:
-    """All arms of a task at their best rates; `None` while plain AdamW has no results."""
-    ranked, _ = searched_rates(task, "adamw")
-    if not ranked:
+    """All arms of a task at their best rates; `None` while plain AdamW has no curve."""
+    steps, plain = TASKS[task].steps, plain_losses(task, seeds)
+    if len(plain) < 2 or steps not in plain:
         return None
-    budgets = sorted({*TASKS[task].budgets, TASKS[task].steps})
-    plain = {
-        budget: {
-            seed: loss for seed in seeds if (loss := Run(task, "adamw", budget, ranked[0], seed).loss()) is not None
-        }
-        for budget in budgets
-    }
-    plain = {budget: losses for budget, losses in plain.items() if losses}
-    steps = TASKS[task].steps
-    if len(plain) < 2:
-        return None
+    tuned = {} if TASKS[task].tuned is True else plain_losses(TASKS[task].tuned, seeds)
     table = {"task": task, "about": TASKS[task].about, "steps": steps, "plain": plain, "arms": {}, "sweeps": {}}
     for arm in arms_of(task, arms):
         rates, _ = searched_rates(task, arm)
         table["sweeps"][arm] = {f"{rate:.3g}": Run(task, arm, steps, rate, 0).loss() for rate in sorted(rates)}
         if not rates:
             continue
-        # The rate with the best mean over the seeds that all tried rates share decides, as it would for a user.
-        runs = [Run(task, arm, steps, rates[0], seed) for seed in seeds]
+        runs = [Run(task, arm, steps, rate, seed) for rate in rates[:2] for seed in seeds]
         results = [json.loads(run.path.read_text(encoding="utf-8")) for run in runs if run.loss() is not None]
-        results = [result for result in results if result["eval_loss"] is not None]
-        table["arms"][arm] = {"rate": rates[0], "about": ARMS[arm].about, **arm_row(results, plain, steps)}
+        best = better_rate([result for result in results if result["eval_loss"] is not None])
+        row = arm_row(best, plain, steps)
+        if len(tuned) > 1:
+            row |= pace(row["runs"], tuned)
+        table["arms"][arm] = {"rate": best[0]["rate"] if best else rates[0], "about": ARMS[arm].about, **row}
     return table
+
+
+def better_rate(results: list[dict]) -> list[dict]:
+    """The results at one learning rate: of those with the most seeds the one with the lowest mean loss."""
+    by_rate: dict[float, list[dict]] = {}
+    for result in results:
+        by_rate.setdefault(result["rate"], []).append(result)
+    return min(
+        by_rate.values(),
+        key=lambda some: (-len(some), sum(result["eval_loss"] for result in some) / len(some)),
+        default=[],
+    )
 
 
 def main() -> None:
@@ -250,7 +265,7 @@ def main() -> None:
         print_table(table)
     if set(args.task) == set(TASKS):
         (RESULTS.parent / "acceleration.json").write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
-        tuned = [table for table in tables if TASKS[table["task"]].tuned]
+        tuned = [table for table in tables if TASKS[table["task"]].tuned is True]
         plot_curves(tuned, RESULTS.parent / "acceleration_curves.png")
         plot_speedups(tuned, RESULTS.parent / "acceleration_speedups.png")
 

@@ -69,6 +69,9 @@ def _shuffled_history(*args, **kwargs):
 
 _LINE_SEARCH = {"direction": "drift", "leap_gain": 0.25, "leap_worth": 0.0, "probe_budget": 0.1, "rollback_margin": 0.0}
 
+_FIXED = {"direction": "gradient_memory", "planner": "fixed", "leap_gain": 4 / 3}
+"""The mean gain of that direction's schedule; the default direction's schedule is constant already."""
+
 ARMS = {
     arm.name: arm
     for arm in (
@@ -85,7 +88,7 @@ ARMS = {
         Arm("rre", "reduced rank extrapolation", {"direction": "rre"}),
         Arm("nino", "the published nowcaster", {"direction": "nino"}, needs_nino=True),
         # Planners.
-        Arm("planner-fixed", "the same gain throughout", {"planner": "fixed"}),
+        Arm("planner-fixed", "gradient memory, the same gain throughout", _FIXED),
         Arm("planner-bandit", "gain by a contextual bandit", {"planner": "bandit"}),
         Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
         # Controls.
@@ -169,7 +172,7 @@ def train(
                 trainer.add_callback(tail.callback)
         else:
             config = dict(arm.config) | ({"nino_checkpoint": nino} if arm.needs_nino else {})
-            if task.tuned:
+            if task.tuned is True:
                 config.setdefault("lr_rescue", "off")
             if arm.direction is not None:
                 common["direction"] = arm.direction

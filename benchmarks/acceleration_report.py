@@ -97,6 +97,22 @@ def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int)
     return table
 
 
+def pace(rows: list[dict], tuned: dict[int, dict[int, float]]) -> dict:
+    """
+    Steps that plain AdamW at its best learning rate needs for the losses of these runs, over their backward passes.
+
+    Args:
+        rows (`list[dict]`): As in the `runs` of [`arm_row`].
+        tuned (`dict`): Of plain AdamW: steps -> seed -> final loss.
+    """
+    curve = mean_curve(tuned)
+    found = [matched_steps(row["eval_loss"], curve) for row in rows]
+    if not found:
+        return {}
+    paces = [steps / row["backward_passes"] for (steps, _), row in zip(found, rows)]
+    return {"pace": statistics.mean(paces), "pace_how": sorted({how for _, how in found})}
+
+
 def print_table(table: dict) -> None:
     """A task's arms, best first."""
     print(f"\n{table['task']}: {table['about']}; {table['steps']} steps")
@@ -113,6 +129,7 @@ def print_table(table: dict) -> None:
             f"  {arm:16s} {row['rate']:8.2g}  {len(row['runs'])}  {bound}{row['S']:.3f} +- {error:.3f}  "
             f"{row['S_all_costs']:.3f}        {row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
             + " ".join(f"{r['eval_loss']:.3f}" for r in row["runs"])
+            + (f"  pace {row['pace']:.2f} ({', '.join(row['pace_how'])})" if "pace" in row else "")
         )
 
 

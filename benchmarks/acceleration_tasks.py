@@ -26,6 +26,7 @@ class Task:
     One thing to train; `steps` is the budget at which arms are compared, `budgets` those of the plain curve.
 
     `grid` are the learning rates that plain AdamW starts its search from; it is widened while the best lies at an end.
+    `tuned` is `True`, or the name of the task that is the same one with a tuned baseline.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Task:
     grid: tuple[float, ...]
     scratch: bool = True
     lora: bool = False
-    tuned: bool = True
+    tuned: bool | str = True
 
 
 TASKS = {
@@ -81,10 +82,10 @@ TASKS = {
             "code-default",
             "`code` with every option of `Trainer` at its default",
             "code",
-            600,
-            (600, 2400, 4800),
+            300,
+            (300, 1200, 2400),
             (DEFAULT_RATE,),
-            tuned=False,
+            tuned="code",
         ),
         Task(
             "docs-default",
@@ -94,7 +95,7 @@ TASKS = {
             (200, 800, 1600),
             (DEFAULT_RATE,),
             scratch=False,
-            tuned=False,
+            tuned="docs",
         ),
     )
 }
@@ -158,5 +159,5 @@ def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder
         "disable_tqdm": True,
         "logging_steps": 10**9,
         "dataloader_pin_memory": False,
-        **(TUNED if task.tuned else {}),
+        **(TUNED if task.tuned is True else {}),
     }

@@ -45,6 +45,8 @@ from meta_runs import (
 )
 from transformers.utils import logging
 
+from hf_hybrid.prediction.rssm_records import Branch, Continuation, Record
+
 RESULTS = Path(__file__).resolve().parent / "results" / "meta"
 AFTER = (10, 50, 200)
 """Steps after the start of a branch at which the held-out loss is measured; and at the end."""
@@ -136,7 +138,7 @@ def draw_size(rng: random.Random, steps: int) -> dict:
 
 
 @dataclass
-class Branch:
+class BranchUnderWay:
     """A copy of the run that goes another way from the end of window `start` on."""
 
     start: int
@@ -183,7 +185,7 @@ def run(settings: Settings) -> dict:
                 due.pop(0)
                 step = training.now.step
                 branches.append(
-                    Branch(len(windows.losses), branch_plan(settings, len(branches), step), training.copy())
+                    BranchUnderWay(len(windows.losses), branch_plan(settings, len(branches), step), training.copy())
                 )
     except DivergedError:
         diverged = training.now.step
@@ -192,7 +194,7 @@ def run(settings: Settings) -> dict:
     return {"settings": asdict(settings), "windows": windows, "diverged": diverged, "branches": branches}
 
 
-def continue_branch(branch: Branch) -> None:
+def continue_branch(branch: BranchUnderWay) -> None:
     """To the end of the run."""
     training = branch.training
     try:
@@ -213,46 +215,29 @@ def _measure(training: Training, start: int, into: list[float]) -> None:
             into[-1] = loss
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """Windows after the start of a branch, and held-out losses `[4]` at `AFTER` and at the end (NaN: not reached)."""
+@dataclass(frozen=True, kw_only=True)
+class MeasuredContinuation(Continuation):
+    """
+    With the steps done at the end of each window, and held-out losses `[4]` at `AFTER` and at the end (NaN: not
+    reached).
+    """
 
-    features: np.ndarray
-    actions: np.ndarray
-    losses: np.ndarray
     steps: np.ndarray
     held_out: np.ndarray
 
 
-@dataclass(frozen=True)
-class RecordedBranch:
-    """Two continuations of the same state, the one after `start` windows: as the run went on, and another way."""
-
-    start: int
-    base: Continuation
-    other: Continuation
-
-
-@dataclass(frozen=True)
-class RecordedRun:
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun(Record):
     """
-    A run of `W` windows.
+    A run of `W` windows, as arrays, with up to three branches: as it went on, and another way.
 
     Args:
         settings (`dict`): What made it (`Settings`), with `diverged` and, per branch, plan and `diverged`.
-        features (`np.ndarray`): float32 `[W, 64]`, after the last step of each window.
-        actions (`np.ndarray`): float32 `[W, 4]`: gain, horizon, progress, rate of each window.
-        losses (`np.ndarray`): float32 `[W]`, mean training loss of its real steps.
-        steps (`np.ndarray`): int32 `[W]`, steps done at its end.
-        branches (`list[RecordedBranch]`): Up to three.
+        steps (`np.ndarray`): int32 `[W]`, steps done at the end of each window.
     """
 
     settings: dict
-    features: np.ndarray
-    actions: np.ndarray
-    losses: np.ndarray
     steps: np.ndarray
-    branches: list[RecordedBranch]
 
 
 def as_arrays(result: dict) -> dict[str, np.ndarray]:
@@ -298,20 +283,21 @@ def runs_in(path: Path) -> list[RecordedRun]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     features = arrays["features"].astype(np.float32) * np.float32(FEATURE_STEP)
-    columns = (features, arrays["actions"], arrays["losses"], arrays["steps"])
+    columns = {**{name: arrays[name] for name in ("actions", "losses", "steps")}, "features": features}
     held_out = iter(arrays["held_out"])
     row, runs = 0, []
     for header in headers_of(arrays):
         parts = []
         for count in (header["windows"], *[b["windows"] for b in header["branches"]]):
-            parts.append([column[row : row + count] for column in columns])
+            parts.append({name: column[row : row + count] for name, column in columns.items()})
             row += count
         branches = []
         for branch, part in zip(header["branches"], parts[1:]):
             base, other = next(held_out)
-            rest = [column[branch["start"] :] for column in parts[0]]
-            branches.append(RecordedBranch(branch["start"], Continuation(*rest, base), Continuation(*part, other)))
-        runs.append(RecordedRun(header, *parts[0], branches))
+            rest = {name: column[branch["start"] :] for name, column in parts[0].items()}
+            futures = (MeasuredContinuation(**rest, held_out=base), MeasuredContinuation(**part, held_out=other))
+            branches.append(Branch(branch["start"], *futures))
+        runs.append(RecordedRun(settings=header, branches=branches, **parts[0]))
     return runs
 
 
