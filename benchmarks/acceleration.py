@@ -117,10 +117,19 @@ def wanted_runs(tasks: list[str], arms: list[str], seeds: list[int]) -> list[Run
                 second += [Run(task, arm, steps, ranked[1], seed) for seed in seeds]
             if arm == "adamw":
                 curve += [
-                    Run(task, arm, budget, ranked[0], seed) for budget in TASKS[task].budgets for seed in seeds[:2]
+                    run for budget in TASKS[task].budgets for run in plain_runs(task, budget, ranked[:2], seeds[:2])
                 ]
     wanted = [run for run in [*search, *seeded, *curve, *second] if run.loss() is None]
     return list(dict.fromkeys(wanted))
+
+
+def plain_runs(task: str, budget: int, rates: list[float], seeds: list[int]) -> list[Run]:
+    """One point of the plain curve: the best rate may depend on the budget, so both on the first seed, then more seeds."""
+    first = [Run(task, "adamw", budget, rate, seeds[0]) for rate in rates]
+    if any(run.loss() is None for run in first):
+        return first
+    best = min(first, key=Run.loss)
+    return [Run(task, "adamw", budget, best.rate, seed) for seed in seeds]
 
 
 def arms_of(task: str, arms: list[str]) -> list[str]:

@@ -48,7 +48,7 @@ TASKS = {
             "from scratch on Python's source",
             "code",
             600,
-            (300, 450, 600, 750, 900, 1200),
+            (300, 600, 900, 1200, 1500),
             (1.5e-3, 3e-3, 6e-3),
         ),
         Task(
@@ -75,7 +75,7 @@ TASKS = {
             "from scratch on the language reference alone, four and a half passes over it",
             "docs",
             500,
-            (250, 375, 500, 625, 750, 1000),
+            (250, 500, 750, 1000),
             (1.5e-3, 3e-3, 6e-3),
         ),
         Task(
