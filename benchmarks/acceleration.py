@@ -124,7 +124,7 @@ def wanted_runs(tasks: list[str], arms: list[str], seeds: list[int]) -> list[Run
 
 
 def plain_runs(task: str, budget: int, rates: list[float], seeds: list[int]) -> list[Run]:
-    """One point of the plain curve: the best rate may depend on the budget, so both on the first seed, then more seeds."""
+    """One point of the plain curve. The best rate may depend on the budget: both on the first seed, then more seeds."""
     first = [Run(task, "adamw", budget, rate, seeds[0]) for rate in rates]
     if any(run.loss() is None for run in first):
         return first
