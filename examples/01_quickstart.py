@@ -4,6 +4,10 @@ Train a small Llama from scratch with HybridTrainer and compare it with plain Tr
     python examples/01_quickstart.py
     python examples/01_quickstart.py --direction drift --max_steps 600
 
+On two processes of the CPU (`accelerate launch --cpu` starts only one, whatever `--num_processes` says):
+
+    accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/01_quickstart.py --use_cpu
+
 Nothing is downloaded: the text is the source of Python's standard library, the tokenizer is trained on it on the spot.
 The same script fine-tunes a real model on your text; every option of HybridConfig and TrainingArguments is a flag:
 
@@ -168,7 +172,8 @@ def main() -> None:
     script, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
 
-    texts = load_texts(script)
+    with args.main_process_first(desc="loading the text"):
+        texts = load_texts(script)
     if script.model_name_or_path:
         tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
 
@@ -181,9 +186,9 @@ def main() -> None:
             set_seed(args.seed)
             return small_llama(tokenizer)
 
-    split = blocks(texts, tokenizer, script.block_size, script.text_column).train_test_split(
-        script.eval_share, seed=args.seed
-    )
+    with args.main_process_first(desc="tokenising"):  # the others read what it cached
+        sequences = blocks(texts, tokenizer, script.block_size, script.text_column)
+    split = sequences.train_test_split(script.eval_share, seed=args.seed)
     evaluation = split["test"].select(range(min(len(split["test"]), 256)))
 
     trainer = HybridTrainer(
@@ -202,9 +207,12 @@ def main() -> None:
         )
         seconds["Trainer"] = plain.train().metrics["train_runtime"]
         losses["Trainer"] = plain.evaluate()["eval_loss"]
-    print(report(summary, losses, seconds))
-    if script.compare_with_trainer:
-        print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
+    if trainer.is_world_process_zero():
+        print(report(summary, losses, seconds))
+        if script.compare_with_trainer:
+            print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
+    trainer.accelerator.wait_for_everyone()  # a process that leaves early looks to the others as if it had died
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -11,28 +11,57 @@ _LAZY = {
     "Direction": "hf_hybrid.prediction.directions.base",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
+    "HybridDPOConfig": "hf_hybrid.integrations.trl",
+    "HybridDPOTrainer": "hf_hybrid.integrations.trl",
+    "HybridSFTConfig": "hf_hybrid.integrations.trl",
+    "HybridSFTTrainer": "hf_hybrid.integrations.trl",
+    "HybridSummary": "hf_hybrid.summaries",
     "HybridTrainer": "hf_hybrid.trainer",
     "HybridTrainerMixin": "hf_hybrid.trainer",
+    "MemoryProfilerCallback": "hf_hybrid.profiling.callback",
     "Phase": "hf_hybrid.phases",
     "PhasePlugin": "hf_hybrid.plugins",
+    "UnrecoveredMemoryError": "hf_hybrid.recovery",
+    "plan_memory": "hf_hybrid.planning.plans",
 }
+# Without those that need TRL: `from hf_hybrid import *` works without it.
 __all__ = [
     "Direction",
     "HybridArguments",
     "HybridConfig",
+    "HybridSummary",
     "HybridTrainer",
     "HybridTrainerMixin",
+    "MemoryProfilerCallback",
     "Phase",
     "PhasePlugin",
+    "UnrecoveredMemoryError",
+    "plan_memory",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
     from hf_hybrid.config import HybridConfig
+    from hf_hybrid.integrations.trl import (
+        HybridDPOConfig as HybridDPOConfig,
+    )
+    from hf_hybrid.integrations.trl import (
+        HybridDPOTrainer as HybridDPOTrainer,
+    )
+    from hf_hybrid.integrations.trl import (
+        HybridSFTConfig as HybridSFTConfig,
+    )
+    from hf_hybrid.integrations.trl import (
+        HybridSFTTrainer as HybridSFTTrainer,
+    )
     from hf_hybrid.phases import Phase
+    from hf_hybrid.planning.plans import plan_memory
     from hf_hybrid.plugins import PhasePlugin
     from hf_hybrid.prediction.directions.base import Direction
+    from hf_hybrid.profiling.callback import MemoryProfilerCallback
+    from hf_hybrid.recovery import UnrecoveredMemoryError
+    from hf_hybrid.summaries import HybridSummary
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
 
 
@@ -43,4 +72,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_LAZY})

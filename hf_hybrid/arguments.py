@@ -262,6 +262,22 @@ class HybridArguments:
         "Where optimizer states are during Predict. 8bit is lossy, drop lets the optimizer start anew.",
     )
 
+    # Running out of memory
+    out_of_memory: Literal["retry", "raise"] = _option(
+        "retry",
+        "When device memory runs out in a step. retry: the step is computed again in smaller parts, with the same "
+        "effective batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: stop.",
+    )
+    guard_warn_at: float = _option(
+        0.90, "Share of device memory in use at the end of a step above which a warning is logged; 1: never."
+    )
+    guard_checkpoint_at: float = _option(
+        0.97, "Share of device memory above which a checkpoint is written, once, before memory runs out; 1: never."
+    )
+    guard_cleanup_steps: int = _option(
+        0, "Give back cached device memory after every so many steps. 0: only when the warning is logged."
+    )
+
     # Divergence
     divergence_threshold: Optional[float] = _option(
         None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6, 6)."
@@ -298,6 +314,7 @@ _CHOICES = {
     "chunked_loss": ("auto", "on", "off"),
     "int8_engine": ("torch", "bitsandbytes"),
     "predict_states": ("stay", "host", "pinned", "8bit", "drop"),
+    "out_of_memory": ("retry", "raise"),
     "base_precision": ("same", "int8"),
 }
 _HISTORY = ("linear", "rre", "nino")
@@ -330,6 +347,7 @@ _AT_LEAST = {
     "max_bad_steps": 1,
     "resident_layers": 0,
     "prefetch_layers": 0,
+    "guard_cleanup_steps": 0,
 }
 _POSITIVE = (
     "max_leap_norm",
@@ -341,7 +359,14 @@ _POSITIVE = (
     "vram_budget_gib",
     "host_budget_gib",
 )
-_FRACTIONS = ("confidence_threshold", "probe_budget", "snoo_momentum", "tail_average")
+_FRACTIONS = (
+    "confidence_threshold",
+    "probe_budget",
+    "snoo_momentum",
+    "tail_average",
+    "guard_warn_at",
+    "guard_checkpoint_at",
+)
 
 
 def check_hybrid_arguments(arguments: HybridArguments) -> None:
@@ -367,6 +392,11 @@ def check_hybrid_arguments(arguments: HybridArguments) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+    if arguments.guard_warn_at > arguments.guard_checkpoint_at:
+        raise ValueError(
+            f"`guard_warn_at={arguments.guard_warn_at}` must not be above `guard_checkpoint_at="
+            f"{arguments.guard_checkpoint_at}`: the warning comes first. Lower the one or raise the other."
+        )
     _check_direction(arguments)
 
 
@@ -387,7 +417,7 @@ def _check_direction(arguments: HybridArguments) -> None:
 
 
 def _off_switch(name: str) -> str:
-    if name.endswith("_steps") or name.startswith("leap"):
+    if (name.endswith("_steps") and name != "guard_cleanup_steps") or name.startswith("leap"):
         return "To train without leaps set `enable_predict=False`."
     return ""
 

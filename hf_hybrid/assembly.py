@@ -20,7 +20,6 @@ from hf_hybrid.prediction.signals import SignalObserver
 from hf_hybrid.prediction.tail import TailAverage
 from hf_hybrid.prediction.trajectory import Trajectory
 from hf_hybrid.prediction.verifier import HeldOutProbe
-from hf_hybrid.probing import SequenceLosses
 from hf_hybrid.records import RunRecord
 
 WINDOW_STEPS, MOST_WINDOWS = 10, 300
@@ -150,10 +149,13 @@ def _trajectory(trainer) -> Trajectory:
 
 def _probe(trainer) -> HeldOutProbe:
     args, options = trainer.args, trainer.hybrid_args
-    batches = list(trainer.get_eval_dataloader(trainer.probe_dataset))
-    losses = SequenceLosses(trainer, trainer.plugins)
+    losses = trainer.sequence_losses(trainer, trainer.plugins)
+    batches = losses.batches()
     processes = trainer.accelerator.num_processes
     sizes = [losses.size(batch) * processes for batch in batches]
+    if processes > 1 and hasattr(trainer.probe_dataset, "__len__"):
+        # Processes fill up the last batch with the first sequences, which must not count twice.
+        sizes[-1] -= max(sum(sizes) - len(trainer.probe_dataset), 0)
     if sum(sizes) < 2:
         raise ValueError(
             f"`probe_dataset` gave {sum(sizes)} sequences; at least 2 are needed to verify a leap. Pass more, lower "

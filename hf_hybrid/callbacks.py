@@ -30,6 +30,20 @@ class HookRouter(TrainerCallback):
         self.trainer._finish()
 
 
+class MemoryHooks(TrainerCallback):
+    """As [`HookRouter`], for the parts that run with and without phases."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_recovery()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer._watch_memory():
+            control.should_save = True
+
+
 class HybridProgressCallback(ProgressCallback):
     """The usual bar, with the phase and the last real loss behind it."""
 

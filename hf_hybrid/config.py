@@ -13,19 +13,16 @@ from transformers.training_args import OptimizerNames
 from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
 from hf_hybrid.memory.precision import parse_precision
 from hf_hybrid.phases import PhaseLengths
+from hf_hybrid.processes import check_sharding_device, mixed_precision_of, sharding_of
 
 CONFIG_NAME = "hybrid_config.json"
 
 
 @dataclass
-class HybridConfig(HybridArguments, TrainingArguments):
+class HybridConfigBase(HybridArguments):
     """
-    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]; no default of the former differs.
-
-    `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
-
-    Raises:
-        ValueError: If an option is out of range or the combination cannot be trained in phases.
+    The options and checks of [`HybridConfig`], for any kind of `TrainingArguments`: put it in front,
+    `class MyConfig(HybridConfigBase, MyArguments)`, and make it a dataclass.
     """
 
     # Not an enumeration as in TrainingArguments, which the command line would take as all there is.
@@ -46,13 +43,13 @@ class HybridConfig(HybridArguments, TrainingArguments):
             optim = "muon"
         if optim == "muon":
             self.optim = TrainingArguments.optim  # it makes a member of `OptimizerNames` of it
-        TrainingArguments.__post_init__(self)
+        super(HybridArguments, self).__post_init__()  # of the arguments behind
         if optim == "muon":
             self.optim = optim
         check_training_arguments(self, self)
 
     @classmethod
-    def from_json(cls, path: str | Path, **overrides) -> HybridConfig:
+    def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
         Read back what a run wrote as `hybrid_config.json` (a file, or the folder that holds it).
 
@@ -65,6 +62,18 @@ class HybridConfig(HybridArguments, TrainingArguments):
         if unknown:
             raise ValueError(f"Unknown options in `{path}`: {', '.join(f'`{name}`' for name in unknown)}.")
         return cls(**{**values, **overrides})
+
+
+@dataclass
+class HybridConfig(HybridConfigBase, TrainingArguments):
+    """
+    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]; no default of the former differs.
+
+    `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
+
+    Raises:
+        ValueError: If an option is out of range or the combination cannot be trained in phases.
+    """
 
 
 def _check_optimizer_name(optim: str) -> None:
@@ -105,25 +114,25 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         ValueError: With the option to change.
     """
     _check_memory_options(args, options)
-    if args.optim == "muon" and (args.deepspeed or args.fsdp):
-        name = "deepspeed" if args.deepspeed else "fsdp"
+    check_sharding_device(args)
+    sharding = sharding_of(args)
+    if args.optim == "muon" and sharding:
         raise ValueError(
-            f"`optim=muon` orthogonalises whole matrices, and `{name}` leaves each process a part of them. Launch with "
-            f"DDP (drop `{name}`), or choose another `optim`."
+            f"`optim=muon` orthogonalises whole matrices, and `{sharding}` leaves each process a part of them. Launch "
+            f"with DDP (drop `{sharding}`), or choose another `optim`."
         )
     if not options.enable_predict:
         return
     off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
-    if args.fp16:
+    if mixed_precision_of(args) == "fp16":
         raise ValueError(
             "`fp16=True` cannot be combined with predicted steps: the gradient scaler fails on a step without "
             f"gradients. Use `bf16=True`. {off}"
         )
-    if args.deepspeed or args.fsdp:
-        name = "deepspeed" if args.deepspeed else "fsdp"
+    if sharding:
         raise ValueError(
-            f"`{name}` cannot be combined with leaps yet: they need whole parameters on every process. Launch with "
-            f"DDP (drop `{name}`). {off}"
+            f"`{sharding}` cannot be combined with leaps yet: they need whole parameters on every process. Launch with "
+            f"DDP (drop `{sharding}`). {off}"
         )
     optim = str(getattr(args.optim, "value", args.optim))
     if "layerwise" in optim or "lomo" in optim:

@@ -15,12 +15,14 @@ from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
 from hf_hybrid.memory.lazy_update import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.memory.streaming import LayerStreamer
+from hf_hybrid.memory.units import Unit
 from hf_hybrid.memory.walk import Window
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plugins import PhasePlugin
 from hf_hybrid.prediction.directions.history import STATES
 from hf_hybrid.prediction.directions.nino import Nowcaster
 from hf_hybrid.prediction.trajectory import WeightStore
+from hf_hybrid.processes import mixed_precision_of, sharding_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,30 @@ class StreamedTraining(WeightStore):
     def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, window: Window, plan: fit.MemoryPlan):
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.optimizer: LazyOptimizer | None = None
+        self._updating: Unit | None = None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> LazyOptimizer:
         """The optimizer that steps what is streamed when it is streamed."""
         self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.plan.optimizer_states == "8bit")
+        if self.optimizer.on_device:
+            self.streamer.on_load = self._noting(self.streamer.on_load)
+            self.streamer.before_forward = self._noting(self.streamer.before_forward)
         return self.optimizer
+
+    def _noting(self, update: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def run(unit: Unit) -> None:
+            self._updating = unit
+            update(unit)
+            self._updating = None
+
+        return run
+
+    @property
+    def torn(self) -> str | None:
+        """Which unit's update an error cut short, if one did: its weights and states are then of no step."""
+        failed = [u for u in self.streamer.units if u.update is not None and u.update.done() and u.update.exception()]
+        unit = failed[0] if failed else self._updating
+        return None if unit is None else f"The update of `{unit.name}` was cut short."
 
     def begin(self) -> None:
         """Take over the model."""
@@ -54,7 +75,8 @@ class StreamedTraining(WeightStore):
     def end(self) -> None:
         """Finish what is pending and leave the model with its weights, on the host."""
         if self.streamer.attached:
-            self.settle()
+            if self.torn is None:  # else there is nothing to finish: the weights are of no step
+                self.settle()
             if self.optimizer is not None:
                 self.optimizer.drop_gradients()  # of a window that an error cut short
             self.streamer.detach(expand=self._base_fits())
@@ -208,10 +230,10 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         ValueError: With the option to change; where the model decides, with its bytes and the nearest plan that works.
     """
     why = None
-    if args.fp16:
+    if mixed_precision_of(args) == "fp16":
         why = "`fp16=True` scales losses, and streamed gradients leave before they are unscaled. Use `bf16=True`"
-    elif args.deepspeed or args.fsdp:
-        why = f"`{'deepspeed' if args.deepspeed else 'fsdp'}` places the weights itself. Drop it"
+    elif sharding_of(args):
+        why = f"`{sharding_of(args)}` places the weights itself. Drop it"
     elif args.world_size > 1:
         why = f"there are {args.world_size} processes, and streaming is for one. Launch one process, or use `fsdp`"
     elif args.torch_compile:

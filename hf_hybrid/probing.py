@@ -26,8 +26,16 @@ class SequenceLosses:
         self.plugins = plugins
         self.from_logits: bool | None = None
 
+    def batches(self) -> list:
+        """The held-out sequences, collated as for an evaluation."""
+        # Not `get_eval_dataloader`, whose loader of persistent workers would be that of later evaluations. Starting to
+        # iterate draws from the global generator, which the training data and dropout are drawn from as well.
+        with torch.random.fork_rng(devices=[]):
+            return list(self.trainer.get_test_dataloader(self.trainer.probe_dataset))
+
     @staticmethod
     def size(batch) -> int:
+        """Sequences in a batch."""
         return find_batch_size(batch) or 0
 
     def __call__(self, batch) -> list[float]:
@@ -52,9 +60,17 @@ class SequenceLosses:
                 self.from_logits = losses is not None and self._agrees(loss, losses, counts)
             if self.from_logits:
                 return losses / counts.clamp(min=1)
-        return torch.stack(
-            [self.trainer.compute_loss(model, _row(inputs, i)).detach().reshape(()) for i in range(self.size(inputs))]
-        )
+        return self._one_by_one(model, inputs)
+
+    def _one_by_one(self, model, inputs) -> torch.Tensor:
+        return torch.stack([self._loss(model, _row(inputs, index)) for index in range(self.size(inputs))])
+
+    def _loss(self, model, inputs) -> torch.Tensor:
+        """Of one sequence, as the trainer computes it; 0 where it is NaN because there is no label to predict."""
+        loss = self.trainer.compute_loss(model, inputs).detach().reshape(())
+        labels = inputs.get("labels")
+        unlabelled = torch.is_tensor(labels) and labels.dim() == 2 and not labels[:, 1:].ne(-100).any()
+        return torch.zeros_like(loss) if unlabelled and loss.isnan() else loss
 
     def _too_many_logits(self, inputs) -> bool:
         """Of a vocabulary whose loss is computed in chunks: then sequence by sequence, in chunks as well."""
@@ -87,3 +103,25 @@ def _row(inputs, index: int) -> dict:
         name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == size else value
         for name, value in inputs.items()
     }
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """
+    Keep bitsandbytes' 4-bit layers as they can be trained, also when the model is evaluated on a CPU in between.
+
+    On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
+    backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
+
+    Raises:
+        ValueError: If it has happened already.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"`model` was evaluated on the CPU, and bitsandbytes packed the 4-bit weights of `{name}` (and others) "
+                "anew for it: gradients would be wrong. Load the model again, and create the trainer before anything "
+                "is evaluated or generated."
+            )
+        module.support_avx512bf16_for_cpu = False

@@ -13,21 +13,27 @@ from hf_hybrid.assembly import build_engine, make_direction_factory
 from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.data import BatchFeed, check_probe_set, hold_out, tokens_of
+from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.memory_setup import memory_plugins
+from hf_hybrid.phase_recovery import SmallerProbes, before_update, begin_step, build, end_step
 from hf_hybrid.phases import Phase
 from hf_hybrid.plugins import PluginContext, PluginList
 from hf_hybrid.prediction.divergence import TrainingDivergedError
 from hf_hybrid.prediction.engine import PredictionEngine
+from hf_hybrid.probing import SequenceLosses, keep_differentiable
+from hf_hybrid.processes import check_whole_parameters
+from hf_hybrid.profiling.callback import MemoryProfilerCallback
 from hf_hybrid.records import RunRecord, StepWindow
+from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
 from hf_hybrid.state_io import last_complete_checkpoint, load_hybrid_state, save_hybrid_state, write_json
-from hf_hybrid.streamed_trainer import StreamedTrainerMixin
+from hf_hybrid.summaries import HybridSummary
 
 logger = logging.getLogger(__name__)
 
 SUMMARY_NAME = "hybrid_summary.json"
 
 
-class HybridTrainerMixin(StreamedTrainerMixin):
+class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
     """
     Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
 
@@ -49,11 +55,15 @@ class HybridTrainerMixin(StreamedTrainerMixin):
     """
 
     _tag_names = ["hf-hybrid"]
+    sequence_losses = SequenceLosses
+    """What evaluates held-out sequences; trainers whose batches are of another form have their own."""
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, **kwargs):
         self.custom_direction = direction  # before plans are made, which count its buffers
         super().__init__(*args, **kwargs)
-        self.plugins = PluginList([*memory_plugins(self), *plugins])
+        keep_differentiable(self.model)
+        recovering = (self.memory_guard, SmallerProbes(self._recovery))
+        self.plugins = PluginList([*recovering, *memory_plugins(self), *plugins])
         self.probe_dataset = probe_dataset
         self._engine: PredictionEngine | None = None
         self._summary = RunRecord().summary()
@@ -72,12 +82,11 @@ class HybridTrainerMixin(StreamedTrainerMixin):
                 "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
                 "(for example with peft) before creating the trainer."
             )
+        check_whole_parameters(self.model)
         if probe_dataset is None:
             samples, seed = self.hybrid_args.probe_samples, self.args.seed
             self.train_dataset, self.probe_dataset = hold_out(self.train_dataset, samples, seed)
         check_probe_set(self.probe_dataset)
-        if hasattr(self.model, "add_model_tags"):
-            self.model.add_model_tags(self._tag_names)
         self.add_callback(HookRouter(self))
         if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
@@ -85,14 +94,20 @@ class HybridTrainerMixin(StreamedTrainerMixin):
 
     # What users read.
 
-    def hybrid_summary(self) -> dict:
+    def hybrid_summary(self) -> HybridSummary:
         """
         What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
         `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero
-        with `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`].
+        with `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
+        `out_of_memory` lists what was done each time that memory ran out.
         """
         summary = self._summary if self._engine is None else self._engine.summary()
-        return {**summary, "memory": self.memory_summary()}
+        events = list(self._recovery.events)
+        return HybridSummary({**summary, "memory": self.memory_summary(), "out_of_memory": events})
+
+    @property
+    def phase_name(self) -> str | None:
+        return None if self._engine is None else self._engine.phase.value
 
     def progress_text(self) -> str:
         """For the progress bar: the phase, and the loss of the last real step."""
@@ -110,6 +125,9 @@ class HybridTrainerMixin(StreamedTrainerMixin):
                 logger.warning("`%s` was not written to its end and is passed over.", folder)
             resume_from_checkpoint = checkpoint or True  # True: Trainer says that there is none
         self._resumed_from = None
+        for callback in list(self.callback_handler.callbacks):
+            if isinstance(callback, MemoryProfilerCallback):
+                callback.attach(self)
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.hybrid_args.enable_predict and "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
@@ -117,11 +135,11 @@ class HybridTrainerMixin(StreamedTrainerMixin):
 
     def _start(self) -> None:
         """Everything that Trainer makes for a run is there: build the engine, or restore it."""
-        self._engine = build_engine(self)
+        self._engine = build(lambda: build_engine(self), self.hybrid_args, self._recovery)
         self._feed = BatchFeed()
         self._next_epoch = int(self.state.epoch or 0)
         self._logged, self._trained = StepWindow(), StepWindow()
-        self._micro_losses: list[torch.Tensor] = []
+        self._scheduled_rates: list[float] | None = None
         self._tokens = 0
         context = PluginContext(self.model_wrapped, self._engine.trajectory.optimizer, self.state.max_steps)
         self.plugins.call("on_train_begin", context)
@@ -173,7 +191,7 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         if self._engine is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._scheduled_rate = self._get_learning_rate()
-        if self._engine.begin_step(self.state.global_step) is Phase.PREDICT:
+        if begin_step(self._engine, self.state.global_step, self._recovery) is Phase.PREDICT:
             self._feed.passed_over += num_batches
             return [{} for _ in range(num_batches)], None
         batches, items = super().get_batch_samples(self._feed.source(epoch_iterator), num_batches, device)
@@ -190,14 +208,19 @@ class HybridTrainerMixin(StreamedTrainerMixin):
             return torch.zeros((), device=self.args.device)
         if engine.leaper.cost_steps is None:
             self._tokens += tokens_of(inputs)
-        try:
-            self.plugins.call("before_forward", engine.phase)
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self.plugins.call("after_backward", engine.phase)
+        loss = super().training_step(model, inputs, num_items_in_batch)
         engine.record.backward_passes += 1
-        self._micro_losses.append(loss)
         return loss
+
+    def _compute_part(self, model, inputs, items):
+        if self._engine is None:
+            return super()._compute_part(model, inputs, items)
+        phase = self._engine.phase
+        try:
+            self.plugins.call("before_forward", phase)
+            return super()._compute_part(model, inputs, items)
+        finally:
+            self.plugins.call("after_backward", phase)
 
     def _withhold_update(self) -> None:
         """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
@@ -218,14 +241,14 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         engine = self._engine
         if engine.phase is Phase.PREDICT:
             return
-        loss = torch.stack(self._micro_losses).sum()
-        self._micro_losses.clear()
+        loss = torch.stack(self._recovery.losses).sum()
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
         if engine.leaper.cost_steps is None:
             engine.leaper.observe_compute(self._step_flops())
         try:
-            used = engine.before_update(self.state.global_step, loss.item(), float(self._gradient_norm))
+            norm = float(self._gradient_norm)
+            used = before_update(engine, self.state.global_step, loss.item(), norm, self._recovery)
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -250,12 +273,26 @@ class HybridTrainerMixin(StreamedTrainerMixin):
         if self.accelerator.sync_gradients:
             self._engine.after_update([float(group["lr"]) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
-        for group, rate in zip(groups, self._scheduled_rates):
-            group["lr"] = rate
+        self._restore_rates()
+
+    def _restore_rates(self) -> None:
+        if self._scheduled_rates is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._scheduled_rates):
+                group["lr"] = rate
+            self._scheduled_rates = None
+
+    def _rewind_step(self) -> None:
+        if self._engine is None:
+            return
+        self._feed.fetched -= self._recovery.window_size
+        if self._scheduled_rates is not None and self.state.global_step == 0:
+            self._engine = None  # it has seen the gradients of a step that is not made
+            self._engine = build_engine(self)
+        self._restore_rates()
 
     def _end_step(self) -> None:
         self._logged_rate = self._scheduled_rate * self._engine.rate_scale
-        phase = self._engine.end_step(self.state.global_step - 1, self._scheduled_rate)
+        phase = end_step(self._engine, self.state.global_step - 1, self._scheduled_rate, self._recovery)
         for window in (self._logged, self._trained):
             window.count(real=phase is not Phase.PREDICT)
 

@@ -20,8 +20,12 @@ FLOORS = [
         "memory.layers",
         "memory.loss",
         "memory.low_bit",
+        "memory.request",
         "memory.transfers",
+        "micro_batches",
         "optimizers",
+        "processes",
+        "summaries",
     },
     {"memory.fit", "memory.slots", "memory.storage"},
     {"memory.units"},
@@ -41,7 +45,7 @@ FLOORS = [
         "prediction.verifier",
         "prediction.rescue",
     },
-    {"memory.checkpointing", "memory.quantize", "memory.states"},
+    {"memory.checkpointing", "memory.guard", "memory.quantize", "memory.states"},
     {"memory.precision"},
     {
         "prediction.directions.drift",
@@ -61,12 +65,40 @@ FLOORS = [
     {"prediction.leaper"},
     {"prediction.engine"},
     {"state_io", "data", "probing", "callbacks"},
-    {"config"},
-    {"memory_setup"},
+    # What a run left behind, drawn and told.
+    {"profiling.out_of_memory", "profiling.run_folder", "profiling.run_log", "profiling.snapshots"},
+    {"profiling.drawing", "profiling.findings", "profiling.sources", "profiling.totals"},
+    {"profiling.calibration_plot", "profiling.callback", "profiling.html"},
+    {"profiling.plots"},
+    {"profiling.report"},
+    {"hub.facts", "hub.markdown", "hub.provenance"},
+    {"hub.limits", "hub.metadata"},
+    {"hub.card"},
+    # What a run would need.
+    {"planning.adapters", "planning.attention", "planning.setups", "planning.sizes", "planning.tracker"},
+    {"planning.models", "planning.step"},
+    {"planning.replay"},
+    {"planning.plans"},
+    {"planning.floors"},
+    {"config", "recovery"},
+    {"hub.publishing", "memory_setup", "phase_recovery", "step_recovery"},
     {"assembly", "streamed_trainer"},
+    {"recovering_trainer"},
     {"trainer"},
+    {"integrations.axolotl", "integrations.trl"},
+    {"cli.options"},
+    {"scripts.models", "scripts.text_blocks"},
+    {"scripts.train"},
+    {"cli.env", "cli.plan", "cli.report", "cli.train"},
+    {"cli.main"},
+    {"__main__"},
 ]
-OPEN = {"__init__", "memory.__init__", "prediction.__init__", "prediction.directions.__init__"}
+OPEN = {
+    "__init__",
+    *(f"{folder}.__init__" for folder in ("cli", "hub", "integrations", "memory", "planning", "prediction")),
+    *(f"{folder}.__init__" for folder in ("prediction.directions", "profiling", "scripts")),
+}
+FOLDERS = ("hf_hybrid.memory", "hf_hybrid.planning", "hf_hybrid.prediction", "hf_hybrid.profiling", "hf_hybrid.cli")
 
 
 def module_name(path: Path) -> str:
@@ -77,8 +109,12 @@ def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_hybrid"):
-            names = [node.module] if node.module != "hf_hybrid" else [f"hf_hybrid.{a.name}" for a in node.names]
-            if node.module in ("hf_hybrid.memory", "hf_hybrid.prediction"):
+            names = (
+                [node.module]
+                if node.module != "hf_hybrid"
+                else [f"hf_hybrid.{a.name}" for a in node.names if a.name != "__version__"]
+            )
+            if node.module in FOLDERS:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(name.removeprefix("hf_hybrid.") for name in names)
     return found

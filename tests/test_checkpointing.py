@@ -120,13 +120,17 @@ class Watch(PhasePlugin):
         self.hooks.__exit__()
 
 
+def watch_of(trainer):
+    return next(plugin for plugin in trainer.plugins.plugins if isinstance(plugin, Watch))
+
+
 class MeasuredTrainer(HybridTrainer):
     """Measures every forward pass, with head and loss, in a pass of its own."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         compute = super().compute_loss
         size = saved_for_backward(model, lambda: compute(model, dict(inputs), *args, **kwargs))
-        self.sizes.setdefault(self.plugins.plugins[0].place, []).append(size)
+        self.sizes.setdefault(watch_of(self).place, []).append(size)
         return compute(model, inputs, *args, **kwargs)
 
 
@@ -155,7 +159,7 @@ def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_r
         # In the very first forward pass the host buffers are new and count.
         assert max(offloaded.sizes[phase][1:]) < 0.6 * min(checkpointed.sizes[phase])
     for trainer in (plain, checkpointed, offloaded):
-        watch = trainer.plugins.plugins[0]
+        watch = watch_of(trainer)
         assert set(trainer.sizes["probe"]) == {0}
         assert watch.probes > 0 and watch.saved_in_probes == 0
         assert trainer.hybrid_summary()["steps_by_phase"]["predict"] > 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_hybrid.memory.accounting import ByteTable, ModelShape, Unit, format_bytes
+from hf_hybrid.memory.request import LEAP_VALUES, OPTION, Request
 
 # What autograd saves in a layer per token, hidden unit and byte of an activation; how much more to recompute it.
 # Approximate: measured with a Llama in bf16 and SDPA attention (49 B); wide MLPs and experts differ.
@@ -22,78 +23,8 @@ UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, 16
 # Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16.
 MUON_SCRATCH = 4 + 4 * 2
 LEAP_SCRATCH_ON_HOST = 4 * 4  # leaps orthogonalise in fp32 there
-# fp32 values per trainable weight that a direction remembers between leaps; nino's forecast lasts as long as a leap.
-LEAP_VALUES = {
-    "orthogonal": 1,
-    "gradient_memory": 1,
-    "drift": 2,
-    "snoo": 2,
-    "linear": 1,
-    "rre": 1,
-    "nino": 2,
-    "none": 0,
-    "custom": 1,
-}
 LOOKING_BACK = ("linear", "rre", "nino")  # hold a history as well
 ORTHOGONALISING = ("orthogonal", "gradient_memory")  # the latter what Muon moves
-
-_OPTION = {
-    "mode": "memory",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batches": "gradient_accumulation_steps",
-}
-_CHOICES = {
-    "mode": ("off", "auto", "stream"),
-    "optimizer_states": ("exact", "8bit"),
-    "base_precision": ("same", "int8"),
-    "accumulation_walk": ("auto", "layer", "micro_batch"),
-    "buffers_device": ("auto", "cpu"),
-    "direction": tuple(LEAP_VALUES),
-}
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be trained within which limits, in bytes; `None` is no limit. Values out of range are refused."""
-
-    tokens: int  # of a micro-batch, padding included
-    device_budget: int | None = None
-    host_budget: int | None = None
-    micro_batches: int = 1  # per optimizer step
-    batch_size: int = 1  # sequences per micro-batch; fewer are proposed where that helps
-    mode: str = "auto"  # "off": everything resident, "stream", or "auto": streamed only if it does not fit
-    optimizer_states: str = "exact"
-    base_precision: str = "same"  # "int8": frozen weights of layers are kept and travel as int8; asks for streaming
-    resident_layers: int | None = None  # that stay on the device; a number asks for streaming, None takes what fits
-    prefetch_layers: int = 1
-    stream_embeddings: bool | None = None  # and the head; None: only if they do not fit
-    accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next does; or "micro_batch"
-    offload_activations: bool = False  # layer boundaries wait on the host, two of them on the device
-    chunked_loss: bool = False
-    activation_checkpointing: bool = False  # of a resident model; streamed layers always are
-    enable_predict: bool = True  # leaps hold slow memories and a snapshot of the trainable weights
-    direction: str = "orthogonal"  # or "custom": of the user's own
-    leap_history: int = 5  # states that linear, rre and nino look back on
-    tail_average: float = 0.0  # share of the run at whose end a mean of the trainable weights is held
-    buffers_device: str = "auto"  # of leaps: beside the weights, or "cpu"
-    working_bytes: int | None = None  # of a weight in computation, 2 under bf16; None: as stored
-    activation_bytes: int | None = None  # None: as the working weights, at least 2
-    chunk_tokens: int = 1024
-    state_count: int = 2  # tensors of optimizer state per weight; AdamW has 2
-
-    def __post_init__(self):
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                allowed = ", ".join(choices)
-                raise ValueError(f"`{_OPTION.get(name, name)}` must be one of {allowed}, got `{getattr(self, name)}`.")
-        for name, least in {"tokens": 1, "micro_batches": 1, "batch_size": 1, "prefetch_layers": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"`{_OPTION.get(name, name)}` must be at least {least}, got {getattr(self, name)}.")
-
-    @property
-    def micro_batches_in_flight(self) -> int:
-        """Whose layer boundaries a streamed model holds at a time."""
-        return 1 if self.accumulation_walk == "micro_batch" else self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -195,6 +126,8 @@ def _add_activations(table: ByteTable, shape: ModelShape, request: Request, stre
     """Add what is held between layers; what a recomputed layer and the loss hold for a moment is returned."""
     width = request.activation_bytes or max(min(shape.element_bytes, request.working_bytes or 4), 2)
     one, layers, recomputed = request.tokens * shape.hidden * width, len(shape.layers), 0.0
+    if request.activations is not None and streamed:
+        return _add_traced(table, request, layers)
     if streamed or request.activation_checkpointing or request.offload_activations:
         boundary = one * (request.micro_batches_in_flight if streamed else 1)
         near = min(layers, 2) if request.offload_activations else layers
@@ -205,6 +138,14 @@ def _add_activations(table: ByteTable, shape: ModelShape, request: Request, stre
         table.add("activations", "device", layers * SAVED_BY_A_LAYER * one)
     rows = min(request.tokens, request.chunk_tokens) if request.chunked_loss else request.tokens
     return recomputed, rows * shape.vocab * 4 * (CHUNK_LOGIT_COPIES if request.chunked_loss else LOGIT_COPIES)
+
+
+def _add_traced(table: ByteTable, request: Request, layers: int) -> tuple[float, float]:
+    traced, windows = request.activations, request.micro_batches_in_flight
+    near = min(layers, 2) if request.offload_activations else layers
+    table.add("activations", "device", (traced.always + near * traced.boundary) * windows)
+    table.add("activations", "host", (layers - near) * traced.boundary * windows)
+    return traced.layer, traced.loss
 
 
 def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:
@@ -269,10 +210,10 @@ def plan(shape: ModelShape, **request) -> MemoryPlan:
         PlanError: If nothing fits what was asked for.
         ValueError: If a value is outside its range.
     """
-    best = _best(shape, Request(**request))
-    if _over(best):
-        raise _refusal(shape, best)
-    return best
+    found = best_plan(shape, Request(**request))
+    if _over(found):
+        raise _refusal(shape, found)
+    return found
 
 
 def _excess(plan: MemoryPlan, device_budget: int | None, host_budget: int | None) -> int:
@@ -284,7 +225,7 @@ def _over(plan: MemoryPlan) -> int:
     return _excess(plan, plan.request.device_budget, plan.request.host_budget)
 
 
-def _best(shape: ModelShape, request: Request) -> MemoryPlan:
+def best_plan(shape: ModelShape, request: Request) -> MemoryPlan:
     """The first candidate that fits, else the one that is over by least."""
     return min(_candidates(shape, request), key=_over)
 
@@ -323,7 +264,7 @@ def _levers(shape: ModelShape, request: Request) -> list[list[tuple[int, dict]]]
         (request.base_precision == "same" and has_base, 7, {"base_precision": "int8"}),
     ]
     sizes, size = [(0, {})], request.batch_size // 2
-    while size:
+    while size and request.activations is None:  # traced at this size
         tokens = -(-request.tokens * size // request.batch_size)
         micro_batches = -(-request.micro_batches * request.batch_size // size)
         sizes.append((3 + len(sizes), {"batch_size": size, "tokens": tokens, "micro_batches": micro_batches}))
@@ -337,7 +278,7 @@ def _nearest(shape: ModelShape, request: Request) -> MemoryPlan:
     least = None
     for choice in choices:
         changes = {name: value for _, change in choice for name, value in change.items()}
-        candidate = _best(shape, replace(request, **changes))
+        candidate = best_plan(shape, replace(request, **changes))
         if not _over(candidate):
             return candidate
         least = candidate if least is None else min(least, candidate, key=_over)
@@ -384,7 +325,7 @@ def _changes(request: Request, nearest: MemoryPlan) -> dict[str, object]:
     for name, value in vars(nearest.request).items():
         if value != getattr(request, name) and name != "tokens":
             decided = value is None and nearest.mode == "streamed"  # left to the plan: name what it decided
-            changes[_OPTION.get(name, name)] = getattr(nearest, name) if decided else value
+            changes[OPTION.get(name, name)] = getattr(nearest, name) if decided else value
     return changes
 
 

@@ -78,7 +78,7 @@ class HeldOutProbe:
     Args:
         batches (`Sequence`): Collated batches, in any form that `evaluate` takes.
         evaluate (`Callable`): From a batch to one loss per sequence, without gradients.
-        sizes (`Sequence[int]`): Sequences in each batch.
+        sizes (`Sequence[int]`): Sequences in each batch; what `evaluate` says of more is left out.
         sequences_per_probe (`int`): At least this many sequences are used per probe (as whole batches).
         sequences_per_step (`int`): Sequences of a real step, for the price of a forward pass in real steps.
     """
@@ -125,7 +125,7 @@ class HeldOutProbe:
     def _evaluate(self, indices: Sequence[int]) -> Losses:
         losses: Losses = []
         for index in indices:
-            losses += self.evaluate(self.batches[index])
+            losses += self.evaluate(self.batches[index])[: self.sizes[index]]
             self.forward_passes += 1
             self.cost_steps += self.sizes[index] / (3.0 * self.sequences_per_step)
         return losses

@@ -1,0 +1,114 @@
+"""
+Write docs/configuration.md from the options themselves: names, values, ranges, defaults and help texts.
+
+    python docs/generate_configuration.py           # tests/test_docs.py fails when the page is not what this writes
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from hf_hybrid import arguments
+from hf_hybrid.arguments import GAINS, PRESETS, HybridArguments
+
+PAGE = Path(__file__).with_name("configuration.md")
+INTRODUCTION = """\
+# Configuration
+
+*Written by `python docs/generate_configuration.py` from `hf_hybrid/arguments.py`.*
+
+`HybridConfig` is `transformers.TrainingArguments` with the options below; no default of the former differs. `optim`
+takes one more value: `muon`, Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
+`HybridDPOConfig` add the same options to TRL's configs. All of them are flat, on the command line and in YAML too:
+
+```python
+from hf_hybrid import HybridConfig
+
+config = HybridConfig("out", preset="conservative", leap_memory_steps=20, learning_rate=2e-5)
+```
+
+```bash
+hf-hybrid train --config run.yaml --preset conservative --leap_memory_steps 20
+```
+
+```yaml
+preset: conservative
+leap_memory_steps: 20
+learning_rate: 2.0e-5
+```
+
+A value that cannot work is refused at construction, with the option, the value and what to change. A run writes the
+options that differ from their defaults to `hybrid_config.json`; `HybridConfig.from_json("out")` reads them back.
+"""
+
+
+def headings() -> dict[str, str]:
+    """By option, the comment in the source of `HybridArguments` that its group stands under."""
+    source = inspect.getsource(HybridArguments)
+    lines, found, heading = source.splitlines(), {}, ""
+    starts = {node.lineno: node.target.id for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)}
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("    # "):
+            heading = line[6:]
+        if number in starts:
+            found[starts[number]] = heading
+    return found
+
+
+def values_of(name: str, hint: object) -> str:
+    """What an option takes."""
+    if type(None) in get_args(hint):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    kind = {bool: "`True`, `False`", int: "integer", float: "number", str: "text"}[hint]
+    if name in arguments._AT_LEAST:
+        return f"{kind}, at least {arguments._AT_LEAST[name]}"
+    if name in arguments._POSITIVE:
+        return f"{kind} over 0"
+    return f"{kind}, 0 to 1" if name in arguments._FRACTIONS else kind
+
+
+def row(option: Field, hint: object) -> str:
+    """A line of a table; what a help text says of its default goes into the column for it."""
+    text, _, said = option.metadata["help"].replace("%%", " %").replace("|", "\\|").partition(" Default: ")
+    default = said.strip().rstrip(".") if option.default is None else f"`{option.default}`"
+    return f"| `{option.name}` | {values_of(option.name, hint)} | {default or 'none'} | {text.strip()} |"
+
+
+def table(heading: list[str], rows: list[list[object]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def page() -> str:
+    """The whole page."""
+    hints, group_of = get_type_hints(HybridArguments), headings()
+    parts = [INTRODUCTION]
+    for group in dict.fromkeys(group_of.values()):
+        rows = [row(option, hints[option.name]) for option in fields(HybridArguments) if group_of[option.name] == group]
+        parts.append(f"## {group}\n\n| option | values | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    names = list(next(iter(PRESETS.values())))
+    presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
+    parts.append(
+        "## What a preset decides\n\nUnless the option is given. `gain_factor` multiplies the gain of the direction; "
+        "`fast` also sets `optim=muon` where\n`optim` was left at its default.\n\n"
+        + table(["", *(f"`{name}`" for name in PRESETS)], presets)
+        + "\n"
+    )
+    gains = [[f"`{name}`", gain, power] for name, (gain, power) in GAINS.items()]
+    parts.append(
+        "## Gain by direction\n\nThe gain of a leap is `leap_gain * progress ** leap_gain_power` (times `gain_factor`),"
+        " in units of the real steps since the\nlast leap.\n\n"
+        + table(["`direction`", "`leap_gain`", "`leap_gain_power`"], gains)
+        + "\n"
+    )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

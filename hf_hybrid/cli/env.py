@@ -1,0 +1,148 @@
+"""`hf-hybrid env`: what a bug report should say of the machine. Never fails, and names no user, folder or token."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import hf_hybrid
+
+REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub")
+EXTRAS = {
+    "peft": "peft",
+    "bitsandbytes": "quantization",
+    "trl": "trl",
+    "matplotlib": "report",
+    "deepspeed": None,
+}
+"""Packages that some options need: by name, the extra of `hf_hybrid` that installs it, if there is one."""
+_SETTINGS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Register the subcommand; light, so that `--help` is instant."""
+    parser = subparsers.add_parser(
+        "env",
+        help="versions and hardware, ready to paste into a bug report",
+        description="Print versions, hardware and settings as Markdown for a bug report. Nothing is downloaded, and no "
+        "token, user name or folder is printed.",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; returns 0."""
+    sys.stdout.write(report())
+    return 0
+
+
+def report() -> str:
+    """Everything as a Markdown list; what cannot be found out is said to be so."""
+    lines = [f"- hf_hybrid: {hf_hybrid.__version__}", f"- Python: {platform.python_version()}"]
+    lines.append(f"- Platform: {_told(platform.platform)}")
+    lines += [f"- {name}: {_told(lambda name=name: metadata.version(name), 'not installed')}" for name in REQUIRED]
+    lines += [f"- {name}: {_told(lambda found=found: _extra(*found))}" for name, found in zip(EXTRAS, EXTRAS.items())]
+    lines.append(f"- CPU: {_told(_cpu)}")
+    lines.append(f"- RAM: {_told(_ram)}")
+    lines += [f"- {name}: {_told(find)}" for name, find in (("CUDA of torch", _cuda), ("GPUs by torch", _torch_gpus))]
+    lines.append(f"- GPUs by the driver (NVML): {_told(_nvml_gpus)}")
+    lines.append(f"- `accelerate config`: {_told(_accelerate_config)}")
+    lines += [f"- {name}: {os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    return "\n".join(lines) + "\n"
+
+
+def _told(find: Callable[[], str], otherwise: str | None = None) -> str:
+    """What `find` finds; a report on a broken machine must not break."""
+    try:
+        return find()
+    except Exception as error:
+        return otherwise or f"not found out ({type(error).__name__})"
+
+
+def _extra(name: str, extra: str | None) -> str:
+    if importlib.util.find_spec(name) is not None:
+        return _told(lambda: metadata.version(name), "installed, version unknown")
+    how = f'pip install "hf_hybrid[{extra}]"' if extra else f"pip install {name}"
+    return f"not installed ({how})"
+
+
+def _cpu() -> str:
+    name = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"{name or platform.machine()}, {os.cpu_count()} logical cores"
+
+
+def _ram() -> str:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    from hf_hybrid.memory.accounting import host_memory
+
+    return f"{total:.1f} GiB, {host_memory() / 2**30:.1f} GiB available"
+
+
+def _cuda() -> str:
+    import torch
+
+    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
+
+
+def _torch_gpus() -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return _joined(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in found)
+
+
+def _nvml_gpus() -> str:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return "none (no NVIDIA driver)"
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        return _joined(_nvml_gpu(pynvml, handle) for handle in handles) + f"; driver {driver}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_gpu(pynvml, handle) -> str:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    name, link = _text(pynvml.nvmlDeviceGetName(handle)), ""
+    try:
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        link = f", PCIe {generation} x{pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
+    except pynvml.NVMLError:
+        pass  # virtual GPUs do not tell
+    return f"{name}, {memory.total / 2**30:.1f} GiB ({memory.free / 2**30:.1f} free){link}"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _joined(found: Iterator[str]) -> str:
+    return "; ".join(found) or "none"
+
+
+def _accelerate_config() -> str:
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if not Path(default_config_file).is_file():
+        return "none"
+    config = load_config_from_file(None)
+    values = {name: getattr(config, name, None) for name in _SETTINGS}
+    return ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in values.items())

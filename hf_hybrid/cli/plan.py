@@ -1,0 +1,239 @@
+"""`hf-hybrid plan`: what ways to train a model would hold, which fit, and the fastest of them as a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_hybrid.planning.plans import Planner, TrainingPlan
+
+GIB = 2**30
+COLUMNS = ("weights", "gradients", "states", "activations", "other")
+HEADINGS = ("weights", "gradients", "states", "activ.", "other", "device", "host")
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Register the subcommand; light, so that `--help` is instant."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what training a model would hold, and which way to train it fits",
+        description=(
+            "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints what ways "
+            "to train it would hold on device and host, which fit, and recommends the fastest exact one."
+        ),
+    )
+    add = parser.add_argument
+    add("model", help="id on the Hub, folder, or config file of a causal language model; only config.json is read")
+    add("--sequence_length", type=int, help="tokens per sequence (default: 1024, at most what the model takes)")
+    add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
+    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step (default: 1)")
+    add("--vram", help="device memory, as 24GiB, 24GB (decimal) or bytes (default: what is free on the GPU)")
+    add("--ram", help="host memory (default: what is available on this machine)")
+    add(
+        "--dtype",
+        choices=("mixed", "float32", "bfloat16"),
+        default="mixed",
+        help="mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)",
+    )
+    add("--peft", choices=("none", "lora", "qlora"), default="none", help="what is recommended for (default: none)")
+    add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
+    add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
+    add("--enable_predict", action="store_true", help="count what predicted steps hold: slow memory and snapshot")
+    add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
+    add("--details", action="store_true", help="print every plan by category, on device and host")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Plan, print, and write the YAML file that was asked for.
+
+    Returns:
+        `int`: 0; 1 if a file was asked for and nothing fits; 2 for what cannot be planned.
+    """
+    try:
+        with _quiet():
+            report = _Report(args)
+    except (ImportError, ValueError) as error:
+        sys.stderr.write(f"hf-hybrid plan: error: {error}\n")
+        return 2
+    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    if args.output is None:
+        return 0
+    if report.best is None:
+        sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
+        return 1
+    Path(args.output).write_text(report.as_yaml(), encoding="utf-8")
+    sys.stderr.write(f"Written: {args.output}\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers and others say of models that are never trained is left out."""
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        transformers.logging.set_verbosity(before)
+
+
+class _Report:
+    """All plans for one command line."""
+
+    def __init__(self, args: argparse.Namespace):
+        from hf_hybrid.planning.adapters import adapters_installed, lora_config
+        from hf_hybrid.planning.floors import machine_rates
+        from hf_hybrid.planning.plans import Planner, recommended
+
+        self.args, self.rates = args, machine_rates()
+        self.vram, self.vram_said = _device_limit(args.vram)
+        self.ram, self.ram_said = _host_limit(args.ram)
+        with_adapters = adapters_installed()
+        peft = lora_config(args.lora_r, args.lora_target_modules or "all-linear") if with_adapters else None
+        if args.peft != "none" and not with_adapters:
+            peft = lora_config(args.lora_r)  # says what to install
+        self.planner: Planner = Planner(
+            args.model,
+            sequence_length=args.sequence_length,
+            batch_size=args.batch_size,
+            micro_batches=args.gradient_accumulation_steps,
+            peft=peft,
+            vram=self.vram,
+            ram=self.ram,
+            enable_predict=args.enable_predict,
+        )
+        self.plans: list[TrainingPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
+        self.without_adapters = "" if with_adapters else "Plans with adapters need peft: not installed.\n"
+
+    def as_json(self) -> str:
+        """All plans, and which is recommended."""
+        plans = [{**plan.to_dict(), "floor_seconds": self._floor(plan)} for plan in self.plans]
+        best = None if self.best is None else self.best.setup.title
+        limits = {"vram": self.vram, "ram": self.ram}
+        return json.dumps({**limits, "rates": self.rates, "plans": plans, "recommended": best}, indent=2) + "\n"
+
+    def as_text(self) -> str:
+        """The table, and the recommended plan by category."""
+        parts = [self._head(), self._table(), self._legend()]
+        if self.args.details:
+            parts += [f"{plan}\n" for plan in self.plans]
+        return "\n".join([*parts, self._recommendation()])
+
+    def _head(self) -> str:
+        planner, first = self.planner, self.plans[0]
+        config = planner.blueprint.config.get_text_config()
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        facts = [f"{first.weights / 1e9:.2f} billion weights", f"{config.num_hidden_layers} layers"]
+        facts += [f"width {first.shape.hidden}", f"{config.num_attention_heads} heads"]
+        facts += [f"{experts} experts"] * bool(experts)
+        facts += [f"vocabulary {first.shape.vocab}" + ", tied to the head" * first.shape.tied]
+        steps = f" x {planner.micro_batches} micro-batches" * (planner.micro_batches > 1)
+        return (
+            f"{self.args.model} ({config.model_type}): {', '.join(facts)}\n"
+            f"{planner.batch_size} sequences of {planner.sequence_length} tokens{steps}\n"
+            f"device: {self.vram_said}\nhost:   {self.ram_said}\n"
+        )
+
+    def _table(self) -> str:
+        width = max(len(plan.setup.title) for plan in self.plans) + 4
+        headings = "".join(f"{name:>10}" for name in HEADINGS) + f"{'floor s':>10}" * (self.rates is not None)
+        lines = [f"{'GiB at the peak':<{width}}{headings}  fits"]
+        for plan in self.plans:
+            mark = "> " if plan is self.best else "  "
+            name = f"{mark}{plan.setup.title}{'' if plan.setup.exact else ' *'}"
+            lines.append(f"{name:<{width}}{self._numbers(plan)}  {_verdict(plan)}")
+        return "\n".join(lines) + "\n"
+
+    def _numbers(self, plan: TrainingPlan) -> str:
+        by_category = {name: plan.table.get(name, "device") for name in COLUMNS[:-1]}
+        other = plan.peak_device_bytes - sum(by_category.values())
+        numbers = [*by_category.values(), other, plan.peak_device_bytes, plan.peak_host_bytes]
+        text = "".join(f"{number / GIB:>10.2f}" for number in numbers)
+        floor = self._floor(plan)
+        return text if floor is None else f"{text}{floor:>10.2f}"
+
+    def _floor(self, plan: TrainingPlan) -> float | None:
+        from hf_hybrid.planning.floors import floor_seconds
+
+        planner = self.planner
+        tokens = planner.batch_size * planner.sequence_length * planner.micro_batches
+        return None if self.rates is None else floor_seconds(plan, tokens, self.rates)
+
+    def _legend(self) -> str:
+        margin = self.plans[0].context_bytes / GIB
+        floor = (
+            "No floor of the step time: rates are measured, and there is no GPU here.\n"
+            if self.rates is None
+            else "floor s: no step is faster, at the rates of copies and products measured here.\n"
+        )
+        return (
+            "*: not AdamW in full: rounded states, or a rounded base.\n"
+            f"fits: with {margin:.1f} GiB for the CUDA context and 5 % for the allocator, which are assumed.\n"
+            "Attention is fused, and batches are not padded. Streamed plans are computed, the others traced.\n"
+            f"{floor}{self.without_adapters}"
+        )
+
+    def _recommendation(self) -> str:
+        if self.best is None:
+            return "Nothing fits. Lower --batch_size or --sequence_length, or see what is short by least above.\n"
+        exact = "" if self.best.setup.exact else ", as nothing exact fits"
+        return f"Recommended{exact}: {self.best}\n"
+
+    def as_yaml(self) -> str:
+        """Options of `HybridConfig`, and as comments what else the plan is for."""
+        import yaml
+
+        args, best, planner = self.args, self.best, self.planner
+        more = [f"--model {args.model}", f"--sequence_length {planner.sequence_length}"]
+        more.append(f"--dtype {best.setup.weights}")
+        if best.setup.trains == "adapters":
+            more.append(f"--peft {'qlora' if best.setup.packed else 'lora'} --lora_r {args.lora_r}")
+        device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
+        head = (
+            f"# {best.setup.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, by `hf-hybrid plan`\n"
+            f"# hf-hybrid train --config {args.output or 'plan.yaml'} {' '.join(more)} --dataset ...\n"
+        )
+        return head + yaml.safe_dump(best.options, sort_keys=False)
+
+
+def _verdict(plan: TrainingPlan) -> str:
+    if plan.fits:
+        return "yes, but not by the trainer's own estimate" if plan.refused_by_trainer else "yes"
+    shortfalls = {"device": plan.device_shortfall, "host": plan.host_shortfall}
+    return "short by " + ", ".join(f"{short / GIB:.2f} ({place})" for place, short in shortfalls.items() if short)
+
+
+def _device_limit(given: str | None) -> tuple[int | None, str]:
+    from hf_hybrid.memory.accounting import device_memory
+    from hf_hybrid.planning.sizes import parse_size
+
+    if given is not None:
+        size = parse_size(given, "vram")
+        return size, f"{size / GIB:.2f} GiB (--vram)"
+    size = device_memory()
+    return size, "no GPU here and no --vram: no limit" if size is None else f"{size / GIB:.2f} GiB (free on this GPU)"
+
+
+def _host_limit(given: str | None) -> tuple[int, str]:
+    from hf_hybrid.memory.accounting import host_memory
+    from hf_hybrid.planning.sizes import parse_size
+
+    size = host_memory() if given is None else parse_size(given, "ram")
+    return size, f"{size / GIB:.2f} GiB ({'available on this machine' if given is None else '--ram'})"

@@ -1,0 +1,51 @@
+"""`hf-hybrid report`: a report on a run, or on two side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Register the subcommand; light, so that `--help` is instant."""
+    parser = subparsers.add_parser(
+        "report",
+        help="make a report from a finished or killed run; compare two runs",
+        description=(
+            "Make a report from the output folder of a run, finished, killed or still going on: report.html (one "
+            "file, opens offline), report.json, steps.csv, leaps.csv and a PNG for each plot. With two folders: a "
+            "comparison of both. Nothing is downloaded and no model is loaded."
+        ),
+    )
+    parser.add_argument("folder", help="output_dir of a HybridTrainer or Trainer run; of run A, when two are compared")
+    parser.add_argument("other", nargs="?", help="output_dir of run B, to compare with the first")
+    parser.add_argument(
+        "-o",
+        "--output",
+        help="folder for the report (default: FOLDER/report; for two runs OTHER/report/comparison)",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Write the report and say where it is.
+
+    Returns:
+        `int`: 0; 1 if there is nothing to report on, which is said on the standard error stream. That plots need
+        matplotlib, where it is missing, is a warning in the log.
+    """
+    from hf_hybrid.profiling.report import write_comparison, write_report
+
+    try:
+        if args.other is None:
+            files = write_report(args.folder, args.output)
+        else:
+            files = write_comparison(args.folder, args.other, args.output)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"hf-hybrid report: {error}\n")
+        return 1
+    sys.stdout.write(f"{files[0]}\n")
+    sys.stdout.write(f"and in the same folder: {', '.join(file.name for file in files[1:])}\n")
+    return 0

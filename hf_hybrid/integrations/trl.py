@@ -1,0 +1,283 @@
+"""TRL's supervised fine-tuning and preference optimisation, trained in phases. Needs `pip install "hf-hybrid[trl]"`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.data import check_probe_set
+from hf_hybrid.memory_setup import LossSwitch
+from hf_hybrid.plugins import PluginList
+from hf_hybrid.probing import SequenceLosses
+from hf_hybrid.trainer import HybridTrainerMixin
+
+try:
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+except ImportError as error:
+    raise ImportError(
+        "`HybridSFTTrainer`, `HybridDPOTrainer` and their configs need TRL, which cannot be imported here "
+        f'({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
+    ) from error
+
+
+@dataclass
+class HybridSFTConfig(HybridConfigBase, SFTConfig):
+    """
+    [`~trl.SFTConfig`] with the options of [`HybridArguments`]; no default of the former differs.
+
+    Raises:
+        ValueError: As [`HybridConfig`], and for `chunked_loss=on` and `stream_embeddings=True`, which would change a
+            head that TRL multiplies with by itself.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_head_options(self)
+
+
+@dataclass
+class HybridDPOConfig(HybridConfigBase, DPOConfig):
+    """
+    [`~trl.DPOConfig`] with the options of [`HybridArguments`]; no default of the former differs.
+
+    Raises:
+        ValueError: As [`HybridConfig`], for streamed layers, and for leaps with `sync_ref_model=True`.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_head_options(self)
+        if self.memory != "off":
+            raise ValueError(
+                f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
+                "and a reference over each batch. Set `memory=off`; LoRA over a base in 4 bits takes the least memory."
+            )
+        if self.sync_ref_model and self.enable_predict:
+            raise ValueError(
+                "`sync_ref_model=True` copies the weights of the run into the reference, and a leap that is undone "
+                "later could not be taken out of it. Set `sync_ref_model=False`, or `enable_predict=False`."
+            )
+
+
+def _check_head_options(args: HybridArguments) -> None:
+    if args.chunked_loss == "on":
+        raise ValueError(
+            "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
+            "Leave `chunked_loss` out."
+        )
+    if args.stream_embeddings:
+        raise ValueError(
+            "`stream_embeddings=True` keeps the head on the host, and TRL multiplies with its weights without calling "
+            "it. Leave `stream_embeddings` out."
+        )
+    args.stream_embeddings = False
+
+
+class _Recording:
+    """A model that remembers what it returned last."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.outputs = model, None
+
+    def __call__(self, *args, **kwargs):
+        self.outputs = self.model(*args, **kwargs)
+        return self.outputs
+
+
+class _QuietLosses(SequenceLosses):
+    """Leaves no trace in the metrics that TRL's `compute_loss` collects for the log."""
+
+    def __call__(self, batch) -> list[float]:
+        kept = self.trainer._metrics
+        self.trainer._metrics = {mode: defaultdict(list) for mode in kept}
+        try:
+            return super().__call__(batch)
+        finally:
+            self.trainer._metrics = kept
+
+    def _batches_of_one(self) -> list:
+        args = self.trainer.args
+        kept, args.per_device_eval_batch_size = args.per_device_eval_batch_size, 1
+        try:
+            return super().batches()
+        finally:
+            args.per_device_eval_batch_size = kept
+
+
+class CompletionLosses(_QuietLosses):
+    """
+    Held-out loss of [`HybridSFTTrainer`]: per sequence, or per packed row.
+
+    Sequences of a batch are told apart by the log-probabilities that `compute_loss` got from the model; the router loss
+    of a batch counts for each of them. Under another loss (`compute_loss_func`, label smoothing), and without padding,
+    where a batch is one row, they are evaluated one by one.
+    """
+
+    def __init__(self, trainer, plugins: PluginList):
+        super().__init__(trainer, plugins)
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+            self.from_logits = False  # also where a model that knows nothing yet has about the same loss
+
+    def batches(self) -> list:
+        return self._batches_of_one() if self.trainer.padding_free else super().batches()
+
+    def _losses(self, model, inputs) -> torch.Tensor:
+        if self.from_logits is not False:
+            recording = _Recording(model)
+            loss = self.trainer.compute_loss(recording, dict(inputs))
+            losses, counts, router = self._told_apart(recording.outputs)
+            if self.from_logits is None:
+                self.from_logits = self._agrees(loss - router, losses, counts)
+            if self.from_logits:
+                return losses / counts.clamp(min=1) + router
+        return self._one_by_one(model, inputs)
+
+    def _told_apart(self, outputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+        """Summed loss and number of predicted tokens per sequence, and the router loss of the batch."""
+        trainer, logs = self.trainer, outputs.log_probs.float()  # zero where there is no label
+        losses = -logs * logs.exp() if trainer.args.loss_type == "dft" else -logs
+        router = trainer.router_aux_loss_coef * outputs.aux_loss.float() if trainer.aux_loss_enabled else 0.0
+        return losses.sum(dim=1), outputs.label_mask.sum(dim=1), router
+
+
+class PreferenceLosses(_QuietLosses):
+    """Held-out loss of [`HybridDPOTrainer`] per pair of completions, by the trainer's own `compute_loss`."""
+
+    def batches(self) -> list:
+        return self._batches_of_one()
+
+    @staticmethod
+    def size(batch) -> int:
+        return 1  # a pair, which is two rows
+
+    def _losses(self, model, inputs) -> torch.Tensor:
+        return self._loss(model, dict(inputs)).reshape(1)
+
+
+class _HeadOfTRL(LossSwitch):
+    """TRL computes the loss in chunks itself: nothing is installed."""
+
+    def install(self, trainer) -> None:
+        pass
+
+
+class _TRLTrainerMixin(HybridTrainerMixin):
+    """What the trainers of this module share: a probe set in the form of the training set, and refusals."""
+
+    def __init__(self, *args, probe_dataset=None, **kwargs):
+        super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
+        self._loss = _HeadOfTRL()
+        if not self.hybrid_args.enable_predict:
+            return
+        if self._is_vision_dataset:
+            raise ValueError(
+                "`train_dataset` holds images, and leaps are verified on text alone. Set `enable_predict=False` to "
+                "train exactly as TRL's trainer does."
+            )
+        if probe_dataset is not None:
+            self.probe_dataset = self._prepare_probe_set(probe_dataset)
+            check_probe_set(self.probe_dataset)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        # Also in a predicted step, which may follow an evaluation: by the model's mode TRL's `log` takes its metrics.
+        model.train()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    @property
+    def loss_in_chunks(self) -> bool:
+        """Always: TRL never holds all logits in training."""
+        return True
+
+
+def _check_config(args: Any, expected: type, plain: type) -> None:
+    if isinstance(args, HybridArguments) and not isinstance(args, plain):
+        raise TypeError(
+            f"`args` is a `{type(args).__name__}`, which lacks TRL's options. Make it a `{expected.__name__}`: "
+            "every option of `HybridConfig` is there as well."
+        )
+
+
+class HybridSFTTrainer(_TRLTrainerMixin, SFTTrainer):
+    """
+    Drop-in for [`~trl.SFTTrainer`] that trains in phases, as [`HybridTrainer`] does.
+
+    Data sets, chat templates, packing, completion-only and assistant-only losses, the router loss of mixtures of
+    experts and the logged metrics are TRL's. Leaps are verified on sequences (packed rows) held out of the prepared
+    training set.
+
+    Args:
+        model, args, positional, kwargs:
+            As [`~trl.SFTTrainer`]; `args` is best a [`HybridSFTConfig`].
+        probe_dataset (*optional*):
+            As [`HybridTrainerMixin`], prepared as `train_dataset` is; also `plugins` and `direction`.
+
+    Raises:
+        TypeError: If `args` is a hybrid config without TRL's options.
+        ValueError: As [`HybridTrainerMixin`], and for images.
+
+    Example:
+
+    ```python
+    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+
+    trainer = HybridSFTTrainer("Qwen/Qwen2.5-0.5B", HybridSFTConfig("out"), train_dataset=conversations)
+    trainer.train()
+    ```
+    """
+
+    sequence_losses = CompletionLosses
+
+    def __init__(self, model, args=None, *positional, **kwargs):
+        _check_config(args, HybridSFTConfig, SFTConfig)
+        super().__init__(model, args, *positional, **kwargs)
+
+    def _prepare_probe_set(self, dataset):
+        if self._skip_prepare_dataset:
+            return dataset
+        options = (self.processing_class, self.args, self.args.packing, self._formatting_func)
+        return self._prepare_dataset(dataset, *options, "probe")
+
+
+class HybridDPOTrainer(_TRLTrainerMixin, DPOTrainer):
+    """
+    Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does.
+
+    A leap is verified on the preference loss of held-out pairs, with the reference that TRL trains against.
+
+    Args:
+        model, ref_model, args, positional, kwargs:
+            As [`~trl.DPOTrainer`]; `args` is best a [`HybridDPOConfig`].
+        probe_dataset (*optional*):
+            As [`HybridTrainerMixin`], prepared as `train_dataset` is; also `plugins` and `direction`.
+
+    Raises:
+        TypeError: If `args` is a hybrid config without TRL's options.
+        ValueError: As [`HybridTrainerMixin`], and for images.
+
+    Example:
+
+    ```python
+    from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
+
+    trainer = HybridDPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=HybridDPOConfig("out"), train_dataset=preferences)
+    trainer.train()
+    ```
+    """
+
+    sequence_losses = PreferenceLosses
+
+    def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
+        _check_config(args, HybridDPOConfig, DPOConfig)
+        super().__init__(model, ref_model, args, *positional, **kwargs)
+
+    def _prepare_probe_set(self, dataset):
+        dataset = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")
+        if self.precompute_ref_logps:
+            batch_size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
+            dataset = self._precompute_ref_logps(dataset, "probe", batch_size)
+        return dataset

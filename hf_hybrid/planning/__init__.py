@@ -1,0 +1,1 @@
+"""What training a model would hold, found from its config alone."""

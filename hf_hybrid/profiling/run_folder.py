@@ -1,0 +1,379 @@
+"""
+Reads what a run left in its output folder, finished or killed: nothing is required, and half of a line is no error.
+
+Everything is read as plain JSON. `training_args.bin` and other pickles are not opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PHASES = ("warmup", "full", "predict", "correct")
+"""Of hybrid runs, in the order of `Phase.index`."""
+PROFILE = "profile"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class Profile:
+    """What `MemoryProfilerCallback` wrote; see docs/profiling.md for the fields."""
+
+    run: dict
+    steps: list[dict]
+    """Of the first process, by step; where a resumed run trained a step again, what it wrote then."""
+    logs: list[dict]
+    summary: dict
+    out_of_memory: list[dict]
+    """One by `oom-STEP` folder: `step`, `folder`, `phase`, `stage`, `error`, `requested` bytes."""
+    ranks: dict[int, list[dict]]
+    """Steps of the other processes."""
+    seconds: float
+    """From the begin to the last record, summed over the parts of a resumed run."""
+
+
+@dataclass
+class Run:
+    """A run as its folder tells it."""
+
+    folder: Path
+    logs: list[dict]
+    """Everything that was logged, by step: the newest checkpoint's history and what the profiler wrote after it."""
+    record: dict | None
+    """Counters and leaps of the hybrid trainer; `None` for plain `Trainer`."""
+    record_source: str | None
+    config: dict
+    """Options that differ from the defaults (`hybrid_config.json`)."""
+    options: dict
+    """All hybrid options, where a checkpoint holds them."""
+    profile: Profile | None
+    recoveries: list[dict]
+    """What was done each time that memory ran out and the run went on."""
+    world_model: dict | None
+    """Of the dynamics planner, as its checkpoint calibrated it."""
+    last_step: int
+    max_steps: int | None
+    finished: bool
+    notes: list[str] = field(default_factory=list)
+    """What could not be read."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name or str(self.folder)
+
+    @property
+    def record_steps(self) -> int:
+        """Steps that the record covers."""
+        return _steps_of(self.record)
+
+    @property
+    def leaps(self) -> list[dict]:
+        """Records of the leaps that have a step."""
+        leaps = (self.record or {}).get("leaps")
+        found = [leap for leap in leaps if isinstance(leap, dict)] if isinstance(leaps, list) else []
+        return [leap for leap in found if number(leap.get("step")) is not None]
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """`(step, value)` of everything logged under `key` that is a finite number."""
+        found = ((entry["step"], number(entry.get(key))) for entry in self.logs)
+        return [(step, value) for step, value in found if value is not None]
+
+
+def number(value: object) -> float | None:
+    """`value` if it is a finite number, else `None`: files may hold nulls, strings, NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def as_dict(value: object) -> dict:
+    """`value` if it is a dictionary, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def load_run(folder: str | Path) -> Run:
+    """
+    Read a run's output folder, or one of its checkpoints.
+
+    Args:
+        folder (`str` or `Path`): `output_dir` of a `HybridTrainer` or `Trainer`.
+
+    Raises:
+        ValueError: If there is no such folder, or nothing in it that a report could show.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"`{folder}` is not a folder. Pass the `output_dir` of a run.")
+    notes: list[str] = []
+    config = as_dict(_read(folder / "hybrid_config.json", notes))
+    checkpoint, state = _newest_checkpoint(folder, notes)
+    saved = as_dict(_read(checkpoint / "hybrid_state.json", notes)) if checkpoint else {}
+    profile = _load_profile(folder / PROFILE, notes)
+    logs = _merge_logs(state.get("log_history"), profile.logs if profile else [])
+    record, source = _newest_record(folder, checkpoint, saved, notes)
+    steps = [int(number(state.get("global_step")) or 0), *(entry["step"] for entry in logs[-1:])]
+    steps += [entry["step"] for entry in profile.steps[-1:]] if profile else []
+    steps.append(_steps_of(record))
+    if not logs and record is None and not (profile and profile.steps):
+        raise ValueError(_nothing_found(folder, bool(config)))
+    max_steps = number(state.get("max_steps")) or number(as_dict(profile and profile.run).get("max_steps"))
+    max_steps = max_steps or number(config.get("max_steps"))
+    last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
+    return Run(
+        folder=folder.resolve(),
+        logs=logs,
+        record=record,
+        record_source=source,
+        config=config,
+        options=as_dict(saved.get("options")),
+        profile=profile,
+        recoveries=_recoveries(record, checkpoint, notes),
+        world_model=_world_model(record, saved),
+        last_step=last_step,
+        max_steps=int(max_steps) if max_steps and max_steps > 0 else None,
+        finished=ended or any("train_runtime" in entry for entry in logs) or bool(max_steps and last_step >= max_steps),
+        notes=notes,
+    )
+
+
+def _nothing_found(folder: Path, started: bool) -> str:
+    if started:
+        return (
+            f"`{folder}` holds only `hybrid_config.json`: the run ended before its first checkpoint, and nothing that "
+            "it measured was written. A lower `save_steps`, or `MemoryProfilerCallback`, which writes as it goes, "
+            "leaves something to report on."
+        )
+    return (
+        f"`{folder}` holds nothing to report on: no `hybrid_summary.json`, no `checkpoint-*/trainer_state.json` and no "
+        "`profile/steps.jsonl`. Pass the `output_dir` of a run that saved a checkpoint, ended, or was profiled."
+    )
+
+
+# Files.
+
+
+def _read(path: Path, notes: list[str]) -> object:
+    """The JSON in a file; `None` if there is none or it is broken, which is noted."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        notes.append(f"`{path.name}` in `{path.parent.name}` cannot be read and was left out.")
+        return None
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict]:
+    """The objects of a JSON Lines file; a run that was killed may have left half of its last line."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found, broken = [], 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and number(value.get("step")) is not None:
+            found.append({**value, "step": int(value["step"])})
+        else:
+            broken += 1
+    if broken:
+        notes.append(f"{broken} of {len(lines)} lines of `{path.name}` cannot be read and were left out.")
+    return found
+
+
+def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match:
+            yield int(match[1]), path
+
+
+# Checkpoints, and the record of the hybrid trainer.
+
+
+def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
+    """The folder and the `trainer_state.json` that went farthest; half-written ones are passed over."""
+    candidates = [folder, *(path for _, path in sorted(_numbered(folder, _CHECKPOINT), reverse=True))]
+    best, best_state = None, {}
+    for candidate in candidates:
+        state = as_dict(_read(candidate / "trainer_state.json", notes))
+        if isinstance(state.get("log_history"), list) and _step_of(state) > _step_of(best_state):
+            best, best_state = candidate, state
+        if best not in (None, folder):
+            break
+    if best == folder and not (folder / "hybrid_state.json").is_file():
+        # `Trainer.save_state` leaves the history in the output folder; the engine's record is in the checkpoints.
+        holding = [path for path in candidates[1:] if (path / "hybrid_state.json").is_file()]
+        return (holding[0] if holding else best), best_state
+    return best, best_state
+
+
+def _step_of(state: dict) -> float:
+    return number(state.get("global_step")) if number(state.get("global_step")) is not None else -1
+
+
+def _steps_of(record: dict | None) -> int:
+    steps = as_dict(as_dict(record).get("steps_by_phase")).values()
+    return int(sum(number(count) or 0 for count in steps))
+
+
+def _newest_record(folder: Path, checkpoint: Path | None, saved: dict, notes: list[str]):
+    """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
+    summary = as_dict(_read(folder / "hybrid_summary.json", notes))
+    found = as_dict(as_dict(saved.get("engine")).get("record"))
+    if summary and _steps_of(summary) >= _steps_of(found):
+        return summary, "hybrid_summary.json"
+    if found:
+        return found, f"{checkpoint.name}/hybrid_state.json"
+    return None, None
+
+
+def _recoveries(record: dict | None, checkpoint: Path | None, notes: list[str]) -> list[dict]:
+    """From the summary, else from the checkpoint."""
+    events = as_dict(record).get("out_of_memory")
+    if not isinstance(events, list) and checkpoint is not None:
+        events = as_dict(_read(checkpoint / "out_of_memory.json", notes)).get("events")
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+
+
+def _world_model(record: dict | None, saved: dict) -> dict | None:
+    """Choices and errors from the summary, or what the checkpoint holds of them; calibration is in checkpoints only."""
+    gains = as_dict(as_dict(as_dict(saved.get("engine")).get("planner")).get("gains"))
+    calibration = as_dict(as_dict(gains.get("dynamics")).get("calibration"))
+    told = as_dict(as_dict(record).get("planner"))
+    errors, places = as_dict(told.get("errors")), {}
+    for ahead, parts in calibration.items():
+        if not (isinstance(parts, list) and len(parts) == 6 and ahead.isdigit()):
+            continue
+        _, _, _, transforms, sums, scored = parts
+        if isinstance(transforms, list):
+            places[ahead] = [place for place in transforms if number(place) is not None]
+        if not errors.get(ahead) and number(scored) and isinstance(sums, list) and len(sums) == 3:
+            names = ("model", "persistence", "power_law")
+            errors[ahead] = {name: total / scored for name, total in zip(names, sums) if number(total) is not None}
+    choices = told.get("choices") or gains.get("choices")
+    if not errors and not choices:
+        return None
+    return {"errors": errors, "places": places, "choices": choices if isinstance(choices, list) else []}
+
+
+# Logs and profile.
+
+
+def _without_abandoned(entries: Iterable[dict]) -> list[dict]:
+    """Where the steps go back, the run was resumed: what an earlier part wrote from there on was abandoned."""
+    kept: list[dict] = []
+    for entry in entries:
+        if kept and (entry["step"] < kept[-1]["step"] or entry.get("resumed")):
+            kept = [earlier for earlier in kept if earlier["step"] < entry["step"]]
+        kept.append(entry)
+    return kept
+
+
+def _merge_logs(history: object, profiled: list[dict]) -> list[dict]:
+    """The newest checkpoint's history, and behind it what only the profiler saw."""
+    history = history if isinstance(history, list) else []
+    entries = [as_dict(entry) for entry in history]
+    entries = [{**entry, "step": int(entry["step"])} for entry in entries if number(entry.get("step")) is not None]
+    last = max((entry["step"] for entry in entries), default=-1)
+    at_last = {key for entry in entries if entry["step"] == last for key in entry}
+    for entry in profiled:
+        new = {key: value for key, value in entry.items() if entry["step"] > last or key not in at_last}
+        if entry["step"] > last or (entry["step"] == last and any(number(value) is not None for value in new.values())):
+            entries.append({**new, "step": entry["step"]})
+    return sorted(entries, key=lambda entry: entry["step"])
+
+
+def _flat(entry: dict) -> dict:
+    """A line of `logs.jsonl` as `log_history` has it."""
+    return {**{key: value for key, value in entry.items() if key != "logs"}, **as_dict(entry.get("logs"))}
+
+
+def _load_profile(folder: Path, notes: list[str]) -> Profile | None:
+    if not folder.is_dir():
+        return None
+    steps = _read_lines(folder / "steps.jsonl", notes)
+    if not steps and not (folder / "run.json").is_file():
+        return None
+    crashes = []
+    for step, path in sorted(_numbered(folder, re.compile(r"oom-(\d+)(?:-rank\d+)?"))):
+        told = as_dict(_read(path / "records.json", notes))
+        names = ("phase", "stage", "error", "requested")
+        crashes.append({"step": step, "folder": path.name, **{name: told.get(name) for name in names}})
+    ranks = _numbered(folder, re.compile(r"steps-rank(\d+)\.jsonl"))
+    return Profile(
+        run=as_dict(_read(folder / "run.json", notes)),
+        steps=_without_abandoned(steps),
+        logs=_without_abandoned(_flat(entry) for entry in _read_lines(folder / "logs.jsonl", notes)),
+        summary=as_dict(_read(folder / "summary.json", notes)),
+        out_of_memory=crashes,
+        ranks={rank: _without_abandoned(_read_lines(path, notes)) for rank, path in sorted(ranks)},
+        seconds=_total_seconds(steps),
+    )
+
+
+def _total_seconds(steps: list[dict]) -> float:
+    """The clock starts again with every part of a resumed run."""
+    total = last = 0.0
+    for entry in steps:
+        seconds = number(entry.get("seconds"))
+        if seconds is None:
+            continue
+        if seconds < last or entry.get("resumed"):
+            total += last
+        last = seconds
+    return total + last
+
+
+# Phases of the steps.
+
+
+def phases_by_step(run: Run) -> dict[int, str]:
+    """
+    The phase of every step for which it is known, `global_step` to name.
+
+    From the profile; else from what was logged at each step; else Warmup and Predict from the record, and `real` for
+    steps of Full or Correct, which it does not tell apart.
+    """
+    if run.profile and run.profile.steps:
+        return {e["step"]: e["phase"] for e in run.profile.steps if isinstance(e.get("phase"), str) and _trains(e)}
+    logged = {step: PHASES[int(index)] for step, index in run.series("hybrid/phase") if 0 <= index < len(PHASES)}
+    if run.record is None or len(logged) >= 0.9 * run.last_step:
+        return logged
+    warmup = number(as_dict(run.record.get("steps_by_phase")).get("warmup")) or 0
+    found = {step: "warmup" if step <= warmup else "real" for step in range(1, _steps_of(run.record) + 1)}
+    for leap in run.leaps:
+        first = int(leap["step"]) + 1  # leaps count steps from 0, Trainer from 1
+        for step in range(first, first + int(number(leap.get("horizon")) or 0)):
+            if step in found:
+                found[step] = "predict"
+    return found
+
+
+def _trains(entry: dict) -> bool:
+    return entry.get("phase") != "evaluate"
+
+
+def runs_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
+    """Stretches of equal values: first step, last step, value."""
+    found: list[tuple[int, int, str]] = []
+    for step, value in sorted(values.items()):
+        if found and found[-1][2] == value:
+            found[-1] = (found[-1][0], step, value)
+        else:
+            found.append((step, step, value))
+    return found
+
+
+def reading(entry: dict, name: str) -> float | None:
+    """A number out of a step's record by its dotted name: `device.peak_allocated`."""
+    part, _, key = name.partition(".")
+    return number(as_dict(entry.get(part)).get(key))

@@ -1,0 +1,1 @@
+"""Scripts that the command line launches, on one process or on several."""

@@ -1,0 +1,117 @@
+"""Numbers as people read them, and the summary of a run that shows itself in notebooks. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def format_bytes(count: float | None) -> str:
+    """`1.50 GiB`, `312 MiB`, `4.0 KiB`, `12 B`; an en dash for `None`."""
+    if count is None:
+        return "–"
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{format_number(count / unit)} {name}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`450 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`; an en dash for `None`."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{format_number(seconds * 1000)} ms"
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_number(value: float | None) -> str:
+    """Three to four significant digits, thousands separated; an en dash for `None`."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (math.isfinite(value) and abs(value) >= 1000):
+        return f"{value:,.0f}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) < 0.01:
+        return f"{value:.3g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def html_table(headers: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """A plain HTML table; every cell is escaped, the first cell of a row is its heading."""
+    head = "".join(f'<th scope="col">{escape(header)}</th>' for header in headers)
+    body = []
+    for first, *rest in rows:
+        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in rest)
+        body.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    header = f"<thead><tr>{head}</tr></thead>" if headers else ""
+    return f"<table>{title}{header}<tbody>{''.join(body)}</tbody></table>"
+
+
+class HybridSummary(dict):
+    """
+    What `trainer.hybrid_summary()` returns: a dictionary of plain values that prints as text and, in a notebook,
+    displays as tables. Long lists (every leap, every event) are shown as counts; they are in the dictionary in full.
+    """
+
+    _TOTALS = (
+        ("real steps", "real_steps"),
+        ("predicted steps", "predicted_steps"),
+        ("backward passes", "backward_passes"),
+        ("backward passes avoided", "backward_passes_avoided"),
+        ("forward-only passes", "forward_only_passes"),
+        ("skipped batches", "skipped_batches"),
+        ("roll-backs", "roll_backs"),
+    )
+
+    def _phases(self) -> list[tuple[str, str, str]]:
+        seconds = self.get("seconds_by_phase") or {}
+        steps = self.get("steps_by_phase") or {}
+        return [(phase, format_number(count), format_seconds(seconds.get(phase))) for phase, count in steps.items()]
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Everything that fits on a line, by name."""
+        rows = [(label, format_number(self[key])) for label, key in self._TOTALS if key in self]
+        verdicts = self.get("leaps_by_verdict") or {}
+        if "leaps" in self:
+            by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
+            rows.append(("leaps", f"{len(self['leaps'])}" + (f" ({by_verdict})" if by_verdict else "")))
+        if "divergence_events" in self:
+            rows.append(("divergence events", str(len(self["divergence_events"]))))
+        if self.get("out_of_memory"):
+            rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
+        if "direction" in self:
+            rows.append(("direction", str(self["direction"])))
+        if self.get("learning_rate_scale", 1.0) != 1.0:
+            rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))
+        tail = self.get("tail_average")
+        if tail:
+            rows.append(("tail average", ", ".join(f"{name} {_short(value)}" for name, value in tail.items())))
+        held = ((self.get("memory") or {}).get("held") or {}).get("total")
+        if held:
+            rows.append(("held at the end", ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items() if n)))
+        return rows
+
+    def __str__(self) -> str:
+        phases = self._phases()
+        lines = [f"{phase:<10}{steps:>10} steps  {seconds}" for phase, steps, seconds in phases]
+        return "\n".join(lines + [f"{label}: {value}" for label, value in self._rows()])
+
+    def _repr_html_(self) -> str:
+        phases = html_table(("phase", "steps", "time"), self._phases(), "Phases") if self._phases() else ""
+        return f"<div>{phases}{html_table((), self._rows(), 'Run')}</div>"
+
+
+def _short(value: object) -> str:
+    return format_number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,135 @@
+"""Output folders as runs leave them, written by hand: known numbers, and as broken as a test wants them."""
+
+import json
+from pathlib import Path
+
+GIB = 1 << 30
+NASTY = '<script>alert("1")</script> & $x_1$'
+
+
+def leap(step: int, verdict: str = "kept", **values) -> dict:
+    """A record with every field that `LeapRecord` has."""
+    defaults = {
+        "step": step,
+        "horizon": 0 if verdict == "rejected" else 2,
+        "gain": 3.0,
+        "worth": 1.5,
+        "verdict": verdict,
+        "relative_norm": 0.01,
+        "loss_before": 3.0,
+        "loss_after": 2.98,
+        "standard_error": 0.005,
+        "e": 2.0,
+        "e_source": "probe",
+        "cosine": 0.4,
+        "norm_ratio": 1.2,
+        "predicted_decrease": 0.03,
+        "forecast_error": 0.01,
+        "probe_cost_steps": 1.0,
+    }
+    return {**defaults, **values}
+
+
+def record(leaps: list[dict], steps: dict[str, int]) -> dict:
+    """What `RunRecord` saves."""
+    return {
+        "steps_by_phase": steps,
+        "seconds_by_phase": {phase: 0.5 * count for phase, count in steps.items()},
+        "backward_passes": sum(steps.values()) - steps["predict"],
+        "forward_only_passes": 7,
+        "backward_passes_avoided": steps["predict"],
+        "skipped_batches": 0,
+        "roll_backs": 0,
+        "probe_cost_steps": 3.0,
+        "leap_cost_steps": 1.0,
+        "leaps": leaps,
+        "divergence_events": [],
+        "learning_rate_scales": [],
+        "displacement_residuals": {"model.norm.weight": {"leaps": 3, "cosine": 0.5, "norm_ratio": 1.1}},
+        "tail_average": None,
+    }
+
+
+def phases(leaps: list[dict], last: int, warmup: int = 10) -> dict[int, str]:
+    """Warmup, then Full, with Predict and two steps of Correct behind each leap that stayed."""
+    found = {step: "warmup" if step <= warmup else "full" for step in range(1, last + 1)}
+    for made in leaps:
+        end = made["step"] + made["horizon"]
+        found.update({step: "predict" for step in range(made["step"] + 1, end + 1) if step in found})
+        if made["verdict"] != "rejected":
+            found.update({step: "correct" for step in range(end + 1, end + 3) if step in found})
+    return found
+
+
+def write(path: Path, values) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+
+
+def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: list[dict] | None = None) -> list[dict]:
+    """A hybrid run of 100 planned steps, checkpoints every 40; returns its leaps."""
+    leaps = [leap(20), leap(30, "rejected", loss_after=3.2), leap(50)] if leaps is None else leaps
+    history = [
+        {
+            "step": step,
+            "loss": 5.0 - 0.02 * step,
+            "learning_rate": 1e-3 * (1 - step / 101),
+            "hybrid/leaps": sum(made["step"] < step for made in leaps),
+            "hybrid/confidence": 0.8,
+            "hybrid/predicted_steps": sum(phase == "predict" for phase in phases(leaps, step).values()),
+            "hybrid/backward_passes": sum(phase != "predict" for phase in phases(leaps, step).values()),
+        }
+        for step in range(5, steps + 1, 5)
+    ]
+    history += [{"step": step, "eval_loss": 5.1 - 0.02 * step} for step in range(50, steps + 1, 50)]
+    write(folder / "hybrid_config.json", {"output_dir": str(folder), "learning_rate": 1e-3, "preset": NASTY})
+    for checkpoint in (*range(40, steps + 1, 40), *([steps] if finished else [])):
+        so_far = phases(leaps, checkpoint)
+        counts = {p: sum(phase == p for phase in so_far.values()) for p in ("warmup", "full", "predict", "correct")}
+        saved = record([made for made in leaps if made["step"] < checkpoint], counts)
+        at = folder / f"checkpoint-{checkpoint}"
+        seen = [entry for entry in history if entry["step"] <= checkpoint]
+        write(at / "trainer_state.json", {"global_step": checkpoint, "max_steps": 100, "log_history": seen})
+        write(at / "hybrid_state.json", {"schema_version": 1, "options": {"direction": "drift"}, "engine": {
+            "record": saved, "planner": {"gains": {}}}})  # fmt: skip
+    if finished:
+        memory = {"held": {"weights": {"device": 0, "host": 4096}, "total": {"device": 0, "host": 4096}}}
+        write(folder / "hybrid_summary.json", {**saved, "direction": "drift", "planner": {}, "memory": memory})
+    return leaps
+
+
+def plain_run(folder: Path, steps: int = 100) -> None:
+    """What plain `Trainer` leaves."""
+    history = [{"step": step, "loss": 5.0 - 0.01 * step, "learning_rate": 1e-3} for step in range(10, steps + 1, 10)]
+    state = {"global_step": steps, "max_steps": 100, "log_history": history}
+    write(folder / f"checkpoint-{steps}" / "trainer_state.json", state)
+
+
+def step_record(step: int, phase: str, *, device: bool = True, seconds: float | None = None, **values) -> dict:
+    """A line of `steps.jsonl`: 8 GiB allocated, 12 GiB at the peak, of 24."""
+    held = {"weights": {"device": 2 * GIB, "host": 0}, "states": {"device": 4 * GIB, "host": GIB}}
+    found = {
+        "step": step,
+        "phase": phase,
+        "seconds": float(step) if seconds is None else seconds,
+        "step_seconds": 1.0,
+        "device": {"allocated": 8 * GIB, "reserved": 13 * GIB, "peak_allocated": 12 * GIB, "peak_reserved": 13 * GIB},
+        "nvml": {"used": 14 * GIB, "total": 24 * GIB},
+        "host": {"rss": 3 * GIB, "peak_rss": 4 * GIB, "pinned": 0},
+        "measured": 12 * GIB,
+        "held": held if step % 10 == 0 else None,
+        "unexplained": 6 * GIB if step % 10 == 0 else None,
+        "moments": None,
+    }
+    if not device:
+        found |= {"device": None, "nvml": None}
+    return {**found, **values}
+
+
+def profile(folder: Path, records: list[dict], logs: list[dict] = (), **run) -> None:
+    """A profile folder with these lines."""
+    values = {"versions": {"torch": "2.13"}, "device": {"type": "cuda", "name": NASTY, "total_memory": 24 * GIB}}
+    write(folder / "profile" / "run.json", {**values, "max_steps": 100, "floor": {"bytes": 6 * GIB}, **run})
+    for name, lines in (("steps", records), ("logs", logs)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "profile" / f"{name}.jsonl").write_text(text)

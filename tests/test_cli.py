@@ -1,0 +1,479 @@
+"""`hf-hybrid train` and `env` as a user starts them: order of options, wrong ones, a run, its resume, its processes."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+import yaml
+from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+
+from hf_hybrid import HybridArguments, HybridConfig
+from hf_hybrid.cli import env, train
+from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import (
+    OWN_OPTIONS,
+    AdapterOptions,
+    DataOptions,
+    ModelOptions,
+    OptionError,
+    help_all,
+    help_text,
+    parse_options,
+    parse_values,
+)
+from hf_hybrid.scripts.models import load_model, load_tokenizer
+from hf_hybrid.scripts.text_blocks import training_data
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "configs"
+TEXTS = [topics.topics[name] for name in sorted(topics.topics)][:12]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config, a tokenizer, texts, conversations and a YAML file that joins them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("cli")
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<|end|>": len(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=256, pad_token_id=256,
+    )  # fmt: skip
+    config.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
+    chats = [{"messages": [{"role": "user", "content": "Say:"}, {"role": "assistant", "content": t}]} for t in TEXTS]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    run = {
+        "model": str(folder / "model"), "dataset": str(folder / "text.txt"), "sequence_length": 32, "max_steps": 30,
+        "learning_rate": "2e-3", "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 3,
+        "leap_gain": 2, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
+        "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    return folder
+
+
+# Options.
+
+
+def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
+    options = parse_options(
+        ["--config", str(folder / "run.yaml"), "--cpu", "--max_steps", "6", "--output_dir", str(folder / "x")]
+    )
+    config = options.config
+    assert (config.learning_rate, config.leap_gain, options.data.sequence_length) == (2e-3, 2.0, 32)  # YAML
+    assert config.max_steps == 6  # command line
+    assert (config.weight_decay, config.planner) == (0.0, "schedule")  # defaults
+    assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert config.use_cpu and options.launch.cpu
+    assert config.disable_tqdm is True and config.dataloader_pin_memory is False
+
+
+def test_values_of_yaml_are_read_as_on_the_command_line(folder, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "use-cpu: true\nlora_target_modules: [q_proj, v_proj]\nlabel_names: [labels]\nleap_gain: null\n"
+        'optim_args: "a=1,b=2"\nenable_predict: false\nresume_from_checkpoint: true\nreport_to: [none]\n'
+    )
+    options = parse_options(["--config", str(file)])
+    assert options.adapters.lora_target_modules == ["q_proj", "v_proj"] and options.config.label_names == ["labels"]
+    assert options.config.leap_gain is None and options.config.enable_predict is False
+    assert options.config.resume_from_checkpoint == "True" and options.config.optim_args == "a=1,b=2"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--learning_rte", "1"], "`--learning_rte` is no option. Did you mean `--learning_rate`?"),
+        (["--leap-gian=1"], "`--leap-gian` is no option. Did you mean `--leap-gain`?"),
+        (["--qqqqqqq", "1"], "`--qqqqqqq` is no option. `hf-hybrid train --help_all` lists all."),
+        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["--direction", "up"], "argument --direction: invalid choice: 'up'"),
+        (["--max_steps", "3", "4"], "`4` belongs to no option"),
+        (["--max_step", "3"], "`--max_step` is no option. Did you mean `--max_steps`?"),
+        (["--config", "nowhere.yaml"], "`--config nowhere.yaml` cannot be read: No such file or directory"),
+        (["--sequence_length", "1"], "`sequence_length` must be at least 2, got 1"),
+        (["--eval_share", "1"], "`eval_share` must be at least 0 and less than 1, got 1.0"),
+        (["--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
+        (["--lora_dropout", "2"], "`lora_dropout` must be at least 0 and less than 1, got 2.0"),
+        (["--num_processes", "0"], "`num_processes` must be at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        parse_options(["--use_cpu", *arguments])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("leraning_rate: 1", "`leraning_rate` in `{file}` is no option. Did you mean `learning_rate`?"),
+        ("- a\n- b", "must hold lines of the form `learning_rate: 0.001`"),
+        ("a: [", "is no valid YAML"),
+        ("max_steps: few", "argument --max_steps/--max-steps: invalid int value: 'few'"),
+        ("config: other.yaml", "`config` in `{file}` is no option"),
+    ],
+)
+def test_wrong_yaml_is_refused(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(OptionError, match=re.escape(message.format(file=file))):
+        parse_values(["--config", str(file)])
+
+
+def test_help_is_ours_in_groups_and_complete():
+    text = help_text()
+    for name in ("Model:", "Data:", "Adapters:", "Processes:", "Phases:", "Leaps:", "Memory:", "Divergence:"):
+        assert f"\n{name}\n" in text
+    for owner in (*OWN_OPTIONS, HybridArguments):
+        for option in dataclasses.fields(owner):
+            assert re.search(rf"--{option.name}\b", text), option.name
+    assert "--adam_beta1" not in text and "--help_all" in text
+    everything = help_all()
+    missing = [f.name for f in dataclasses.fields(TrainingArguments) if f.init and f"--{f.name}" not in everything]
+    assert not missing
+
+
+def test_help_needs_neither_torch_nor_transformers(tmp_path):
+    """Not timed here: what takes the time is importing them."""
+    code = (
+        "import sys\nfrom hf_hybrid.cli.main import main\n"
+        "for arguments in (['--help'], ['train', '--help'], ['train'], ['env', '--help']):\n"
+        "    try:\n        main(arguments)\n    except SystemExit as ended:\n        assert not ended.code\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'yaml'} & set(sys.modules)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert "usage: hf-hybrid train [--config run.yaml]" in ended.stdout and "bug report" in ended.stdout
+
+
+def test_what_is_missing_is_asked_for_before_anything_starts(folder, capsys):
+    assert main(["train", "--use_cpu"]) == 2
+    assert "`--model` is missing" in capsys.readouterr().err
+    assert main(["train", "--model", str(folder / "model"), "--cpu", "--num_processes", "2"]) == 2
+    assert "`--dataset` is missing" in capsys.readouterr().err
+
+
+# A run.
+
+
+def test_train_resumes_and_leaves_everything_behind(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    out = folder / "out"
+    assert main(["train", "--config", "run.yaml", "--max_steps", "6", "--use_cpu", "--output_dir", "out"]) == 0
+    for name in ("model.safetensors", "tokenizer.json", "README.md", "hybrid_config.json", "all_results.json"):
+        assert (out / name).is_file(), name
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"] == 6
+    assert json.loads((out / "hybrid_summary.json").read_text())["steps"] == 6
+    values = json.loads((out / "hybrid_config.json").read_text())
+    assert (values["learning_rate"], values["max_steps"], values["leap_gain"]) == (2e-3, 6, 2.0)
+    assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 6
+
+    # What a run wrote is a configuration too, JSON being YAML.
+    arguments = ["--config", "out/hybrid_config.json", "--model", "model", "--dataset", "text.txt"]
+    arguments += ["--sequence_length", "32", "--max_steps", "8", "--resume_from_checkpoint", "true"]
+    assert main(["train", *arguments]) == 0
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] == 8
+    assert [entry["step"] for entry in state["log_history"] if "hybrid/phase" in entry] == list(range(1, 9))
+
+
+def test_a_refused_option_is_a_message_and_exit_status_2(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert main(["train", "--config", "run.yaml", "--use_cpu", "--leap_gain", "-1"]) == 2
+    assert "hf-hybrid train: error: `leap_gain` must be at least 0, got -1.0" in capsys.readouterr().err
+
+
+def test_two_processes_are_launched(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):
+        monkeypatch.setenv(name, value)
+    arguments = ["--config", "run.yaml", "--max_steps", "4", "--cpu", "--num_processes", "2", "--output_dir", "two"]
+    assert main(["train", *arguments, "--eval_share", "0"]) == 0
+    assert (folder / "two" / "checkpoint-3" / "rng_state_1.pth").is_file()
+    assert not (folder / "two" / "eval_results.json").exists()
+    assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "ending, status",
+    [
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130),  # Ctrl-C
+    ],
+)
+def test_the_exit_status_says_how_the_processes_ended(folder, monkeypatch, ending, status):
+    file = folder / f"ends_{status}.py"
+    file.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(train, "SCRIPT", file.stem)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert main(["train", "--config", str(folder / "run.yaml"), "--cpu", "--num_processes", "2"]) == status
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch):
+    """`--peft qlora --memory stream`: packed in host memory, whatever GPU there is."""
+    monkeypatch.chdir(folder)
+    load_model(ModelOptions(model="model"), AdapterOptions(), 257).save_pretrained(tmp_path / "weights")
+    arguments = ["--model", str(tmp_path / "weights"), "--tokenizer", "model", "--use_cpu", "--max_steps", "3"]
+    arguments += ["--peft", "qlora", "--lora_r", "2", "--memory", "stream", "--output_dir", str(tmp_path / "out")]
+    assert main(["train", "--config", "run.yaml", *arguments]) == 0
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
+    memory = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())["memory"]
+    assert memory["plan"]["mode"] == "streamed" and memory["statistics"]["loads"] > 0
+
+
+def test_what_plan_writes_is_taken(folder, tmp_path, capsys):
+    file = str(tmp_path / "plan.yaml")
+    arguments = [str(folder / "model"), "--vram", "4GiB", "--ram", "4GiB", "--sequence_length", "32", "--output", file]
+    assert main(["plan", *arguments]) == 0, capsys.readouterr().err
+    options = parse_options(["--config", file, "--cpu", "--output_dir", str(tmp_path)])
+    assert options.config.per_device_train_batch_size == 8 and options.config.bf16 is True
+
+
+# Data and models.
+
+
+def blocks(folder, **options):
+    tokenizer = load_tokenizer(ModelOptions(model=str(folder / "model")))
+    return tokenizer, *training_data(DataOptions(**{"sequence_length": 64, **options}), tokenizer, seed=0)
+
+
+def test_texts_are_joined_and_cut(folder):
+    tokenizer, train_set, eval_set = blocks(folder, dataset=str(folder / "text.txt"), eval_share=0.25)
+    assert {len(row["input_ids"]) for row in train_set} == {64}
+    assert train_set[0]["labels"] == train_set[0]["input_ids"]
+    assert len(eval_set) == round(0.25 * (len(train_set) + len(eval_set)))
+    joined = tokenizer.decode([token for row in blocks(folder, dataset=str(folder / "text.txt"), eval_share=0)[1]
+                               for token in row["input_ids"]])  # fmt: skip
+    paragraphs = [p for p in (folder / "text.txt").read_text().split("\n\n") if p.strip()]
+    assert joined.startswith(paragraphs[0].strip() + "<|end|>" + paragraphs[1].strip()[:20])
+
+
+def test_conversations_go_through_the_chat_template(folder):
+    tokenizer, train_set, _ = blocks(folder, dataset=str(folder / "chat.jsonl"), eval_share=0)
+    text = tokenizer.decode(train_set[0]["input_ids"])
+    assert text.startswith("user: Say:<|end|>assistant: ")
+    _, _, eval_set = blocks(folder, dataset=str(folder / "text.txt"), eval_dataset=str(folder / "chat.jsonl"))
+    assert tokenizer.decode(eval_set[0]["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dataset": "nowhere.txt"}, "`--dataset nowhere.txt`: there is no such file"),
+        ({"dataset": "nobody/nothing"}, "`--dataset nobody/nothing` cannot be loaded"),
+        ({"dataset": "chat.jsonl", "messages_column": "x", "text_column": "mesages"}, "`--text_column messages`"),
+        ({"dataset": "text.txt", "sequence_length": 10**7}, "fewer than 10000000 tokens"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(folder, monkeypatch, options, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(OptionError, match=re.escape(message)):
+        blocks(folder, **options)
+
+
+def test_models_are_loaded_as_asked(folder, tmp_path):
+    import torch
+
+    config_alone = ModelOptions(model=str(folder / "model" / "config.json"))
+    assert len(load_tokenizer(config_alone)) == 257
+    random = load_model(config_alone, AdapterOptions(), 257)
+    random.to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = ModelOptions(model=str(tmp_path))
+    full = load_model(saved, AdapterOptions(), 257)
+    assert full.dtype == torch.float32 and torch.equal(full.lm_head.weight, random.lm_head.weight.float())
+    assert load_model(dataclasses.replace(saved, dtype="bfloat16"), AdapterOptions(), 257).dtype == torch.bfloat16
+    anew = load_model(dataclasses.replace(saved, from_scratch=True), AdapterOptions(), 257)
+    assert not torch.equal(anew.lm_head.weight, full.lm_head.weight)
+    adapted = load_model(saved, AdapterOptions(peft="lora", lora_r=2), 257)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    assert adapted.get_base_model().lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options, adapters, vocabulary, message",
+    [
+        ({"model": "nobody/nothing"}, {}, 257, "`--model nobody/nothing` cannot be loaded"),
+        ({}, {}, 1000, "The tokenizer has 1000 tokens and the model `{model}` embeds 257"),
+        ({}, {"peft": "lora"}, 257, "`--peft lora` adapts trained weights, and `{model}` has none"),
+    ],
+)
+def test_models_that_cannot_be_used_are_refused(folder, options, adapters, vocabulary, message):
+    model = str(folder / "model")
+    with pytest.raises(OptionError, match=re.escape(message.format(model=model))):
+        load_model(ModelOptions(**{"model": model, **options}), AdapterOptions(**adapters), vocabulary)
+
+
+def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
+    load_model(ModelOptions(model=str(folder / "model")), AdapterOptions(), 257).save_pretrained(tmp_path)
+    for package, peft, extra in (("peft", "lora", "peft"), ("bitsandbytes", "qlora", "peft,quantization")):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, package, None)
+            with pytest.raises(ImportError, match=re.escape(f'pip install "hf_hybrid[{extra}]"')):
+                load_model(ModelOptions(model=str(tmp_path)), AdapterOptions(peft=peft), 257)
+
+
+# Processes.
+
+
+def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
+    def command(*arguments):
+        return train.launch_arguments(["--x", "1"], parse_values(arguments))
+
+    on_cpu = command("--cpu", "--num_processes", "3")
+    assert Path(on_cpu[1]).name == "ddp_cpu.yaml" and on_cpu[2:6] == [
+        "--num_processes",
+        "3",
+        "--main_process_port",
+        "0",
+    ]
+    assert on_cpu[-4:] == ["--module", "hf_hybrid.scripts.train", "--x", "1"]
+    assert Path(command("--num_processes", "2", "--accelerate_config", "fsdp2")[1]).name == "fsdp2.yaml"
+    own = tmp_path / "own.yaml"
+    own.write_text("num_processes: 2\n")
+    assert command("--accelerate_config", str(own)) == ["--config_file", str(own), *on_cpu[-4:]]
+    with pytest.raises(
+        OptionError, match="`--accelerate_config zero9` is neither a file nor one of ddp, ddp_cpu, fsdp2"
+    ):
+        command("--accelerate_config", "zero9")
+    with pytest.raises(OptionError, match="`--accelerate_config zero3` needs GPUs"):
+        command("--accelerate_config", "zero3", "--cpu")
+
+
+@pytest.mark.parametrize(
+    "arguments, gpus, processes",
+    [
+        ([], 4, 4),
+        ([], 0, 1),
+        (["--num_processes", "2"], 4, 2),
+        (["--cpu"], 4, 1),
+        (["--memory", "auto"], 4, 1),
+    ],
+)
+def test_one_process_for_each_gpu(monkeypatch, arguments, gpus, processes):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert train._processes(parse_values(arguments)) == processes
+
+
+def test_one_process_sees_one_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for before, after in (("2,3", "2"), (None, "0")):
+        if before is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+        train._use_one_device()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == after
+
+
+def test_shipped_accelerate_configs_are_the_packaged_ones_and_load():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    shipped = sorted((ROOT / "examples" / "accelerate_configs").glob("*.yaml"))
+    assert [file.name for file in shipped] == sorted(file.name for file in train.CONFIGS.glob("*.yaml"))
+    for file in shipped:
+        assert file.read_bytes() == (train.CONFIGS / file.name).read_bytes(), file.name
+        assert load_config_from_file(str(file)).mixed_precision == "no"
+
+
+# Configurations by size.
+
+
+@pytest.mark.parametrize("size", ["124m", "1b", "7b", "13b", "50b"])
+def test_configurations_by_size_are_valid(size, tmp_path):
+    file = str(CONFIGS / f"{size}.yaml")
+    arguments = ["--config", file, "--cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
+    options = parse_options(arguments)
+    assert isinstance(options.config, HybridConfig)
+    assert options.data.dataset and options.data.sequence_length >= 1024
+    assert (options.config.memory == "off") == (size == "124m")
+    assert options.config.optim == ("muon" if size == "124m" else TrainingArguments.optim)
+    assert options.adapters.peft == ("lora" if size == "50b" else "none")
+
+
+# env.
+
+
+def test_env_is_a_list_for_a_bug_report(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert all(line.startswith("- ") for line in text.splitlines())
+    assert re.search(r"- torch: 2\.\d+", text) and re.search(r"- RAM: [\d.]+ GiB, [\d.]+ GiB available", text)
+    assert "- CUDA_VISIBLE_DEVICES: 7" in text and "- CUDA of torch: " in text
+    assert "hf_xxx" not in text and str(Path.home()) not in text and str(ROOT) not in text
+
+
+def test_env_says_what_is_missing_and_does_not_fail(monkeypatch):
+    for package in ("peft", "bitsandbytes", "trl", "matplotlib", "deepspeed", "pynvml", "torch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = env.report()
+    assert '- peft: not installed (pip install "hf_hybrid[peft]")' in text
+    assert '- bitsandbytes: not installed (pip install "hf_hybrid[quantization]")' in text
+    assert '- trl: not installed (pip install "hf_hybrid[trl]")' in text
+    assert '- matplotlib: not installed (pip install "hf_hybrid[report]")' in text
+    assert "- GPUs by torch: not found out (ModuleNotFoundError)" in text
+
+
+def test_env_reads_gpus_from_the_driver(monkeypatch):
+    from types import SimpleNamespace
+
+    class NVMLError(Exception):
+        pass
+
+    def unknown(handle):
+        raise NVMLError
+
+    fake = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: b"A GPU",
+        nvmlSystemGetDriverVersion=lambda: "600.1",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=24 * 2**30, free=20 * 2**30),
+        nvmlDeviceGetMaxPcieLinkGeneration=lambda handle: unknown(handle) if handle else 4,
+        nvmlDeviceGetMaxPcieLinkWidth=lambda handle: 16,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert env._nvml_gpus() == ("A GPU, 24.0 GiB (20.0 free), PCIe 4 x16; A GPU, 24.0 GiB (20.0 free); driver 600.1")
+
+    def no_driver():
+        raise NVMLError
+
+    fake.nvmlInit = no_driver
+    assert env._nvml_gpus() == "none (no NVIDIA driver)"
+
+
+@pytest.mark.slow
+def test_help_is_instant(tmp_path):
+    for arguments in (("--help",), ("train", "--help"), ("env", "--help")):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "hf_hybrid", *arguments], cwd=ROOT, capture_output=True, check=True)
+        assert time.perf_counter() - begun < 1.0, arguments

@@ -1,0 +1,124 @@
+"""The examples of PEFT and TRL as a user starts them, shortened; the default lengths are marked slow."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NEEDS = {"06_lora": "peft", "07_qlora": "bitsandbytes", "08_sft_trl": "trl", "09_dpo_trl": "trl"}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def start(name, *arguments, monkeypatch, capsys, folder):
+    """In this process: importing everything anew takes longer than the run."""
+    pytest.importorskip(NEEDS[name])
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The small Llama of the examples, hardly trained; made by the function that makes it there."""
+    folder = str(tmp_path_factory.mktemp("base"))
+    made = runpy.run_path(str(EXAMPLES / "06_lora.py"))["make_base"](folder, steps=2)
+    assert made == folder and (Path(folder) / "model.safetensors").exists()
+    return folder
+
+
+SHORT = {
+    "--max_steps": "12",
+    "--per_device_train_batch_size": "2",
+    "--learning_rate": "1e-3",
+    "--full_phase_steps": "2",
+    "--warmup_phase_steps": "2",
+    "--correct_phase_steps": "1",
+    "--leap_budget": "100",
+    "--leap_worth": "1",
+    "--probe_batch_size": "2",
+    "--divergence_threshold": "50",
+    "--disable_tqdm": "True",
+    "--output_dir": "out",
+}
+
+
+def run(name, base, monkeypatch, capsys, folder, **more):
+    options = {**SHORT, "--model_name_or_path": base, **{f"--{key}": value for key, value in more.items()}}
+    arguments = [part for pair in options.items() for part in pair]
+    out = start(name, *arguments, monkeypatch=monkeypatch, capsys=capsys, folder=folder)
+    phases = dict(re.findall(r"(warmup|full|predict|correct) (\d+)", out))
+    assert sum(map(int, phases.values())) == 12, out
+    summary = json.loads((folder / "out" / "hybrid_summary.json").read_text())
+    done, avoided = map(int, re.search(r"(\d+) done, (\d+) avoided", out).groups())
+    assert (done, avoided) == (summary["backward_passes"], summary["backward_passes_avoided"]) and done + avoided == 12
+    assert summary["leaps"]
+    before, after = map(float, re.search(r"evaluation loss\s+(\d+\.\d+) -> (\d+\.\d+)", out).groups())
+    # Twelve steps of two pairs move the preference loss, and are too few to say where to.
+    assert after < before if name != "09_dpo_trl" else after != before
+    return out
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_lora(method, base, monkeypatch, capsys, tmp_path):
+    # IA3 multiplies activations by vectors that begin at one: it takes longer steps to show anything.
+    rate = "1e-3" if method == "lora" else "2e-2"
+    text = tmp_path / "text.txt"
+    text.write_text((EXAMPLES.parent / "README.md").read_text() * 3)
+    more = {"block_size": "48", "text_file": str(text), "method": method, "merge": "True", "learning_rate": rate}
+    out = run("06_lora", base, monkeypatch, capsys, tmp_path, **more)
+    trained, total = re.search(r"trained parameters  ([\d,]+) of ([\d,]+)", out).groups()
+    assert 0 < int(trained.replace(",", "")) < int(total.replace(",", "")) / 5
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out" / "merged" / "model.safetensors").exists()
+
+
+def test_qlora(base, monkeypatch, capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text((EXAMPLES.parent / "README.md").read_text() * 3)
+    out = run("07_qlora", base, monkeypatch, capsys, tmp_path, block_size="48", text_file=str(text))
+    assert 0.5 < float(re.search(r"base in 4 bits\s+(\d+\.\d) MiB", out).group(1)) < 4.0
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_sft(base, monkeypatch, capsys, tmp_path):
+    out = run("08_sft_trl", base, monkeypatch, capsys, tmp_path, max_length="48", packing="True")
+    assert re.search(r"token accuracy\s+0\.\d+ -> 0\.\d+", out)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_dpo(base, monkeypatch, capsys, tmp_path):
+    out = run("09_dpo_trl", base, monkeypatch, capsys, tmp_path, max_length="48", lora_rank="4")
+    assert re.search(r"held-out pairs\s+\d+% in the preferred order", out)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_help_lists_our_options_and_theirs(name, monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        start(name, "--help", monkeypatch=monkeypatch, capsys=capsys, folder=tmp_path)
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    own = {"06_lora": "--method", "07_qlora": "--rank", "08_sft_trl": "--packing", "09_dpo_trl": "--loss_type"}[name]
+    assert all(option in text for option in ("--enable_predict", "--model_name_or_path", "--learning_rate", own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_default_run(name, tmp_path):
+    pytest.importorskip(NEEDS[name])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--disable_tqdm", "True"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    before, after = map(float, re.search(r"evaluation loss\s+(\d+\.\d+) -> (\d+\.\d+)", result.stdout).groups())
+    assert after < before

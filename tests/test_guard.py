@@ -1,0 +1,132 @@
+"""The memory guard: warns early and once, cleans up, has one checkpoint written before memory runs out."""
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+
+from hf_hybrid import HybridConfig, HybridTrainer, Phase
+from hf_hybrid.memory import guard as guard_module
+from hf_hybrid.memory.guard import MemoryGuard, device_probe
+
+GIB = 2**30
+
+
+def guard_of(shares, **options):
+    """A guard of a device of 10 GiB whose use at the end of each step is given."""
+    readings = iter(shares)
+    return MemoryGuard(lambda: (int(next(readings) * 10 * GIB), 10 * GIB), **options)
+
+
+def test_it_warns_and_saves_once_until_use_fell(caplog):
+    shares = [0.5, 0.92, 0.95, 0.98, 0.99, 0.95, 0.98, 0.6, 0.99]
+    guard = guard_of(shares)
+    with caplog.at_level(logging.WARNING, "hf_hybrid.memory.guard"):
+        saves = [guard.after_step(step) for step in range(1, len(shares) + 1)]
+    assert saves == [False, False, False, True, False, False, False, False, True]
+    warnings = [record.getMessage() for record in caplog.records if "guard_warn_at" in record.getMessage()]
+    assert [text.partition(" ends")[0] for text in warnings] == ["Step 2", "Step 9"]
+    assert "9.20 of 10.00 GiB in use (92.0%)" in warnings[0] and "gradient_accumulation_steps" in warnings[0]
+
+
+def test_it_cleans_up_at_the_warning_and_as_often_as_asked(monkeypatch):
+    cleaned = []
+    monkeypatch.setattr(guard_module, "free_memory", lambda: cleaned.append(step))
+    guard = guard_of([0.95, 0.95, 0.5, 0.95, 0.95])
+    for step in range(1, 6):
+        guard.after_step(step)
+    assert cleaned == [1, 4]
+    cleaned.clear()
+    guard = MemoryGuard(None, cleanup_steps=2)  # a device that cannot tell is cleaned up all the same
+    for step in range(1, 6):
+        assert guard.after_step(step) is False
+    assert cleaned == [2, 4]
+
+
+def test_one_is_never(caplog):
+    guard = guard_of([1.0, 1.0], warn_at=1.0, checkpoint_at=1.0)
+    assert not guard.after_step(1) and not guard.after_step(2) and not caplog.records
+
+
+def test_phases_are_logged_with_what_they_hold(caplog):
+    guard = guard_of([0.25])
+    with caplog.at_level(logging.INFO, "hf_hybrid.memory.guard"):
+        guard.on_phase_change(Phase.FULL, Phase.PREDICT)
+        MemoryGuard(None).on_phase_change(Phase.FULL, Phase.PREDICT)
+    (record,) = caplog.records
+    assert record.getMessage() == "Phase `full` ends and `predict` begins with 2.50 of 10.00 GiB in use (25.0%)."
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_a_run_near_the_limit_saves_once_and_resumes(tmp_path, predict, caplog):
+    def build(**options):
+        config = hybrid_config(tmp_path, max_steps=12, enable_predict=predict, **options)
+        return HybridTrainer(tiny_model(), config, train_dataset=ByteText(120))
+
+    trainer = build(guard_warn_at=0.5, guard_checkpoint_at=0.8)
+    trainer.memory_guard.probe = lambda: ((9 if trainer.state.global_step >= 5 else 1) * GIB, 10 * GIB)
+    with caplog.at_level(logging.WARNING, "hf_hybrid"):
+        trainer.train()
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]  # save_strategy is "no"
+    assert sum("guard_checkpoint_at" in record.getMessage() for record in caplog.records) == 1
+    resumed = build()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_weights(weights(resumed.model), weights(trainer.model))
+
+
+def test_on_a_cpu_it_watches_nothing(tmp_path):
+    config = hybrid_config(tmp_path, max_steps=2)
+    assert HybridTrainer(tiny_model(), config, train_dataset=ByteText(120)).memory_guard.probe is None
+    assert device_probe(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    "fraction, reserved, expected",
+    [(1.0, 3, (7, 10)), (0.5, 4, (4, 5)), (0.5, 1, (7, 10))],
+    ids=["whole device", "own part is tighter", "others fill the device"],
+)
+def test_the_tighter_limit_counts(monkeypatch, fraction, reserved, expected):
+    fake = SimpleNamespace(
+        mem_get_info=lambda device: (3 * GIB, 10 * GIB),
+        memory_reserved=lambda device: reserved * GIB,
+        get_per_process_memory_fraction=lambda device: fraction,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    used, total = device_probe(torch.device("cuda", 0))()
+    assert (used / GIB, total / GIB) == expected
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"guard_warn_at": 1.5}, "`guard_warn_at` must be between 0 and 1"),
+        ({"guard_checkpoint_at": -0.1}, "`guard_checkpoint_at` must be between 0 and 1"),
+        ({"guard_warn_at": 0.98}, "`guard_warn_at=0.98` must not be above `guard_checkpoint_at=0.97`"),
+        ({"guard_cleanup_steps": -1}, "`guard_cleanup_steps` must be at least 0"),
+        ({"out_of_memory": "ignore"}, "`out_of_memory` must be one of retry, raise"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        HybridConfig(**config_values(tmp_path), **options)
+
+
+def test_the_guard_itself_refuses_too():
+    with pytest.raises(ValueError, match="`warn_at` must not be above `checkpoint_at`"):
+        MemoryGuard(None, warn_at=0.9, checkpoint_at=0.5)
+
+
+def test_help_shows_the_options():
+    code = (
+        "from transformers import HfArgumentParser\n"
+        "from hf_hybrid.arguments import HybridArguments\n"
+        "HfArgumentParser(HybridArguments).parse_args_into_dataclasses(['--help'])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 0
+    for flag in ("--out_of_memory", "--guard_warn_at", "--guard_checkpoint_at", "--guard_cleanup_steps"):
+        assert flag in shown.stdout

@@ -1,0 +1,500 @@
+"""The model card says what the run was and nothing else; what is pushed is the model, and comes back as it was."""
+
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ByteText, hybrid_config, tiny_model
+from hub_server import TOKEN, YAML_BLOCK, card_errors
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.hub import facts as facts_module
+from hf_hybrid.hub.facts import data_facts, is_repo_id, license_of
+from hf_hybrid.hub.markdown import block, code, table, text
+from hf_hybrid.hub.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
+from hf_hybrid.hub.publishing import check_baseline
+
+TESTS = Path(__file__).parent
+
+
+def metadata_of(card: str) -> dict:
+    return yaml.safe_load(YAML_BLOCK.search(card).group(2))
+
+
+def body_of(card: str) -> str:
+    return card[YAML_BLOCK.search(card).end() :]
+
+
+def section(card: str, heading: str) -> str:
+    """Text of a section, without those below it; empty if there is none."""
+    found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", card, re.DOTALL | re.MULTILINE)
+    return found.group(1).strip() if found else ""
+
+
+def new_trainer(folder, model=None, train_set=None, **overrides) -> HybridTrainer:
+    keys = ("eval_dataset", "callbacks", "compute_metrics", "processing_class")
+    given = {key: overrides.pop(key) for key in keys if key in overrides}
+    given.setdefault("eval_dataset", ByteText(16, offset=500))
+    data = ByteText(400) if train_set is None else train_set
+    return HybridTrainer(
+        model or tiny_model(), hybrid_config(folder, **{"max_steps": 20, **overrides}), train_dataset=data, **given
+    )
+
+
+def card_of(trainer, **kwargs) -> str:
+    """The card, which has to be one that the Hub takes and that hides no hole."""
+    trainer.create_model_card(**kwargs)
+    path = Path(trainer.args.output_dir) / "README.md"
+    card = path.read_text(encoding="utf-8")
+    assert card_errors(card) == []
+    ModelCard.load(path)
+    body = re.sub(r"```.*?```", "code", body_of(card), flags=re.DOTALL)
+    assert not re.search(r"\bNone\b|\bnan\b|More [Ii]nformation [Nn]eeded", body)
+    headings = [*re.finditer(r"^(#+) .*$", body, re.MULTILINE)]
+    for this, following in zip(headings, [*headings[1:], None]):
+        between = body[this.end() : following.start() if following else len(body)].strip()
+        assert between or len(following.group(1)) > len(this.group(1)), f"nothing under {this.group()}"
+    return card
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> HybridTrainer:
+    trainer = new_trainer(tmp_path_factory.mktemp("card") / "small", eval_strategy="steps", eval_steps=10, max_steps=30)
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+# The card.
+
+
+def test_card_says_what_the_run_recorded(trained):
+    card, summary = card_of(trained, language="en", license="apache-2.0", dataset="Python's help"), trained._summary
+    fields = metadata_of(card)
+    assert fields["library_name"] == "transformers" and fields["pipeline_tag"] == "text-generation"
+    assert fields["license"] == "apache-2.0" and fields["language"] == "en" and fields["model_name"] == "small"
+    assert {"generated_from_trainer", "hf-hybrid"} <= set(fields["tags"])
+    assert "base_model" not in fields and "trained from random weights" in card
+    loss = trained.state.log_history[-1]["eval_loss"]
+    found = {metric["type"]: metric["value"] for metric in fields["model-index"][0]["results"][0]["metrics"]}
+    assert found == {"loss": loss, "perplexity": math.exp(loss)} and fields["metrics"] == ["perplexity"]
+    phases = section(card, "Phases")
+    for phase, count in summary["steps_by_phase"].items():
+        assert f"| {phase.capitalize()} | {count} |" in phases
+    assert f"{summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided" in phases
+    assert f"Leaps: {len(summary['leaps'])} (" in phases and "| `leap_worth` | `0.5` |" in phases
+    assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
+    assert "| weights | " in section(card, "Memory") and "380 sequences" in section(card, "Data")
+    assert "CPU" in section(card, "Hardware and time") and "Wall time" in section(card, "Hardware and time")
+    assert f"- torch {torch.__version__.split('+')[0]}" in section(card, "Versions")
+    assert section(card, "Course of the training").count("\n") == 4  # heads, rule, evaluations at 10, 20 and 30
+    assert "very small model" in section(card, "Limits and intended use")
+    assert "No licence is stated" not in card and "No licence is stated" in card_of(trained)
+
+
+def test_card_is_the_same_when_it_is_written_again(trained):
+    assert card_of(trained, tags="mine") == card_of(trained, tags="mine") == card_of(trained)  # tags stay
+    assert "mine" in metadata_of(card_of(trained))["tags"]
+
+
+def test_no_metadata_field_of_transformers_and_trl_is_missing(trained, tmp_path):
+    given = {
+        "language": "en", "license": "mit", "dataset_tags": "Salesforce/wikitext", "dataset": "WikiText",
+        "finetuned_from": "openai-community/gpt2", "tags": ["mine"],
+    }  # fmt: skip
+    ours = metadata_of(card_of(trained, **given))
+    there = Path(trained.args.output_dir) / "README.md"
+    there.unlink()
+    Trainer.create_model_card(trained, **given)
+    theirs = metadata_of(there.read_text())
+    there.unlink()
+    assert {key for key, value in theirs.items() if value} <= ours.keys()
+    assert ours["base_model"] == theirs["base_model"] and ours["datasets"] == theirs["datasets"]
+    utils = pytest.importorskip("trl.trainer.utils")
+    card = utils.generate_model_card(
+        "openai-community/gpt2", "small", "me/small", "Salesforce/wikitext", ["mine"], None, None, "SFT"
+    )
+    assert {key.replace("licence", "license") for key in metadata_of(str(card))} <= ours.keys()
+
+
+def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
+    nasty = 'a|b: `c` <script>x</script> [l](http://e) {{ 7*7 }}\n---\n# "q" #no *s* ${HOME}'
+    monkeypatch.setattr(sys, "argv", ["train.py", "--note", "```\n# heading\n```", "--x", nasty])
+    trainer = new_trainer(
+        tmp_path / "out", eval_dataset={"a|b": ByteText(8, offset=500), "ok": ByteText(8, offset=600)}
+    )
+    trainer.train()
+    trainer.evaluate()
+    baseline = {"name": nasty, "backward_passes": 3, "note": nasty}
+    card = card_of(trainer, model_name=nasty, dataset=nasty, tags=[nasty], baseline=baseline)
+    fields, body = metadata_of(card), body_of(card).rsplit("\n*Written by", 1)[0]
+    assert "\n" not in fields["model_name"] and fields["model_name"].startswith("a|b: `c` <script>")
+    tokens = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").parse(body)
+    inline = [part for token in tokens for part in token.children or []]
+    assert not any(part.type in ("html_inline", "link_open", "em_open") for part in inline)
+    assert not any(token.type == "html_block" for token in tokens)
+    levels = [token.tag for token in tokens if token.type == "heading_open"]
+    known = ["h1", "h2", "h2", "h2", *["h3"] * 7, "h2"]  # title, results, usage, training with its parts, limits
+    assert levels == known
+    cells = sum(token.type == "td_open" for token in tokens)
+    rows = sum(token.type == "tr_open" for token in tokens) - sum(token.type == "thead_open" for token in tokens)
+    assert 2 * rows < cells < 3 * rows + 1  # no `|` of a name began a cell
+    results = fields["model-index"][0]["results"]
+    assert {result["dataset"]["name"] for result in results} == {"a|b", "ok"}
+
+
+def test_markdown_helpers():
+    assert text("a*b_c|d\n# e") == r"a\*b\_c\|d \# e"
+    assert code("a|b`c") == r"``a\|b`c``" and code("`") == "`` ` ``" and code("") == ""
+    assert block("```\nx\n```").startswith("````\n") and table(("a", "b"), []) == ""
+
+
+def test_what_was_not_evaluated_says_so(tmp_path):
+    trainer = new_trainer(tmp_path / "out")
+    trainer.evaluate()  # of the weights before training
+    trainer.train()
+    card = card_of(trainer)
+    assert "It was not evaluated." in card and "Results" not in card and "model-index" not in metadata_of(card)
+
+
+def test_only_an_evaluation_of_the_final_weights_is_a_result(tmp_path):
+    trainer = new_trainer(tmp_path / "out", eval_strategy="steps", eval_steps=15)
+    trainer.train()
+    log = trainer.state.log_history
+    log[:] = [entry for entry in log if "eval_loss" not in entry or entry["step"] == 15]  # Trainer adds one at the end
+    card = card_of(trainer)
+    assert "model-index" not in metadata_of(card) and "not of the weights published here" in section(card, "Results")
+    assert "at step 15" in card
+    trainer.args.load_best_model_at_end, trainer.state.best_global_step = True, 15
+    assert "model-index" in metadata_of(card_of(trainer))
+
+
+def test_perplexity_is_not_claimed_of_other_losses(tmp_path):
+    trainer = new_trainer(tmp_path / "out", label_smoothing_factor=0.1, max_steps=6)
+    trainer.train()
+    trainer.evaluate()
+    assert "erplexity" not in section(card_of(trainer), "Results")
+    assert [m["type"] for m in metadata_of(card_of(trainer))["model-index"][0]["results"][0]["metrics"]] == ["loss"]
+
+
+def test_without_phases_there_is_no_table_of_phases(tmp_path):
+    trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=4)
+    trainer.train()
+    card = card_of(trainer)
+    assert section(card, "Phases") == "" and "held out" not in card
+    assert "hf-hybrid" in metadata_of(card)["tags"] and "hf-hybrid" in trainer.model.model_tags
+
+
+def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
+    from hf_hybrid.profiling.callback import MemoryProfilerCallback
+
+    profiler = MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", callbacks=[profiler])
+    trainer.train()
+    memory = section(card_of(trainer), "Memory")
+    for phase, found in profiler.summary()["phases"].items():
+        assert f"| {phase.capitalize()} | {found['records']} |" in memory
+    assert "resident memory" in memory and "| weights |" not in memory
+
+
+# Where the model and its data come from.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def test_base_model_is_one_on_the_hub_whose_weights_were_loaded(saved, tmp_path):
+    local = LlamaForCausalLM.from_pretrained(saved)
+    card = card_of(new_trainer(tmp_path / "a", local))
+    assert "base_model" not in metadata_of(card) and "local folder" in card and str(saved) not in card
+    local.config._name_or_path = "someone/model"  # as `from_pretrained` leaves it
+    card = card_of(new_trainer(tmp_path / "b", local))
+    assert metadata_of(card)["base_model"] == "someone/model" and metadata_of(card)["base_model_relation"] == "finetune"
+    assert "[someone/model](https://huggingface.co/someone/model)" in card
+    config = local.config
+    card = card_of(new_trainer(tmp_path / "c", AutoModelForCausalLM.from_config(config)))
+    assert "base_model" not in metadata_of(card) and "without its weights" in card
+    assert is_repo_id("gpt2") and not is_repo_id("a/b/c") and not is_repo_id("x|y") and not is_repo_id(None)
+
+
+def test_weights_in_four_bits_are_counted_as_what_they_stand_for():
+    packed = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = types.SimpleNamespace(shape=torch.Size([4, 8]))
+    assert facts_module.count_parameters([packed, torch.nn.Parameter(torch.zeros(3))]) == 35
+
+
+def test_adapter_says_how_to_load_it(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    trainer = new_trainer(tmp_path / "out", peft.get_peft_model(tiny_model(), config), max_steps=6)
+    trainer.train()
+    trainer.save_model()  # PEFT writes a card of its own
+    card = card_of(trainer)
+    fields = metadata_of(card)
+    assert fields["library_name"] == "peft" and {"lora", "hf-hybrid"} <= set(fields["tags"])
+    assert "base_model" not in fields and "The base model is not on the Hub" in card
+    assert "PeftModel.from_pretrained(base" in section(card, "Usage") and "- peft " in section(card, "Versions")
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert f"{trainable:,} of them" in card
+
+
+def test_licence_is_that_of_the_base_model(monkeypatch, saved, tmp_path):
+    stated = types.SimpleNamespace(to_dict=lambda: {"license": "other", "license_name": "gemma-like", "x": 1})
+    asked = []
+
+    def model_info(name, timeout):
+        asked.append(name)
+        if name == "someone/unreachable":
+            raise ConnectionError("no network")
+        return types.SimpleNamespace(card_data=stated if name == "someone/stated" else None, tags=["license:mit"])
+
+    monkeypatch.setattr(facts_module, "hf_api", lambda: types.SimpleNamespace(model_info=model_info))
+    assert license_of("someone/offline") == {} and not asked
+    monkeypatch.setattr(facts_module, "is_offline_mode", lambda: False)
+    model = LlamaForCausalLM.from_pretrained(saved)
+    model.config._name_or_path = "someone/stated"
+    trainer = new_trainer(tmp_path / "out", model)
+    fields = metadata_of(card_of(trainer))
+    assert (fields["license"], fields["license_name"]) == ("other", "gemma-like")
+    assert metadata_of(card_of(trainer, license="mit"))["license"] == "mit"
+    assert license_of("someone/tagged") == {"license": "mit"} and license_of("someone/unreachable") == {}
+    card_of(trainer)
+    assert asked.count("someone/stated") == 1  # not asked again for every checkpoint
+
+
+def test_dataset_is_named_only_where_its_id_is_certain(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--WizardLM--WizardLM_evol_instruct_70k").mkdir()
+
+    def dataset(folder):
+        file = {"filename": f"/cache/{folder}/default/0.0.0/abc/data.arrow"}
+        made = types.SimpleNamespace(cache_files=[file], config_name="default", split="train[:10%]")
+        return data_facts(made)
+
+    found = dataset("WizardLM___wizard_lm_evol_instruct_70k")
+    assert (found.hub_id, found.split) == ("WizardLM/WizardLM_evol_instruct_70k", "train")
+    assert dataset("Salesforce___wikitext").hub_id == "Salesforce/wikitext"
+    assert dataset("Some___camel_case").hub_id is None and dataset("text").hub_id is None
+    subset = torch.utils.data.Subset(ByteText(8), [1, 2])
+    assert data_facts(subset).sequences == 2 and data_facts(iter([])).sequences is None
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"language": "English"}, "`language` must hold ISO codes.*got `English`"),
+        ({"license": "Apache 2.0"}, "`license` must be an identifier.*got `Apache 2.0`"),
+        ({"dataset_tags": "my data"}, "`dataset_name` must hold ids.*got `my data`"),
+        ({"baseline": {"name": "x", "speed": 2}}, "`baseline` cannot hold `speed=2`"),
+        ({"baseline": {"name": "x", "eval_loss": "low"}}, "`baseline` cannot hold `eval_loss='low'`"),
+        ({"baseline": {"name": "x"}}, "`baseline` needs a `name` and at least one number"),
+        ({"baseline": object()}, "`baseline` must be a trained `Trainer`.*got `object`"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused_here(trained, given, message):
+    with pytest.raises(ValueError, match=message):
+        trained.create_model_card(**given)
+
+
+def test_baseline_is_measured_kept_and_found_again(tmp_path):
+    trainer = new_trainer(tmp_path / "out")
+    trainer.train()
+    trainer.evaluate()
+    values = {"output_dir": str(tmp_path / "plain"), "max_steps": 3, "use_cpu": True, "report_to": "none"}
+    values |= {"gradient_accumulation_steps": 2, "save_strategy": "no", "disable_tqdm": True}
+    plain = Trainer(
+        tiny_model(), TrainingArguments(**values), train_dataset=ByteText(64), eval_dataset=ByteText(16, offset=500)
+    )
+    with pytest.raises(ValueError, match="without a finished training"):
+        trainer.create_model_card(baseline=plain)
+    plain.train()
+    loss = plain.evaluate()["eval_loss"]
+    card = card_of(trainer, baseline=plain)
+    rows = section(card, "Results")
+    own = trainer.state.log_history[-1]["eval_loss"]
+    assert f"| evaluation loss | {own:.4f} | {loss:.4f} |" in rows
+    assert f"| backward passes | {trainer._summary['backward_passes']} | 6 |" in rows
+    assert section(card_of(trainer), "Results") == rows  # found as baseline.json
+    assert check_baseline(json.loads((tmp_path / "out" / "baseline.json").read_text()))["name"] == "Trainer"
+
+
+# Command, secrets, paths, trackers.
+
+
+def test_command_has_no_secrets_and_no_home(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    argv = [
+        f"{tmp_path}/train.py", "--hub_token", "s3cret", "--api-key=s3cret", "--key", "0123456789abcdef", "--pad_token",
+        "<pad>", "--max_tokens", "5", "--data", "/home/alice/data set/x", "--out", f"{tmp_path}/out",
+        "--url", "https://bob:s3cret@host/x", "--config", '{"secret": "s3cret", "lr": "1"}', "--id", TOKEN,
+    ]  # fmt: skip
+    shown = command(("mytoken",), argv)
+    assert "s3cret" not in shown and TOKEN not in shown and "0123456789abcdef" not in shown and "alice" not in shown
+    assert shown.startswith("python train.py --hub_token REMOVED --api-key=REMOVED --key REMOVED --pad_token '<pad>'")
+    assert "--max_tokens 5" in shown and "'~/data set/x'" in shown and "--out out " in shown
+    assert '"lr": "1"' in shown and '"secret": "REMOVED"' in shown
+    assert clean("/home/alicent/x") == "/home/alicent/x" and clean(f"{tmp_path}") == "."
+    assert redact("a mytoken b", ["mytoken"]) == "a REMOVED b"
+
+
+def test_command_of_modules_and_notebooks(monkeypatch):
+    assert command(argv=["-c"]) is None and command(argv=["/x/ipykernel_launcher.py", "-f", "k.json"]) is None
+    monkeypatch.setattr(sys, "argv", ["/site/trl/cli.py", "sft"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trl.cli", "sft"], raising=False)
+    assert command() == "python -m trl.cli sft"
+
+
+@pytest.mark.parametrize("name, secret", [("hub_token", True), ("pad_token", False), ("max_tokens", False),
+                                          ("api-key", True), ("keyboard", False), ("db.password", True)])  # fmt: skip
+def test_names_of_secrets(name, secret):
+    assert is_secret_name(name) is secret
+
+
+def test_trackers_in_use_are_linked(monkeypatch, trained):
+    run = types.SimpleNamespace(url="https://wandb.ai/me/run")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
+    space = types.SimpleNamespace(_space_id="me/space", project="p 1", name="r")
+    current = types.SimpleNamespace(current_run=types.SimpleNamespace(get=lambda: space))
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(context_vars=current))
+    address = "https://me-space.hf.space?project=p+1&runs=r&sidebar=collapsed"
+    assert tracker_links() == {"Weights & Biases": run.url, "Trackio": address}
+    card = card_of(trained)
+    assert f"trackio:{address}" in metadata_of(card)["tags"] and "(<https://wandb.ai/me/run>)" in card
+    monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
+    assert not any(tag.startswith("trackio:") for tag in metadata_of(card_of(trained))["tags"])
+
+
+def test_method_of_the_trainer_is_named_and_cited(tmp_path):
+    trainer = new_trainer(tmp_path / "out", max_steps=4)
+    trainer.train()
+    trainer.evaluate()
+    trainer._name = "DPO"
+    trainer._paper = {"title": "Direct {Preference}", "id": "2305.18290", "citation": "@inproceedings{x}"}
+    card = card_of(trainer)
+    assert "It was trained by DPO with" in card and "erplexity" not in section(card, "Results")
+    assert r"DPO: [Direct \{Preference\}](https://huggingface.co/papers/2305.18290)" in section(card, "Citation")
+    assert "```bibtex\n@inproceedings{x}\n```" in section(card, "Citation")
+
+
+def test_hardware_names_the_accelerators(monkeypatch):
+    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = hardware("cuda", processes=4, devices=4)
+    assert found["Accelerator"] == "4 x NVIDIA H200, 140 GiB each" and found["Processes"] == "4"
+    assert hardware("mps", processes=1, devices=1)["Accelerator"] == "1 x mps"
+    assert "Accelerator" not in hardware("cpu", processes=1, devices=1)
+
+
+@pytest.mark.parametrize("path", sorted((TESTS.parent / "model_cards").glob("*.md")), ids=lambda path: path.stem)
+def test_cards_of_this_repository_are_what_its_commands_write(path):
+    commands = runpy.run_path(str(path.parent / "generate.py"))["COMMANDS"]
+    card = path.read_text(encoding="utf-8")
+    assert card_errors(card) == [] and f"python {commands[path.stem]}" in section(card, "Command")
+    assert "Written by `hf_hybrid`" in card and not re.search(r"/(?:home|root|work|tmp)/", card)
+
+
+def test_a_card_that_cannot_be_written_does_not_stop_the_training(tmp_path, monkeypatch, caplog):
+    trainer = new_trainer(tmp_path / "out", max_steps=6)
+    trainer.hub_model_id, trainer.push_in_progress, pushed = "me/x", None, []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
+    monkeypatch.setattr(trainer, "hybrid_summary", lambda: 1 / 0)
+    trainer._push_from_checkpoint("folder")
+    assert pushed == ["folder"] and "could not be written" in caplog.text
+
+
+# Pushing, against a server on this machine.
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("hub")
+    started = [sys.executable, str(TESTS / "hub_scenario.py"), str(folder)]
+    result = subprocess.run(started, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_what_was_pushed_loads_elsewhere(scenario):
+    push = scenario["push"]
+    assert push["equal"] and push["text"] == "A leap" and push["usage"] == "LlamaForCausalLM"
+    assert {"model.safetensors", "README.md", "config.json", "tokenizer.json"} <= set(push["files"])
+    assert "last-checkpoint/hybrid_state.safetensors" in push["files"]
+    assert push["multipart"] and push["messages"][-1] == "End of training"
+
+
+def test_private_is_passed_on(scenario):
+    assert scenario["push"]["private"] and scenario["push"]["create"]["visibility"] == "private"
+
+
+def test_every_push_holds_the_real_weights_of_its_step(scenario):
+    push, streamed = scenario["push"], scenario["streamed"]
+    assert push["weights"] == push["saved"] and len(push["weights"]) == 5
+    assert set(push["predicted"]) & {int(step) for step in push["weights"]}, "no push fell into Predict"
+    # Probes in int8 change nothing that is pushed, nor does streaming.
+    assert streamed["weights"] == streamed["resident"] and len(streamed["weights"]) == 4 and streamed["equal"]
+
+
+def test_cards_of_the_way_say_that_the_training_goes_on(scenario):
+    cards = dict(zip(scenario["push"]["messages"], scenario["push"]["cards"]))
+    half = cards["Training in progress, step 12"]
+    assert card_errors(half) == [] and "Training is not finished: 12 of 20 steps." in half
+    final = scenario["push"]["card"]
+    assert card_errors(final) == [] and "not finished" not in final
+    fields = metadata_of(final)
+    assert fields["license"] == "apache-2.0" and fields["model-index"][0]["results"]
+
+
+def test_shards_load_and_the_model_carries_the_tags(scenario):
+    sharded = scenario["sharded"]
+    assert sum(name.startswith("model-0000") for name in sharded["files"]) > 1
+    assert "model.safetensors.index.json" in sharded["files"] and "model.safetensors" not in sharded["files"]
+    assert sharded["equal"] and "hf-hybrid" in sharded["tags"]
+
+
+def test_adapter_is_pushed_with_its_base_and_licence(scenario):
+    card, fields = scenario["adapter"]["card"], metadata_of(scenario["adapter"]["card"])
+    assert card_errors(card) == [] and scenario["adapter"]["usage"] == "PeftModelForCausalLM"
+    assert fields["base_model"] == "tester/model" and fields["license"] == "apache-2.0"
+    assert fields["library_name"] == "peft" and "base_model:adapter:tester/model" in fields["tags"]
+    assert "adapter_model.safetensors" in scenario["adapter"]["files"]
+
+
+def test_failed_pushes_lose_nothing_and_say_so(scenario):
+    failing = scenario["failing"]
+    assert failing["steps"] == 20 and failing["equal"] and failing["on_server"] == [".gitattributes"]
+    assert {"README.md", "model.safetensors", "tokenizer.json", "checkpoint-20"} <= set(failing["files"])
+    assert failing["error"].startswith("HfHubHTTPError: Server error '500")
+    for messages in (failing["background"], failing["messages"]):
+        assert any("Pushing to `tester/failing` failed" in m and "hf upload" in m for m in messages)
+    assert failing["again"]
+
+
+def test_token_in_the_arguments_is_warned_of(scenario):
+    warned = [message for message in scenario["failing"]["background"] if "`hub_token` is part" in message]
+    assert len(warned) == 1 and scenario["failing"]["token_in_arguments"], (
+        "Trainer no longer writes it: drop the warning"
+    )
+
+
+def test_example_pushes_a_card_with_its_baseline(scenario):
+    card = scenario["example"]["card"]
+    assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"
+    assert "Against Trainer, one run each" in card and "| evaluation loss |" in card
+    assert "10_push_to_hub.py --repo_id tester/example" in section(card, "Command")

@@ -1,0 +1,153 @@
+"""Two processes over gloo: one mind, one set of weights, and a checkpoint that outlives a process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import launched
+import pytest
+import torch
+from conftest import ByteText, hybrid_config, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hf_hybrid import HybridArguments, HybridTrainer
+from hf_hybrid.config import check_training_arguments
+from hf_hybrid.memory_setup import check_streamable
+from hf_hybrid.state_io import last_complete_checkpoint
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "accelerate_configs"
+
+
+def accelerate_launch(*arguments, cwd, timeout=600):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
+    command = ["--config_file", CONFIGS / "ddp_cpu.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *map(str, [*command, *arguments])],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+RUNS = ("base", "resumed", "whole", "looked", "unseen", "muon", "lora", "iterable", "off", "plain")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a run was killed."""
+    folder = tmp_path_factory.mktemp("launched")
+    ended = accelerate_launch(launched.__file__, folder, "killed", cwd=folder)
+    assert ended.returncode != 0 and "SIGKILL" in ended.stderr, ended.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """By name of the run, what each of the two processes says of it."""
+    survivor = last_complete_checkpoint(folder / "killed")[0]
+    assert survivor is not None and int(survivor.rpartition("-")[2]) <= launched.DIES_AT
+    ended = accelerate_launch(launched.__file__, folder, *RUNS, cwd=folder)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_processes_decide_alike_and_hold_the_same_weights(results, name):
+    first, second = results[name]
+    assert first["processes"] == second["processes"] == 2
+    assert first["decisions"] == second["decisions"]
+    assert first["digest"] == second["digest"]
+
+
+def test_the_runs_had_something_to_decide(results):
+    base, whole, looked, unseen = (results[n][0]["decisions"] for n in ("base", "whole", "looked", "unseen"))
+    assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
+    assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
+    assert looked["skipped_batches"] == 1 and looked["tail_average"] is not None
+    assert whole["learning_rate_scale"] > 1.5
+    assert all(results[name][0]["decisions"]["leaps"] for name in ("muon", "lora", "iterable"))
+
+
+def test_two_processes_are_one_with_twice_the_batch(results, tmp_path):
+    trainer = launched.build(tmp_path, per_device_train_batch_size=4, per_device_eval_batch_size=8)
+    trainer.train()
+    alone, (first, _) = launched.result(trainer), results["base"]
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    for name in ("steps_by_phase", "leaps_by_verdict", "backward_passes", "forward_only_passes"):
+        assert first["decisions"][name] == alone["decisions"][name], name
+    steps = [[(leap["step"], leap["verdict"]) for leap in run["decisions"]["leaps"]] for run in (first, alone)]
+    assert steps[0] == steps[1] and len(steps[0]) >= 3
+
+
+def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(results):
+    resumed, whole = results["resumed"][0], results["whole"][0]
+    assert resumed["step"] == launched.STEPS
+    assert resumed["digest"] == whole["digest"]
+    assert resumed["decisions"]["leaps"] == whole["decisions"]["leaps"]
+
+
+def test_without_leaps_it_is_trainer_bit_for_bit(results):
+    off, plain = results["off"][0], results["plain"][0]
+    assert off["digest"] == plain["digest"] and off["losses"] == plain["losses"]
+
+
+@pytest.mark.parametrize(
+    "variable, value, options, message",
+    [
+        ("ACCELERATE_USE_FSDP", "true", {}, "`fsdp` shards nothing with `use_cpu=True`"),
+        ("ACCELERATE_USE_FSDP", "true", {"enable_predict": False}, "would train with DDP. Drop `fsdp`"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "`fp16=True` cannot be combined with predicted steps"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", {}, "`megatron_lm` cannot be combined with leaps"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", {}, "`parallelism_config` cannot be combined with leaps"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", {"optim": "muon"}, "`optim=muon` orthogonalises whole matrices"),
+    ],
+)
+def test_what_a_launcher_asks_for_is_refused_like_an_option(tmp_path, monkeypatch, variable, value, options, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        hybrid_config(tmp_path, **options)
+
+
+def test_a_model_that_is_sharded_already_is_refused(tmp_path):
+    """As `from_pretrained(..., tp_plan="auto")` and FSDP2 leave it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="is spread over processes .a `DTensor`., and leaps need whole parameters"):
+            HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(40))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "`deepspeed` places the weights itself. Drop it, or set `memory=off`"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "`fp16=True` scales losses.*Use `bf16=True`, or set `memory=off`"),
+        ({"WORLD_SIZE": "2"}, "there are 2 processes, and streaming is for one. Launch one process"),
+    ],
+)
+def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    args = SimpleNamespace(
+        memory="stream",
+        world_size=int(environment.get("WORLD_SIZE", 1)),
+        torch_compile=False,
+        deepspeed=None,
+        fsdp=None,
+    )
+    with pytest.raises(ValueError, match=f"`memory=stream` cannot be used here: .*{message}"):
+        check_streamable(args, tiny_model(), None)
+
+
+def test_deepspeed_is_refused_before_it_is_looked_for(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    args = SimpleNamespace(optim="adamw_torch", fp16=False, bf16=True)
+    with pytest.raises(ValueError, match="`deepspeed` cannot be combined with leaps.*`enable_predict=False`"):
+        check_training_arguments(args, HybridArguments())
+    check_training_arguments(args, HybridArguments(enable_predict=False))

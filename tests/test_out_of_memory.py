@@ -1,0 +1,693 @@
+"""Out-of-memory in every phase is survived with nothing lost: the run ends where smaller micro-batches end."""
+
+import functools
+import gc
+import json
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from fake_device import MESSAGE, FakeDevice, RowLimit, Witness
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid.memory.guard import is_out_of_memory
+from hf_hybrid.micro_batches import RandomStates, UnsplittableBatchError, split_batch
+from hf_hybrid.prediction import trajectory as trajectory_module
+from hf_hybrid.prediction.directions.orthogonal import Orthogonal
+from hf_hybrid.prediction.residuals import DisplacementResiduals
+from hf_hybrid.recovery import RECOVERY_NAME, UnrecoveredMemoryError
+
+TEXT = ByteText(400)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Every recovery collects garbage; what the libraries made at import need not be looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def oom():
+    return torch.OutOfMemoryError(MESSAGE.format(limit=0))
+
+
+def build(folder, size=4, steps=2, *, model=None, callbacks=(), plugins=(), **options):
+    """A trainer with `size` sequences per micro-batch and `steps` micro-batches per window."""
+    phases = {"warmup_phase_steps": 2, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2}
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 12}
+    config = hybrid_config(folder, **{**phases, **sizes, **options})
+    return HybridTrainer(model or tiny_model(), config, train_dataset=TEXT, callbacks=list(callbacks), plugins=plugins)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory):
+    """Runs with two sequences per micro-batch from the start, by their options; each is made once."""
+    runs = {}
+
+    def run(double=False, size=2, steps=4, **options):
+        key = (double, size, tuple(options.items()))
+        if key not in runs:
+            model = tiny_model().double() if double else tiny_model()
+            runs[key] = build(tmp_path_factory.mktemp("smaller"), size, steps, model=model, **options)
+            runs[key].train()
+        return runs[key]
+
+    return run
+
+
+def train_limited(trainer, most, **limit):
+    with RowLimit(trainer, most, **limit).active() as device:
+        trainer.train()
+    return device
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def events(trainer):
+    return trainer.hybrid_summary()["out_of_memory"]
+
+
+# The same arithmetic as with smaller micro-batches from the start: the same bits.
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["first micro-batch", "later micro-batch"])
+@pytest.mark.parametrize("predict", [False, True])
+def test_first_step_equals_smaller_micro_batches_bit_for_bit(tmp_path, smaller, predict, after):
+    witness = Witness()
+    trainer = build(tmp_path / "big", enable_predict=predict, callbacks=[witness])
+    device = train_limited(trainer, 2, after=after)
+    expected = smaller(enable_predict=predict)
+    phase = "warmup" if predict else None
+    assert device.failed == [(phase, 4, True)]  # once: the smaller size stays
+    (event,) = events(trainer)
+    assert (event["step"], event["phase"], event["from_size"], event["to_size"]) == (0, phase, 4, 2)
+    assert event["action"] == "split micro-batches" and "out of memory" in event["error"]
+    assert witness.errors == [event["error"]]
+    assert_same_weights(weights(trainer.model), weights(expected.model))
+    assert losses(trainer) == pytest.approx(losses(expected), rel=1e-6)
+    if predict:
+        assert trainer.hybrid_summary()["predicted_steps"] == expected.hybrid_summary()["predicted_steps"] > 0
+
+
+def test_plain_trainer_with_smaller_micro_batches_is_met_as_well(tmp_path):
+    trainer = build(tmp_path / "big", enable_predict=False, max_steps=6)
+    train_limited(trainer, 1)
+    args = config_values(tmp_path / "plain", max_steps=6, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    plain = Trainer(tiny_model(), TrainingArguments(**args), train_dataset=TEXT)
+    plain.train()
+    assert [(e["from_size"], e["to_size"]) for e in events(trainer)] == [(4, 2), (2, 1)]
+    assert_same_weights(weights(trainer.model), weights(plain.model))
+
+
+def test_dropout_draws_what_the_smaller_run_draws_if_the_step_begins_alike(tmp_path):
+    """Masks are drawn per part, from where the step began: equal in the first step, a matter of luck later on."""
+    options = {"enable_predict": False, "max_steps": 4}
+    trainer = build(tmp_path / "big", 4, 2, model=tiny_model(attention_dropout=0.2), **options)
+    device = train_limited(trainer, 2, after=1)
+    smaller = build(tmp_path / "small", 2, 4, model=tiny_model(attention_dropout=0.2), **options)
+    smaller.train()
+    assert device.failed
+    assert_same_weights(weights(trainer.model), weights(smaller.model))
+
+
+@pytest.mark.parametrize("phase", ["warmup", "full", "correct"])
+def test_every_real_phase_survives(tmp_path, smaller, phase):
+    """Steps before it were computed with the large size, so the last bits differ; in fp64 these are far away."""
+    options = {"extend_leaps": False, "max_steps": 16}
+    trainer = build(tmp_path / "big", model=tiny_model().double(), **options)
+    device = train_limited(trainer, 2, phases={phase}, after=1)
+    expected = smaller(double=True, **options)
+    assert device.failed == [(phase, 4, True)] == [(events(trainer)[0]["phase"], 4, True)]
+    first, second = trainer.hybrid_summary(), expected.hybrid_summary()
+    assert first["steps_by_phase"] == second["steps_by_phase"] and first["predicted_steps"] > 0
+    assert [leap["verdict"] for leap in first["leaps"]] == [leap["verdict"] for leap in second["leaps"]]
+    for name, weight in weights(trainer.model).items():
+        torch.testing.assert_close(weight, weights(expected.model)[name], rtol=0, atol=1e-6)
+
+
+def test_a_byte_budget_is_kept_to(tmp_path):
+    """Whatever the failed attempt held is gone before the next: else the smaller parts would not fit either."""
+    peaks = {}
+    for size, steps in ((4, 1), (2, 2)):
+        trainer = build(tmp_path / f"peak-{size}", size, steps, enable_predict=False, max_steps=3)
+        with FakeDevice() as device:
+            trainer.train()
+        peaks[size], reference = device.peak, trainer
+    assert peaks[2] < 0.8 * peaks[4]
+    trainer = build(tmp_path / "limited", 4, 1, enable_predict=False, max_steps=3)
+    with FakeDevice(limit=peaks[2] + 0.05 * peaks[4]) as device:
+        trainer.train()
+    assert device.raised == 1 and device.peak <= device.limit
+    assert_same_weights(weights(trainer.model), weights(reference.model))
+
+
+# Resume.
+
+
+def test_resume_keeps_the_smaller_size(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
+    trainer = build(tmp_path, **options)
+    train_limited(trainer, 2, after=4)
+    assert json.loads((tmp_path / "checkpoint-6" / RECOVERY_NAME).read_text())["policy"]["micro_batch_size"] == 2
+    resumed = build(tmp_path, **options)
+    with RowLimit(resumed, 2).active() as device:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert device.failed == [] and device.calls > 0
+    assert events(resumed) == events(trainer) and len(events(trainer)) == 1
+    assert_same_weights(weights(resumed.model), weights(trainer.model))
+
+
+def test_a_run_that_never_ran_out_leaves_nothing_behind(tmp_path):
+    trainer = build(tmp_path, save_strategy="steps", save_steps=6, max_steps=6)
+    step = vars(trainer).get("optimizer")
+    trainer.train()
+    assert step is None and events(trainer) == []
+    assert not (tmp_path / "checkpoint-6" / RECOVERY_NAME).exists()
+
+
+# Stronger policy, and the end of the ladder.
+
+
+class NeedsCheckpointing:
+    """Fits one sequence at a time, and only with activation checkpointing."""
+
+    def __init__(self, model):
+        self.layer = model.get_submodule("model.layers.1")
+        self.layer.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, module, args, kwargs):
+        if torch.is_grad_enabled() and not (len(args[0]) == 1 and module.gradient_checkpointing):
+            raise oom()
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, smaller, predict):
+    model = tiny_model()
+    NeedsCheckpointing(model)
+    options = {"enable_predict": predict, "save_strategy": "steps", "save_steps": 6, "max_steps": 12}
+    trainer = build(tmp_path / "big", model=model, **options)
+    trainer.train()
+    assert [e["action"] for e in events(trainer)] == ["split micro-batches"] * 2 + ["activation checkpointing"]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # as it was
+    assert_same_weights(weights(trainer.model), weights(smaller(size=1, steps=8, enable_predict=predict).model))
+    again = tiny_model()
+    NeedsCheckpointing(again)
+    resumed = build(tmp_path / "big", model=again, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "big" / "checkpoint-6"))
+    assert len(events(resumed)) == 3
+    assert_same_weights(weights(resumed.model), weights(trainer.model))
+
+
+def test_checkpointing_by_phase_is_widened(tmp_path):
+    model = tiny_model()
+    NeedsCheckpointing(model)
+    trainer = build(tmp_path, 1, 2, model=model, checkpoint_phases="full", max_steps=6)
+    trainer.train()
+    assert [(e["action"], e["phase"]) for e in events(trainer)] == [("activation checkpointing", "warmup")]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("predict, phases", [(False, None), (True, {"full"}), (True, {"correct"})])
+def test_what_fits_nowhere_ends_in_a_checkpoint_of_the_last_good_state(tmp_path, predict, phases):
+    options = {"enable_predict": predict, "max_grad_norm": 0.5}
+    trainer = build(tmp_path / "run", **options)
+    with RowLimit(trainer, 0, phases=phases, after=5).active(), pytest.raises(UnrecoveredMemoryError) as caught:
+        trainer.train()
+    step = trainer.state.global_step
+    message = str(caught.value)
+    assert 0 < step < 12 and f"in step {step + 1}" in message and "with 1 sequence at a time" in message
+    for tried in ("split micro-batches (4 to 2)", "(2 to 1)", "activation checkpointing", "`memory=auto`"):
+        assert tried in message
+    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+    assert str(checkpoint) in message and is_out_of_memory(caught.value)
+    # More memory was found: the policy of the checkpoint is not needed any more.
+    resumed = build(tmp_path / "run", out_of_memory="raise", **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    whole = build(tmp_path / "whole", **options)
+    whole.train()
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_raise_is_what_transformers_does(tmp_path):
+    witness = Witness()
+    trainer = build(tmp_path, out_of_memory="raise", callbacks=[witness])
+    with RowLimit(trainer, 2).active(), pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    assert not isinstance(caught.value, UnrecoveredMemoryError) and len(witness.errors) == 1
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_other_errors_are_not_touched(tmp_path):
+    trainer = build(tmp_path)
+    trainer.model.get_submodule("model.layers.1").register_forward_pre_hook(_fail)
+    with pytest.raises(RuntimeError, match="not about memory"):
+        trainer.train()
+    assert events(trainer) == []
+
+
+def _fail(*_):
+    raise RuntimeError("not about memory")
+
+
+def test_several_processes_do_not_retry(tmp_path, monkeypatch):
+    trainer = build(tmp_path, enable_predict=False)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: 2))
+    batch = trainer.data_collator([TEXT[i] for i in range(4)])
+    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match="more than one process"):
+        trainer.training_step(trainer.model, batch)
+
+
+def test_optimizers_that_step_within_backward_do_not_retry(tmp_path):
+    trainer = build(tmp_path, enable_predict=False)
+    trainer.args.optim = "galore_adamw_layerwise"
+    batch = trainer.data_collator([TEXT[i] for i in range(4)])
+    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match="inside the backward pass"):
+        trainer.training_step(trainer.model, batch)
+
+
+# Losses that are means: parts count by their share of the sequences.
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_uneven_parts_of_a_mean_loss_add_up(tmp_path, size):
+    gradients = []
+    batch = {name: torch.stack([TEXT[i][name] for i in range(size)]) for name in ("input_ids", "labels")}
+    for most in (8, 2, 1):
+        trainer = build(tmp_path / str(most), size, 1, enable_predict=False)
+        trainer.current_gradient_accumulation_steps = 1
+        with RowLimit(trainer, most).active():
+            loss = trainer.training_step(trainer.model, dict(batch), None)
+        gradients.append([loss, *(parameter.grad for parameter in trainer.model.parameters())])
+    for other in gradients[1:]:
+        for expected, found in zip(gradients[0], other):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_nobody_can_divide_is_not_split(tmp_path):
+    trainer = build(tmp_path, enable_predict=False)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
+    batch = trainer.data_collator([TEXT[i] for i in range(4)])
+    trainer.create_optimizer_and_scheduler(1)
+    with RowLimit(trainer, 2).active(), pytest.raises(UnrecoveredMemoryError, match="cannot be counted"):
+        trainer.training_step(trainer.model, batch)
+
+
+# Predict: leaps and probes.
+
+
+class WeightsAround(PhasePlugin):
+    """Whether weights changed between the end of a real step and the forward pass of the next real step."""
+
+    def __init__(self):
+        self.trainer, self.changed, self.before = None, [], None
+
+    def now(self):
+        """The weights themselves, also where layers are streamed."""
+        trajectory = self.trainer._engine.trajectory
+        trajectory.settle_updates()
+        return {name: p.detach().clone() for name, p in zip(trajectory.names, trajectory.parameters)}
+
+    def before_forward(self, phase):
+        if self.before is not None:
+            now = self.now()
+            self.changed.append(any(not torch.equal(now[name], self.before[name]) for name in now))
+            self.before = None
+
+
+class Remember(TrainerCallback):
+    """Tells `WeightsAround` the weights at the end of every real step."""
+
+    def __init__(self, around):
+        self.around = around
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.around.trainer.phase_name != "predict":
+            self.around.before = self.around.now()
+
+
+def train_watched(folder, **options):
+    around = WeightsAround()
+    trainer = build(folder, callbacks=[Remember(around)], plugins=[around], max_steps=16, **options)
+    around.trainer = trainer
+    trainer.train()
+    return trainer, around
+
+
+@pytest.mark.parametrize("memory", ["off", "stream"])
+@pytest.mark.parametrize("fails_at", ["snapshot", "middle", "end"])
+def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatch, fails_at, memory):
+    """Before anything is written, in the middle of it, and after it."""
+    target, name, call = {
+        "snapshot": (trajectory_module.Trajectory, "_take_snapshot", 1),
+        "middle": (trajectory_module, "_add", 2),
+        "end": (DisplacementResiduals, "leap_made", 1),
+    }[fails_at]
+    real, calls = getattr(target, name), []
+
+    def fail_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise oom()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, fail_once)
+    trainer, around = train_watched(tmp_path, memory=memory)
+    (event,) = events(trainer)
+    assert event["action"] == "leap undone" and event["phase"] == "predict"
+    # The first leap changed nothing; later ones did, so that the comparison can fail.
+    assert around.changed[event["step"] - 1] is False and any(around.changed)
+    summary = trainer.hybrid_summary()
+    assert len(calls) > call and summary["leaps"][0]["step"] > event["step"]
+    assert summary["steps_by_phase"]["predict"] > 0 and summary["steps"] == 16
+
+
+def test_a_leap_that_the_host_cut_short_in_streamed_weights_is_not_guessed_at(tmp_path, monkeypatch):
+    real, calls = trajectory_module._add, []
+
+    def add(parameter, delta):
+        calls.append(1)
+        if len(calls) == 8:  # of streamed layers: the leap was kept and is written into the host weights
+            raise MemoryError
+        real(parameter, delta)
+
+    monkeypatch.setattr(trajectory_module, "_add", add)
+    with pytest.raises(UnrecoveredMemoryError, match="those of no step"):
+        train_watched(tmp_path, memory="stream")
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("most", [2, 0], ids=["smaller parts fit", "nothing fits"])
+def test_probes_that_do_not_fit(tmp_path, most):
+    trainer = build(tmp_path / "limited", extend_leaps=False, max_steps=16)
+    device = train_limited(trainer, most, training=False, probes=True)
+    free = build(tmp_path / "free", extend_leaps=False, max_steps=16)
+    free.train()
+    assert any(leap["verdict"] in ("kept", "rejected") for leap in free.hybrid_summary()["leaps"])
+    assert device.failed and {phase for phase, _, _ in device.failed} <= {"predict"}
+    if most:
+        assert [(e["action"], e["from_size"], e["to_size"]) for e in events(trainer)] == [
+            ("split probes", 8, 4),
+            ("split probes", 4, 2),
+        ]
+        assert_same_weights(weights(trainer.model), weights(free.model))
+        assert trainer.hybrid_summary()["leaps_by_verdict"] == free.hybrid_summary()["leaps_by_verdict"]
+    else:
+        assert "leap undone" in [e["action"] for e in events(trainer)]
+        assert trainer.hybrid_summary()["steps"] == 16
+        assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+# Correct, and what looks at gradients.
+
+
+def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypatch):
+    real, calls = DisplacementResiduals.judge, []
+
+    def judge(self, rate):
+        calls.append(1)
+        if len(calls) == 1:
+            raise oom()
+        return real(self, rate)
+
+    monkeypatch.setattr(DisplacementResiduals, "judge", judge)
+    trainer = build(tmp_path / "limited", extend_leaps=False, max_steps=16)
+    trainer.train()
+    monkeypatch.setattr(DisplacementResiduals, "judge", real)
+    free = build(tmp_path / "free", extend_leaps=False, max_steps=16)
+    free.train()
+    (event,) = events(trainer)
+    assert event["action"] == "predictor missed a lesson"
+    first, second = trainer.hybrid_summary(), free.hybrid_summary()
+    assert first["steps_by_phase"] == second["steps_by_phase"] and len(calls) > 1
+    assert [leap["verdict"] for leap in first["leaps"]] == [leap["verdict"] for leap in second["leaps"]]
+    assert_same_weights(weights(trainer.model), weights(free.model))
+
+
+def test_a_gradient_that_the_predictor_cannot_take_in_still_trains(tmp_path, monkeypatch):
+    real, calls = Orthogonal.observe_gradients, []
+
+    def observe(self):
+        calls.append(1)
+        if len(calls) == 2:
+            raise oom()
+        real(self)
+
+    monkeypatch.setattr(Orthogonal, "observe_gradients", observe)
+    trainer = build(tmp_path / "limited", max_steps=4, warmup_phase_steps=4)
+    trainer.train()
+    free = build(tmp_path / "free", max_steps=4, enable_predict=False)
+    free.train_dataset = trainer.train_dataset
+    free.train()
+    assert [e["action"] for e in events(trainer)] == ["predictor missed a gradient"]
+    assert_same_weights(weights(trainer.model), weights(free.model))
+
+
+def test_buffers_that_do_not_fit_go_to_the_host(tmp_path, monkeypatch):
+    real, calls = Orthogonal.__init__, []
+
+    def make(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise oom()
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Orthogonal, "__init__", make)
+    trainer = build(tmp_path)
+    trainer.train()
+    assert [e["action"] for e in events(trainer)] == ["buffers on the host"]
+    assert trainer.args.buffers_device == "cpu" and trainer.hybrid_summary()["predicted_steps"] > 0
+
+
+# The optimizer's step.
+
+
+class FailAt(TorchDispatchMode):
+    """Raises at the given calls of one operation, counted over the run."""
+
+    def __init__(self, operation, calls):
+        super().__init__()
+        self.operation, self.fail_at, self.calls = operation, set(calls), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is self.operation:
+            self.calls += 1
+            if self.calls in self.fail_at:
+                raise oom()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_states_that_did_not_fit_are_made_again(tmp_path, optim):
+    """In the middle of making them: no weight had changed, so the same step is simply made."""
+    options = {"enable_predict": False, "max_steps": 4, "optim": optim}
+    trainer = build(tmp_path / "limited", **options)
+    with FailAt(torch.ops.aten.zeros_like, [8]) as mode:
+        trainer.train()
+    free = build(tmp_path / "free", **options)
+    free.train()
+    assert mode.calls > 8 and [e["action"] for e in events(trainer)] == ["optimizer step tried again"]
+    assert_same_weights(weights(trainer.model), weights(free.model))
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_states_that_never_fit_leave_a_good_checkpoint(tmp_path, predict):
+    trainer = build(tmp_path / "run", enable_predict=predict, max_steps=6)
+    with FailAt(torch.ops.aten.zeros_like, range(8, 500)), pytest.raises(UnrecoveredMemoryError) as caught:
+        trainer.train()
+    assert "had changed nothing yet" in str(caught.value) and "`optimizer_states=8bit`" in str(caught.value)
+    assert_same_weights(weights(trainer.model), weights(tiny_model()))
+    resumed = build(tmp_path / "run", enable_predict=predict, max_steps=6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-0"))
+    free = build(tmp_path / "free", enable_predict=predict, max_steps=6)
+    free.train()
+    assert_same_weights(weights(resumed.model), weights(free.model))
+
+
+def test_a_step_that_was_half_made_is_not_saved(tmp_path):
+    trainer = build(tmp_path, enable_predict=False, optim="adamw_torch", max_steps=4)
+    with FailAt(torch.ops.aten._foreach_sqrt, [1]), FailAt(torch.ops.aten.sqrt, [1]):
+        with pytest.raises(UnrecoveredMemoryError, match="stepped and others not"):
+            trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+# Streamed layers.
+
+
+def stream(folder, size, steps, **options):
+    options = {"enable_predict": False, "memory": "stream", "max_steps": 5, **options}
+    return build(folder, size, steps, model=tiny_model(num_hidden_layers=3), **options)
+
+
+@pytest.mark.parametrize("walk, predict", [("layer", False), ("micro_batch", False), ("layer", True)])
+def test_streamed_windows_are_split(tmp_path, walk, predict):
+    options = {"accumulation_walk": walk, "enable_predict": predict, "max_steps": 8 if predict else 4}
+    trainer = stream(tmp_path / "big", 4, 2, **options)
+    device = train_limited(trainer, 2, after=1)
+    smaller = stream(tmp_path / "small", 2, 4, **options)
+    smaller.train()
+    assert device.failed and [(e["from_size"], e["to_size"]) for e in events(trainer)] == [(4, 2)]
+    assert_same_weights(weights(trainer.model), weights(smaller.model))
+
+
+def test_a_walk_that_does_not_fit_goes_by_micro_batch(tmp_path):
+    """All micro-batches of a walk are there at once: when one sequence each is too much, they go one by one."""
+    trainer = stream(tmp_path / "big", 2, 2, accumulation_walk="layer")
+    window = trainer.streaming.window
+    layer = trainer.model.get_submodule("model.layers.2")
+
+    def check(module, args, kwargs):
+        if window.order == "layer":
+            raise oom()
+
+    handle = layer.register_forward_pre_hook(check, with_kwargs=True)
+    trainer.train()
+    handle.remove()
+    assert [e["action"] for e in events(trainer)] == ["split micro-batches", "walk by micro-batch"]
+    smaller = stream(tmp_path / "small", 1, 4, accumulation_walk="micro_batch")
+    smaller.train()
+    assert_same_weights(weights(trainer.model), weights(smaller.model))
+
+
+@pytest.mark.parametrize("states, method, call", [("8bit", "_step_one", 3), ("exact", "_step_on_host", 2)])
+def test_a_streamed_update_that_was_cut_short_is_not_retried(tmp_path, states, method, call):
+    trainer = stream(tmp_path, 2, 2, optimizer_states=states)
+    streaming, begin = trainer.streaming, trainer.streaming.begin
+
+    def fail_later():
+        begin()
+        real, calls = getattr(streaming.optimizer, method), []
+
+        def step(*args):
+            calls.append(1)
+            if len(calls) == call:
+                raise MemoryError if states == "exact" else oom()
+            real(*args)
+
+        setattr(streaming.optimizer, method, step)
+
+    streaming.begin = fail_later
+    with pytest.raises(UnrecoveredMemoryError, match="was cut short.*Resume from the last checkpoint"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_resident_states_that_never_fit_leave_a_good_checkpoint_of_streamed_layers(tmp_path):
+    trainer = stream(tmp_path / "run", 2, 2)
+    with FailAt(torch.ops.aten.zeros_like, range(2, 500)), pytest.raises(UnrecoveredMemoryError) as caught:
+        trainer.train()
+    assert "in the step of `AdamW`, which had changed nothing yet" in str(caught.value)
+    resumed, free = stream(tmp_path / "run", 2, 2), stream(tmp_path / "free", 2, 2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-0"))
+    free.train()
+    assert_same_weights(weights(resumed.model), weights(free.model))
+
+
+# Parts.
+
+
+def test_parts_of_a_batch():
+    batch = {
+        "input_ids": torch.arange(10).view(5, 2),
+        "names": list("abcde"),
+        "inner": {"mask": torch.ones(5, 2), "scale": 2.0},
+        "position_ids": torch.arange(2).view(1, 2),
+        "count": torch.tensor(5),
+        "nothing": None,
+        "text": "hello",
+    }
+    parts = split_batch(batch, 2)
+    assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), batch["input_ids"])
+    assert parts[1]["names"] == ["c", "d"] and parts[2]["inner"]["mask"].shape == (1, 2)
+    assert all(part["position_ids"] is batch["position_ids"] and part["text"] == "hello" for part in parts)
+    assert parts[0]["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+
+
+def test_pairs_stay_together():
+    chosen, rejected = torch.arange(6).view(3, 2), torch.arange(10, 16).view(3, 2)
+    batch = {"input_ids": torch.cat([chosen, rejected]), "ref_chosen_logps": torch.arange(3.0)}
+    parts = split_batch(batch, 2, blocks=2)
+    assert torch.equal(parts[0]["input_ids"], torch.cat([chosen[:2], rejected[:2]]))
+    assert torch.equal(parts[1]["input_ids"], torch.cat([chosen[2:], rejected[2:]]))
+    assert [part["ref_chosen_logps"].tolist() for part in parts] == [[0.0, 1.0], [2.0]]
+
+
+class DPOTrainer(HybridTrainer):
+    """Of this name, as TRL's; its loss compares the first half of the rows with the second."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        chosen, rejected = model(input_ids=inputs["input_ids"]).logits.float().mean(dim=(1, 2)).chunk(2)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+@pytest.mark.parametrize("kind", [DPOTrainer, HybridTrainer])
+def test_pairs_are_split_as_pairs_or_not_at_all(tmp_path, kind):
+    gradients, batch = [], {"input_ids": torch.stack([TEXT[i]["input_ids"] for i in range(8)])}
+    for most in (8, 4):
+        config = hybrid_config(tmp_path / f"{most}", per_device_train_batch_size=4, enable_predict=False)
+        trainer = kind(tiny_model(), config, train_dataset=TEXT)
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.compute_loss = functools.partial(DPOTrainer.compute_loss, trainer)
+        with RowLimit(trainer, most).active():
+            if kind is HybridTrainer and most == 4:
+                with pytest.raises(UnrecoveredMemoryError, match="8 rows for 4 examples"):
+                    trainer.optimizer = trainer.create_optimizer()
+                    trainer.create_scheduler(1)
+                    trainer.training_step(trainer.model, batch)
+                return
+            trainer.training_step(trainer.model, batch)
+        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
+    for expected, found in zip(*gradients):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [{"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(7, 3)}, [1, 2], {"a": 1}])
+def test_batches_without_rows_are_not_split(batch):
+    with pytest.raises(UnsplittableBatchError):
+        split_batch(batch, 1)
+
+
+def test_random_states_come_back():
+    import random
+
+    import numpy
+
+    def draw():
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    states = RandomStates.now(torch.device("cpu"))
+    first = draw()
+    states.restore()
+    assert draw() == first != draw()
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+        (KeyError("labels"), False),
+    ],
+)
+def test_what_counts(error, expected):
+    assert is_out_of_memory(error) is expected
+    wrapped = RuntimeError("in a worker")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is expected
+
+
+def test_the_allocator_of_the_cpu_counts():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

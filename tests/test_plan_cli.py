@@ -1,0 +1,154 @@
+"""`hf-hybrid plan`: light help, a table, a YAML that trains, and errors that say what to do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ByteText, config_values, tiny_model
+from transformers import HfArgumentParser
+
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.cli.main import main
+from hf_hybrid.planning.models import Blueprint, read_config
+from hf_hybrid.planning.plans import CONTEXT_BYTES, plan_memory
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "model_configs"
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model(num_hidden_layers=6).config.to_json_file(folder / "config.json")
+    return folder / "config.json"
+
+
+def plan(*arguments) -> int:
+    return main(["plan", *(str(argument) for argument in arguments)])
+
+
+def test_help_is_light():
+    code = (
+        "import sys\n"
+        "from hf_hybrid.cli.main import main\n"
+        "for words in (['--help'], ['plan', '--help']):\n"
+        "    try:\n"
+        "        main(words)\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "plan " in shown and "--vram" in shown
+
+
+def test_python_m_runs_the_same():
+    done = subprocess.run([sys.executable, "-m", "hf_hybrid", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("hf_hybrid ")
+
+
+def test_a_table_and_a_recommendation(config_file, capsys):
+    assert plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", "--sequence_length", "32") == 0
+    shown = capsys.readouterr().out
+    assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
+    assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
+    rows = [line for line in shown.splitlines() if line.startswith(("  ", "> ")) and line.endswith("yes")]
+    assert len(rows) == 15 and rows[0].startswith("> bf16 autocast")
+    assert "No floor of the step time" in shown
+    assert "Recommended: bf16 autocast\n" in shown
+
+
+def test_what_is_short_is_said(config_file, capsys):
+    target = config_file.parent / "none.yaml"
+    assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", "--sequence_length", "32", "--output", target) == 1
+    shown = capsys.readouterr()
+    assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
+    assert "not written" in shown.err and not target.exists()
+
+
+def test_limits_default_to_the_machine(config_file, capsys):
+    assert plan(config_file, "--sequence_length", "32") == 0
+    shown = capsys.readouterr().out
+    assert "no GPU here and no --vram: no limit" in shown and "available on this machine" in shown
+
+
+def test_json(config_file, capsys):
+    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"] == "LoRA" and found["vram"] == 2 * 2**30 and found["rates"] is None
+    best = next(row for row in found["plans"] if row["title"] == "LoRA")
+    assert best["fits"] and best["categories"]["total"]["device"] == best["peak_device_bytes"]
+
+
+@pytest.mark.parametrize("memory", ["off", "stream"])
+def test_the_yaml_trains(memory, tmp_path, capsys):
+    """Whatever fits: the options load, build the config, and a trainer carries them out."""
+    model, target = tiny_model(num_hidden_layers=12), tmp_path / "plan.yaml"
+    model.config.to_json_file(tmp_path / "config.json")
+    asked = {"sequence_length": 32, "batch_size": 4, "dtype": "float32", "activation_checkpointing": True}
+    least = plan_memory(model, chunked_loss=True, memory="off", **asked).peak_device_bytes  # of resident plans
+    vram = CONTEXT_BYTES + (2 * least if memory == "off" else 4 * least // 5)
+    arguments = ["--ram", "1GiB", "--sequence_length", "32", "--batch_size", "4", "--dtype", "float32"]
+    assert plan(tmp_path / "config.json", *arguments, "--vram", vram, "--output", target) == 0
+    assert "--sequence_length 32 --dtype float32" in target.read_text()
+    (parsed,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(target))
+    values = yaml.safe_load(target.read_text())
+    assert parsed.memory == values["memory"] == memory
+    here = config_values(tmp_path, per_device_train_batch_size=4, max_steps=2)
+    trainer = HybridTrainer(model, HybridConfig(**{**values, **here}), train_dataset=ByteText(40))
+    assert trainer.train().training_loss > 0
+    if memory == "stream":
+        streamed = trainer.memory_summary()["plan"]
+        assert streamed["resident_layers"] == values["resident_layers"]
+        assert streamed["stream_embeddings"] == values["stream_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("{", "is not JSON"),
+        ("{}", "has no `model_type`"),
+        ('{"model_type": "perceptron"}', "cannot be read"),
+        ('{"model_type": "bert"}', "is an encoder"),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 0}', "`model`"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(tmp_path, capsys, content, message):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert plan(file, "--sequence_length", "32") == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("hf-hybrid plan: error: `model`") and message in shown.err and not shown.out
+
+
+def test_a_hub_id_without_a_network(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert plan("nobody/no-such-model") == 2
+    assert "`HF_HUB_OFFLINE` is set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"]])
+def test_options_out_of_range(config_file, capsys, words):
+    assert plan(config_file, "--sequence_length", "32", *words) == 2
+    assert words[0].removeprefix("--") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("dense-50b", 49_493_942_272),
+    ],
+)
+def test_example_configs_are_the_models_they_name(name, weights):
+    """By the numbers of weights that their makers publish (the last is made up)."""
+    whole = Blueprint(read_config(EXAMPLES / f"{name}.json")).whole(torch.bfloat16)
+    assert sum(parameter.numel() for parameter in whole.parameters()) == weights

@@ -1,0 +1,335 @@
+"""Plans from a config: equal to what torch's own tracker and real runs hold, though most layers are left out."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import ByteText, config_values, hybrid_config, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import TrainerCallback
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.memory.accounting import measure_held
+from hf_hybrid.memory.layers import find_layers
+from hf_hybrid.memory.low_bit import AdamW8bit
+from hf_hybrid.planning.adapters import add_adapters, lora_config, packed_bytes
+from hf_hybrid.planning.models import Blueprint, on_cpu, read_config
+from hf_hybrid.planning.plans import Planner, plan_memory, recommended
+from hf_hybrid.planning.replay import activations, replay
+from hf_hybrid.planning.setups import Setup, checkpointing_option
+from hf_hybrid.planning.sizes import parse_size
+from hf_hybrid.planning.step import StepOptions, enable_checkpointing, state_bytes, trace_step
+from hf_hybrid.planning.tracker import CATEGORIES
+
+GIB = 2**30
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+HYBRID = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "gpt2": transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=6, n_head=4, n_positions=128),
+    "gemma3": transformers.Gemma3TextConfig(**SIZES, head_dim=16, num_key_value_heads=2, sliding_window=16, **HYBRID),
+    "deepseek": transformers.DeepseekV3Config(**SIZES, **EXPERTS),
+}
+
+
+def traced(config, stand_ins: bool, options: StepOptions, adapters: bool = False):
+    """The step of a few layers or of all, and the layers that stand for others."""
+    blueprint = Blueprint(copy.deepcopy(config))
+    excerpt = blueprint.excerpt(torch.float32)
+    model = excerpt.copy() if stand_ins else blueprint.whole(torch.float32)
+    if not stand_ins:
+        model.set_attn_implementation(excerpt.model.config._attn_implementation)
+        model.config.use_cache = False
+        model.train()
+    with torch.device("meta"):
+        model = add_adapters(model, lora_config(4)).train() if adapters else model
+    with FakeTensorMode():
+        on_cpu(model)
+        if options.activation_checkpointing:
+            enable_checkpointing(model, options.accelerator)
+        layers = [layer for _, layer in find_layers(model)]
+        trace = trace_step(model, layers, options)
+    return trace, excerpt.stands_for if stand_ins else tuple(range(len(layers)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"chunked_loss": True, "accumulates": True}),
+        ("llama", {"adapters": True, "activation_checkpointing": True}),
+        ("gpt2", {"activation_checkpointing": True}),
+        ("gemma3", {}),
+        ("deepseek", {"activation_checkpointing": True, "autocast": False}),
+    ],
+)
+def test_layers_that_are_left_out_change_nothing(name, changes):
+    """The excerpt has fewer layers than the model, and gives its peak to the byte."""
+    adapters = changes.get("adapters", False)
+    options = StepOptions(2, 32, **{key: value for key, value in changes.items() if key != "adapters"})
+    some, all_layers = (traced(CONFIGS[name], stand_ins, options, adapters) for stand_ins in (True, False))
+    assert some[0].layers < all_layers[0].layers == 6
+    assert replay(*some) == replay(*all_layers)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_is_that_of_torchs_tracker_over_a_real_step(checkpointing):
+    """On tensors with data, through the model's own attention."""
+    model = tiny_model(num_hidden_layers=5, vocab_size=1024, use_cache=False).train()
+    planned = plan_memory(
+        model, sequence_length=48, batch_size=4, activation_checkpointing=checkpointing, memory="off", accelerator="cpu"
+    )
+    if checkpointing:
+        enable_checkpointing(model, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    batch = torch.randint(1024, (4, 48))
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, batch)
+    with tracker:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch)["loss"]
+        loss.backward()
+        optimizer.step()
+    measured = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    # accelerate's fp32 copy of the logits is in the plan, and not in this step; it is not there at the peak.
+    assert planned.stage == "backward"
+    assert planned.peak_device_bytes == pytest.approx(measured, rel=0.01)
+
+
+class AtTheUpdate(TrainerCallback):
+    """What model and optimizer hold when an update is due, with the states of the step before."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        self.held = measure_held(model, getattr(optimizer, "optimizer", optimizer))
+
+
+@pytest.mark.parametrize("states", ["exact", "8bit"])
+def test_weights_gradients_and_states_are_those_of_a_run(tmp_path, states):
+    """Planned with accumulation, so that all gradients are there at the peak as they are at the update."""
+    model = tiny_model(hidden_size=128, intermediate_size=256)
+    asked = {"sequence_length": 2, "dtype": "float32", "memory": "off", "gradient_accumulation_steps": 2}
+    planned = plan_memory(model, optimizer_states=states, **asked)
+    seen = AtTheUpdate()
+    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, optimizer_states=states)
+    HybridTrainer(model, config, train_dataset=ByteText(40), callbacks=[seen]).train()
+    for category in ("weights", "gradients"):
+        assert planned.table.get(category, "device") == seen.held.get(category, "host")
+    # The 8-bit optimizer keeps the number of the step and that of the parameter on the host.
+    on_host = (4 + 8) * sum(1 for _ in model.parameters()) if states == "8bit" else 0
+    assert planned.table.get("states", "device") == seen.held.get("states", "host") - on_host
+
+
+def test_a_streamed_plan_holds_what_the_engine_holds(tmp_path):
+    model = tiny_model(num_hidden_layers=4, vocab_size=1024)
+    asked = {"dtype": "float32", "memory": "stream", "accelerator": "cpu"}
+    planned = plan_memory(model, sequence_length=32, batch_size=4, vram="3MiB", **asked)
+    options = {name: planned.options[name] for name in ("memory", "resident_layers", "stream_embeddings")}
+    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, **options)
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(40))
+    trainer.train()
+    held = trainer.memory_summary()["held"]
+    assert planned.memory_plan.resident_layers == trainer.streaming.plan.resident_layers
+    for category in ("weights", "gradients", "states"):
+        assert planned.table.get(category, "host") == pytest.approx(held[category]["host"], rel=0.01)
+
+
+def test_boundaries_are_measured_in_tokens():
+    """Between checkpointed layers one tensor is left, in fp32 under autocast; behind the last none is."""
+    options = StepOptions(2, 32, activation_checkpointing=True)
+    found = activations(*traced(CONFIGS["llama"], True, options))
+    boundary = 2 * 32 * 64 * 4
+    assert round(6 * found.boundary / boundary, 3) == 5 and found.always > boundary
+    assert found.layer > boundary and found.loss > 2 * 32 * 512 * 4
+
+
+def test_autocast_of_a_gpu_is_not_that_of_a_cpu():
+    """GPT-2's activation function takes a power, which a GPU computes in fp32."""
+    held = [replay(*traced(CONFIGS["gpt2"], True, StepOptions(2, 32, accelerator=name))) for name in ("cuda", "cpu")]
+    assert held[0].get("activations") > held[1].get("activations")
+    assert held[0].get("weights") == held[1].get("weights")
+
+
+def test_accumulated_gradients_are_there_from_the_start():
+    asked = {"sequence_length": 32, "batch_size": 4, "memory": "off"}
+    once, often = (plan_memory(CONFIGS["llama"], gradient_accumulation_steps=count, **asked).table for count in (1, 4))
+    assert once.get("gradients", "device") < often.get("gradients", "device")
+    total = sum(p.numel() for p in Blueprint(CONFIGS["llama"]).whole(torch.float32).parameters())
+    assert often.get("gradients", "device") == 4 * total
+
+
+def test_8bit_states_are_those_of_the_optimizer():
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((100, 50), (7,), (300, 100))]
+    optimizer = AdamW8bit(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    on_host = ("step", "rounding_id")
+    for parameter in parameters:
+        held = sum(
+            t.untyped_storage().nbytes() for name, t in optimizer.state[parameter].items() if name not in on_host
+        )
+        assert held == state_bytes(parameter, "8bit")
+
+
+def test_packed_weights_are_those_of_bitsandbytes():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for shape in ((64, 64), (100, 300), (512, 1024)):
+        packed, state = functional.quantize_4bit(torch.randn(shape), compress_statistics=True, quant_type="nf4")
+        parts = (packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+        held = sum(part.numel() * part.element_size() for part in parts)
+        assert packed_bytes(shape[0] * shape[1]) == held
+
+
+def test_a_packed_base_holds_less_and_trains_as_much():
+    asked = {"sequence_length": 32, "memory": "off"}
+    lora, qlora = (plan_memory(CONFIGS["llama"], peft=name, **asked) for name in ("lora", "qlora"))
+    assert lora.trainable == qlora.trainable < lora.weights / 2
+    assert qlora.table.get("states", "device") == lora.table.get("states", "device")
+    # Half a byte and the scales in place of two bytes, of what is not embeddings, head and adapters.
+    assert qlora.table.get("weights", "device") < lora.table.get("weights", "device") - 1.2 * 6 * 36864
+
+
+def test_what_does_not_fit_is_streamed_or_short():
+    asked = {"sequence_length": 128, "batch_size": 8, "dtype": "float32", "accelerator": "cpu"}
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "num_hidden_layers": 24})
+    roomy = plan_memory(config, vram="1GiB", **asked)
+    assert roomy.fits and roomy.memory_plan.mode == "resident" and roomy.device_shortfall == 0
+    tight = plan_memory(config, vram=roomy.peak_device_bytes // 3, **asked)
+    assert tight.memory_plan.mode == "streamed" and tight.peak_device_bytes < roomy.peak_device_bytes / 2
+    resident = plan_memory(config, vram=roomy.peak_device_bytes - 1000, memory="off", **asked)
+    assert not resident.fits and resident.device_shortfall == 1000
+    on_gpu = plan_memory(config, vram="1GiB", **{**asked, "accelerator": "cuda"})
+    assert on_gpu.margin_bytes > 0.6 * GIB and roomy.margin_bytes == 0
+
+
+def test_leaps_are_counted_where_they_are_asked_for():
+    asked = {"sequence_length": 32, "memory": "off"}
+    without, with_leaps = (plan_memory(CONFIGS["llama"], enable_predict=on, **asked) for on in (False, True))
+    assert without.categories["drift"]["device"] == 0
+    assert with_leaps.categories["drift"]["device"] >= 8 * with_leaps.trainable
+
+
+def test_a_model_without_a_list_of_layers_is_traced_whole():
+    planned = plan_memory(
+        transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="off"
+    )
+    assert planned.peak_device_bytes > 12 * planned.weights
+    with pytest.raises(ValueError, match="no list of decoder layers"):
+        plan_memory(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="stream")
+
+
+def plans_that_fit(*named):
+    return [
+        SimpleNamespace(setup=Setup(title, trains, **more), fits=fits, refused_by_trainer=refused)
+        for title, trains, fits, refused, more in named
+    ]
+
+
+def test_the_fastest_exact_plan_is_recommended():
+    low, int8 = {"optimizer_states": "8bit"}, {"base_precision": "int8"}
+    plans = plans_that_fit(
+        ("resident", "all", False, False, {}), ("8-bit", "all", True, False, low), ("streamed", "all", True, False, {}),
+        ("QLoRA", "adapters", True, False, {"packed": True}), ("LoRA int8", "adapters", True, False, int8),
+        ("LoRA", "adapters", True, True, {}),
+    )  # fmt: skip
+    assert recommended(plans).setup.title == "streamed"
+    assert recommended(plans[:2]).setup.title == "8-bit"
+    assert recommended(plans[:1]) is None
+    assert recommended(plans, "lora").setup.title == "QLoRA", (
+        "LoRA is refused by the trainer, and nothing else is exact"
+    )
+    assert recommended(plans, "qlora").setup.title == "QLoRA"
+
+
+def test_usual_plans_share_their_traces():
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
+    planner = Planner(config, sequence_length=32, vram="1GiB", ram="1GiB")
+    plans = planner.plans()
+    titles = [plan.setup.title for plan in plans]
+    assert len(set(titles)) == len(titles) == 15
+    assert sum(len(traces) for traces in planner._traces.values()) < len(plans)
+    resident = {plan.setup.title: plan.peak_device_bytes for plan in plans if not plan.setup.streamed}
+    assert resident["bf16 autocast, chunked loss, checkpointing"] < resident["bf16 autocast, chunked loss"]
+    packed, adapters = (f"{name}, chunked loss, checkpointing" for name in ("QLoRA", "LoRA"))
+    assert resident[packed] < resident[adapters] < resident["LoRA"] < resident["bf16 autocast"]
+    assert plans[0].options[checkpointing_option()] is False
+    assert {checkpointing_option()} <= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert set(plans[0].categories) == {*CATEGORIES, "drift", "total"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("1.5gib", 3 * GIB // 2), ("512 MiB", 2**29), ("7", 7), (10**9, 10**9)],
+)
+def test_sizes(text, size):
+    assert parse_size(text, "vram") == size
+
+
+@pytest.mark.parametrize("text", ["24 apples", "GiB", "-1GiB", "0", "2000TiB", "", "1e9GiB"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="`vram` must be"):
+        parse_size(text, "vram")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_length": 1}, "`sequence_length` must be at least 2, got 1"),
+        ({"sequence_length": 4096}, "over the 2048 positions"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1"),
+        ({"batch_size": 10**7}, "tokens at once"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1"),
+        ({"dtype": "fp8"}, "`dtype` must be one of mixed, float32, bfloat16"),
+        ({"memory": "disk"}, "`memory` must be one of"),
+        ({"peft": "ia3"}, "`peft` must be lora, qlora"),
+        ({"optimizer_states": "4bit"}, "`optimizer_states` must be one of"),
+        ({"accelerator": "tpu"}, "`accelerator` must be one of"),
+        ({"vram": "lots"}, "`vram` must be a size"),
+        ({"peft": "qlora", "memory": "stream"}, "is not planned with"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_memory(CONFIGS["llama"], **{"sequence_length": 32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.BertConfig(), "is an encoder"),
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.ViTConfig(), "no causal language model"),
+        (transformers.LlamaConfig(vocab_size=-8), "can be built"),
+    ],
+)
+def test_models_that_cannot_be_planned_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        plan_memory(config, sequence_length=32)
+
+
+def test_a_config_is_left_as_it_was():
+    config = copy.deepcopy(CONFIGS["gemma3"])
+    before = config.to_dict()
+    plan_memory(config, sequence_length=32, memory="off")
+    assert config.to_dict() == before
+    assert read_config(tiny_model()).num_hidden_layers == 2
+    assert config_values("out")["use_cpu"], "these plans ran on a CPU"

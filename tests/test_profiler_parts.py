@@ -1,0 +1,490 @@
+"""The profiler's parts against numbers known beforehand: a made-up device, allocator, driver, kernel and disk."""
+
+import gc
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, config_values, hybrid_config, tiny_model
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.profiling import callback as callback_module
+from hf_hybrid.profiling import out_of_memory
+from hf_hybrid.profiling.callback import MemoryProfilerCallback
+from hf_hybrid.profiling.run_log import RunLog
+from hf_hybrid.profiling.snapshots import DeviceMemory, DriverMemory, HostMemory, MemoryProbes
+from hf_hybrid.profiling.totals import RunTotals, Spread, table
+
+MIB = 2**20
+
+
+# A device whose allocator can be told what it holds.
+
+
+class FakeDevice:
+    def __init__(self):
+        self.allocated = self.peak = 0
+
+    def hold(self, count):
+        self.allocated, self.peak = count, max(self.peak, count)
+
+    def read(self):
+        values = {"allocated": self.allocated, "peak_allocated": self.peak}
+        return {**values, "reserved": self.peak + 5 * MIB, "peak_reserved": self.peak + 5 * MIB}
+
+    def reset_peak(self):
+        self.peak = self.allocated
+
+
+class FakeDriver:
+    def read(self):
+        return {"used": 900 * MIB, "total": 1000 * MIB}
+
+
+class FakeSteps(TrainerCallback):
+    """
+    Moves the fake device's memory as a step does: up in forward, down to what is kept, up a little in the update.
+
+    Runs before the profiler, so that each moment is as it finds it.
+    """
+
+    KEPT, ACTIVATIONS, UPDATE = 100 * MIB, 60 * MIB, 70 * MIB
+
+    def __init__(self, device, extra=lambda step: 0):
+        self.device, self.extra = device, extra
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT + self.ACTIVATIONS + self.extra(state.global_step + 1))
+        self.device.hold(self.KEPT)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT + self.UPDATE)
+        self.device.hold(self.KEPT)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    device = FakeDevice()
+
+    class Probes(MemoryProbes):
+        def __init__(self, _):
+            super().__init__(torch.device("cpu"))
+            self.device, self.driver = device, FakeDriver()
+
+    # What lives on the CPU is, for this test, on the device.
+    held_bytes = callback_module.held_bytes
+
+    def on_device(*args):
+        found = held_bytes(*args)
+        for category, _, host in found.rows():
+            found._bytes[category, "device"], found._bytes[category, "host"] = host, 0
+        return found
+
+    monkeypatch.setattr(callback_module, "MemoryProbes", Probes)
+    monkeypatch.setattr(callback_module, "held_bytes", on_device)
+    return device
+
+
+def run(folder, *callbacks, **values):
+    args = TrainingArguments(**config_values(folder, **{"max_steps": 8, **values}))
+    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(400), callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+def lines(folder, name="steps.jsonl"):
+    return [json.loads(line) for line in (folder / "profile" / name).read_text().splitlines()]
+
+
+def test_on_a_device_the_categories_add_up_to_its_peak(tmp_path, fake):
+    profiler = MemoryProfilerCallback(account_every=1)
+    trainer = run(tmp_path, FakeSteps(fake), profiler)
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    counted = [r for r in lines(tmp_path) if r["held"] is not None]
+    assert len(counted) == 7
+    for record in counted:
+        held = {category: places["device"] for category, places in record["held"].items()}
+        assert held["weights"] == held["gradients"] == weights
+        assert held["activations"] == FakeSteps.ACTIVATIONS
+        assert record["measured"] == record["device"]["peak_allocated"] == FakeSteps.KEPT + FakeSteps.UPDATE
+        assert record["device"]["allocated"] == FakeSteps.KEPT
+        # What is allocated and no category's, and what the update needed above forward and backward.
+        outside = FakeSteps.KEPT - (sum(held.values()) - held["activations"])
+        assert record["unexplained"] == outside + FakeSteps.UPDATE - FakeSteps.ACTIVATIONS
+        assert sum(held.values()) + record["unexplained"] == record["measured"]
+        assert record["moments"]["after_backward"]["peak_allocated"] == FakeSteps.KEPT + FakeSteps.ACTIVATIONS
+        assert record["nvml"] == {"used": 900 * MIB, "total": 1000 * MIB}
+    summary = profiler.summary()
+    assert summary["peak"] == {
+        "bytes": FakeSteps.KEPT + FakeSteps.UPDATE,
+        "where": "device",
+        "step": 1,
+        "phase": "train",
+    }
+    accounted = summary["phases"]["train"]["accounted"]
+    assert sum(p["device"] for p in accounted["held"].values()) + accounted["unexplained"] == accounted["measured"]
+    assert sum(summary["shares"]["shares"].values()) == pytest.approx(1)
+    assert summary["shares"]["shares"]["activations"] == pytest.approx(60 / 170)
+    assert summary["floor"]["bytes"] == summary["floor"]["device"] >= 4 * weights
+    assert summary["achieved_over_floor"] == pytest.approx(170 * MIB / summary["floor"]["bytes"])
+    logged = [e["logs"] for e in lines(tmp_path, "logs.jsonl") if "loss" in e["logs"]]
+    assert logged[-1]["memory/peak_device_gib"] == 170 / 1024 and logged[-1]["memory/allocated_gib"] == 100 / 1024
+    assert logged[-1]["memory/device_used_gib"] == 900 / 1024 and logged[-1]["memory/reserved_gib"] == 175 / 1024
+    text = profiler.table()
+    assert "torch's allocator" in text and "170.00 MiB" in text and "activations" in text and "900.00 MiB" in text
+
+
+def test_on_a_device_every_hybrid_phase_adds_up(tmp_path, fake):
+    profiler = MemoryProfilerCallback(account_every=1)
+    data = ByteText(400)
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=data, callbacks=[FakeSteps(fake)])
+    trainer.add_callback(profiler)
+    profiler.attach(trainer)
+    trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(FakeSteps))
+    trainer.train()
+    phases = profiler.summary()["phases"]
+    assert set(phases) == {"warmup", "full", "predict", "correct"}
+    for found in phases.values():
+        accounted = found["accounted"]
+        total = sum(places["device"] for places in accounted["held"].values())
+        assert total + accounted["unexplained"] == pytest.approx(accounted["measured"])
+        assert accounted["measured"] == found["peak_allocated"]["max"] == 170 * MIB
+
+
+def test_a_spike_is_told_once_with_what_changed(tmp_path, fake):
+    steps = {9, 10, 11, 14}
+    profiler = MemoryProfilerCallback(account_every=1000, spike_threshold=0.5)
+    run(tmp_path, FakeSteps(fake, lambda step: 200 * MIB * (step in steps)), profiler, max_steps=16)
+    spikes = profiler.summary()["spikes"]
+    assert [(s["step"], s["where"], s["bytes"], s["usual"]) for s in spikes] == [
+        (9, "device", 360 * MIB, 170 * MIB),
+        (14, "device", 360 * MIB, 170 * MIB),
+    ]
+    changed = spikes[0]["changed"]
+    assert changed["moment"] == "forward and backward"
+    assert changed["allocated"] == 0 and changed["reserved"] == 190 * MIB
+    assert changed["since_step"] == 2 and changed["held"] == {"activations": {"device": 200 * MIB, "host": 0}}
+    # The update's own peak is no longer above that of forward and backward.
+    assert changed["unexplained"] == -10 * MIB
+    counted = [r["step"] for r in lines(tmp_path) if r["held"] is not None]
+    assert counted == [2, 9, 14], "a spike is counted though it was not due"
+    assert "spike in step 14, train: 360.00 MiB, usually 170.00 MiB" in str(profiler)
+
+
+def test_a_spike_of_the_update_says_so():
+    totals = RunTotals(spike_threshold=0.1)
+    for step, peak in enumerate([100, 100, 100, 100, 100, 100, 109, 130], start=1):
+        before = {"peak_allocated": 100, "peak_rss": 1}
+        totals.add(
+            {
+                "step": step,
+                "phase": "full",
+                "device": {"allocated": 90, "peak_allocated": peak, "reserved": 200},
+                "host": {"rss": 1, "peak_rss": 1, "pinned": 0},
+                "nvml": None,
+                "measured": peak,
+                "step_seconds": 0.5,
+                "held": None,
+                "moments": {"after_backward": before},
+            }
+        )
+    (spike,) = totals.spikes.found
+    assert spike["step"] == 8 and spike["usual"] == 100
+    assert spike["changed"]["moment"] == "update" and "held" not in spike["changed"]
+
+
+def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monkeypatch):
+    """With a clock that the test moves: counting takes 1 s, a step 10 s."""
+    now = [0.0]
+    monkeypatch.setattr(callback_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
+    held_bytes = callback_module.held_bytes
+
+    def slow(*args):
+        now[0] += 1.0
+        return held_bytes(*args)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            now[0] += 10.0
+
+    monkeypatch.setattr(callback_module, "held_bytes", slow)
+    profiler = MemoryProfilerCallback()
+    run(tmp_path, Steps(), profiler, max_steps=90)
+    counted = [r["step"] for r in lines(tmp_path) if r["held"] is not None]
+    assert counted == [2, 40, 80], "one second in four hundred"
+    assert profiler.own_seconds == pytest.approx(3.0)
+
+
+# Out of memory on CUDA.
+
+
+def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
+    observers, dumped = [], []
+    monkeypatch.setattr(out_of_memory, "_attached", False)
+    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+
+    def dump(path):
+        dumped.append(path)
+        open(path, "wb").close()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+
+    class Full(TrainerCallback):
+        def __init__(self):
+            self.at = set()
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step in (3, 4, 5, 6) and state.global_step not in self.at:
+                self.at.add(state.global_step)
+                observers[0](0, 123, 1000, 7)
+                profiler.record_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+                observers[0](0, 456, 1000, 7)
+
+    profiler = MemoryProfilerCallback(memory_history=True)
+    monkeypatch.setattr(callback_module, "record_history", lambda on: None)
+
+    def begin(self, args, state, control, **kwargs):
+        MemoryProfilerCallback.on_train_begin(self, args, state, control, **kwargs)
+        assert out_of_memory.listen(self._about_to_raise)
+
+    monkeypatch.setattr(profiler, "on_train_begin", types.MethodType(begin, profiler))
+    run(tmp_path, FakeSteps(fake), profiler, Full(), gradient_accumulation_steps=2)
+    assert len(observers) == 1, "torch cannot take an observer back: one for the process"
+    events = profiler.summary()["out_of_memory"]
+    assert [(e["step"], e["requested"], e["error"]) for e in events[:2]] == [
+        (4, 123, "CUDA out of memory."),
+        (4, 456, None),
+    ]
+    assert len(events) == 8
+    assert [path.split("oom-")[1] for path in dumped] == [f"{step}/cuda_snapshot.pickle" for step in (4, 5, 6)]
+    found = json.loads((tmp_path / "profile" / "oom-5" / "records.json").read_text())
+    assert [r["step"] for r in found["records"]] == [1, 2, 3, 4] and found["device"]["peak_allocated"] > 0
+    observers[0](0, 789, 1000, 7)
+    assert len(profiler.summary()["out_of_memory"]) == 8, "the training is over"
+
+
+def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monkeypatch):
+    """The hooks called by hand: no Trainer takes a GPU that is not there."""
+    stats = {name: {"all": {"current": 3, "peak": 4}} for name in ("allocated_bytes", "reserved_bytes")}
+    properties = types.SimpleNamespace(name="A GPU", total_memory=80, uuid="abc")
+    observers, history = [], []
+    monkeypatch.setattr(out_of_memory, "_attached", False)
+    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: history.append(kwargs))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    args = types.SimpleNamespace(output_dir=str(tmp_path), process_index=1, world_size=2, device=torch.device("cuda:0"))
+    state, model = TrainerState(max_steps=2), tiny_model()
+    profiler = MemoryProfilerCallback(memory_history=True)
+    profiler.on_train_begin(args, state, None, model=model, optimizer=None)
+    assert len(observers) == 1 and history[-1]["max_entries"] == 100_000
+    profiler.on_step_begin(args, state, None)
+    observers[0](0, 55, 80, 1)
+    profiler.on_pre_optimizer_step(args, state, None, model=model, optimizer=None)
+    profiler.on_optimizer_step(args, state, None)
+    state.global_step = 1
+    profiler.on_step_end(args, state, None)
+    profiler.on_train_end(args, state, None)
+    assert history[-1] == {"enabled": None}
+    (record,) = lines(tmp_path, "steps-rank1.jsonl")
+    assert record["device"] == {"allocated": 3, "peak_allocated": 4, "reserved": 3, "peak_reserved": 4}
+    assert record["nvml"] == {"used": 7, "total": 9} and record["measured"] == 4
+    folder = tmp_path / "profile" / "oom-1-rank1"
+    found = json.loads((folder / "records.json").read_text())
+    assert (found["step"], found["stage"], found["requested"]) == (1, "forward and backward", 55)
+    assert (folder / "cuda_snapshot.pickle").read_bytes() == b"snapshot"
+    assert not (tmp_path / "profile" / "run.json").exists(), "the first process writes it"
+
+
+def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, caplog):
+    observers = []
+    monkeypatch.setattr(out_of_memory, "_attached", False)
+    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+
+    class Listener:
+        def hear(self, requested):
+            raise OSError("disk full")
+
+    listener = Listener()
+    out_of_memory.listen(listener.hear)
+    observers[0](0, 1, 2, 3)
+    assert "disk full" in caplog.text
+    caplog.clear()
+    gone = Listener()
+    out_of_memory.listen(gone.hear)
+    del gone
+    gc.collect()
+    observers[0](0, 1, 2, 3)
+    assert not caplog.text
+
+
+def test_history_is_recorded_with_python_stacks(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
+    out_of_memory.record_history(True)
+    out_of_memory.record_history(False)
+    assert calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}]
+
+
+# What is read.
+
+
+def test_the_allocator_is_read_in_one_call(monkeypatch):
+    stats = {
+        "allocated_bytes": {"all": {"current": 10, "peak": 20}},
+        "reserved_bytes": {"all": {"current": 30, "peak": 40}},
+    }
+    asked, reset = [], []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    memory = DeviceMemory(torch.device("cuda:1"))
+    assert memory.read() == {"allocated": 10, "peak_allocated": 20, "reserved": 30, "peak_reserved": 40}
+    memory.reset_peak()
+    assert asked == reset == [torch.device("cuda:1")]
+
+
+def fake_nvml(error=None):
+    class NVMLError(Exception):
+        pass
+
+    def handle(identity):
+        assert identity == "GPU-abc"
+        return "handle"
+
+    def info(found):
+        assert found == "handle"
+        if error:
+            raise NVMLError(error)
+        return types.SimpleNamespace(used=7, total=9)
+
+    return types.SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetMemoryInfo=info
+    )
+
+
+def test_the_driver_is_asked_for_the_device_by_its_identity(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="abc"))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    assert DriverMemory(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("lost"))
+    assert DriverMemory(torch.device("cuda:0")).read() is None
+
+
+def test_without_a_driver_nothing_is_said_aloud(caplog):
+    caplog.set_level("DEBUG", logger="hf_hybrid")
+    driver = DriverMemory(torch.device("cuda:0"))  # there is none on the machines that run these tests
+    assert driver.read() is None
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+def test_the_peak_of_resident_memory(tmp_path):
+    memory = HostMemory()
+    memory.reset_peak()
+    before = memory.read()
+    ballast = torch.ones(64 * MIB // 4)
+    del ballast
+    after = memory.read()
+    assert memory.peak_source in ("high-water mark", "sampled")
+    if memory.peak_source == "high-water mark":
+        assert after["peak_rss"] - before["rss"] > 56 * MIB, "though it is gone"
+        memory.reset_peak()
+        assert memory.read()["peak_rss"] < after["peak_rss"] - 40 * MIB
+
+
+def test_where_the_kernel_keeps_no_mark_the_peak_is_sampled(tmp_path):
+    memory = HostMemory(tmp_path)  # no /proc
+    assert memory.peak_source == "sampled"
+    memory.reset_peak()
+    before = memory.read()
+    ballast = torch.ones(64 * MIB // 4)
+    seen = memory.read()
+    del ballast
+    after = memory.read()
+    assert seen["rss"] - before["rss"] > 56 * MIB
+    assert after["peak_rss"] == seen["peak_rss"] == seen["rss"] > after["rss"]
+    memory.reset_peak()
+    assert memory.read()["peak_rss"] < seen["rss"]
+
+
+# What is written.
+
+
+def test_other_processes_write_their_own_files_only(tmp_path):
+    first, second = RunLog(tmp_path / "profile"), RunLog(tmp_path / "profile", rank=1)
+    for log in (first, second):
+        log.write_run({"processes": 2})
+        log.add_step({"step": 1, "rank": log.rank})
+        log.add_log({"step": 1})
+        log.write_summary({})
+        log.close()
+    second.write_out_of_memory(4, {})
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "logs.jsonl", "oom-4-rank1", "run.json", "steps-rank1.jsonl", "steps.jsonl", "summary.json",
+    ]  # fmt: skip
+    assert lines(tmp_path, "steps-rank1.jsonl") == [{"step": 1, "rank": 1}] == list(second.records())
+    again = RunLog(tmp_path / "profile", rank=1, resumed=True)
+    again.add_step({"step": 2})
+    anew = [line["step"] for line in lines(tmp_path, "steps-rank1.jsonl")]
+    other = RunLog(tmp_path / "profile", rank=1)
+    other.add_step({"step": 5})
+    assert anew == [1, 2] and lines(tmp_path, "steps-rank1.jsonl") == [{"step": 5}]
+
+
+def test_what_json_cannot_hold_becomes_null(tmp_path):
+    log = RunLog(tmp_path / "profile")
+    log.add_log({"step": 1, "logs": {"loss": float("nan"), "norm": torch.tensor(2.5), "other": float("inf")}})
+    text = (tmp_path / "profile" / "logs.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["logs"] == {"loss": None, "norm": 2.5, "other": None}
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
+    profiler = MemoryProfilerCallback()
+
+    class Break(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                profiler._log._files["steps.jsonl"] = types.SimpleNamespace(write=self.fail, close=lambda: None)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                profiler.record_out_of_memory(MemoryError("full"))
+
+        @staticmethod
+        def fail(line):
+            raise OSError(28, "No space left on device")
+
+    trainer = run(tmp_path, profiler, Break(), max_steps=6)
+    assert trainer.state.global_step == 6 and len(lines(tmp_path)) == 2
+    assert caplog.text.count("cannot be written") == 1
+    assert profiler.summary()["phases"]["train"]["records"] == 6
+
+
+def test_files_written_whole_do_not_end_it_either(tmp_path, caplog):
+    log = RunLog(tmp_path / "profile")
+    (tmp_path / "profile" / "oom-1").write_text("in the way")
+    assert log.write_out_of_memory(1, {}) is None
+    log.write_summary({})
+    log.write_run({})
+    assert caplog.text.count("cannot be written") == 1, "after the first, nothing is tried"
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["oom-1"]
+
+
+def test_spread_and_empty_table():
+    spread = Spread()
+    for value in (3, 1, 2):
+        spread.add(value)
+    assert spread.to_dict() == {"mean": 2, "max": 3, "min": 1}
+    assert table(MemoryProfilerCallback().summary()) == "Nothing was profiled yet."

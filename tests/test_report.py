@@ -1,0 +1,299 @@
+"""Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
+
+import csv
+import json
+import math
+import sys
+
+import pytest
+from conftest import ByteText, hybrid_config, tiny_model
+from run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_record, write
+from transformers import TrainerCallback
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.profiling.callback import MemoryProfilerCallback
+from hf_hybrid.profiling.findings import PROFILER_HINT, findings, wilson_interval
+from hf_hybrid.profiling.report import compare, write_report
+from hf_hybrid.profiling.run_folder import load_run, phases_by_step, runs_of
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Without matplotlib, as plots take most of the time."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_finished_run(tmp_path):
+    hybrid_run(tmp_path)
+    found = findings(load_run(tmp_path))
+    numbers = found["headline"]
+    assert found["finished"] and found["status"] == "Finished at step 100 of 100."
+    assert numbers["final_loss"]["held_out"] == pytest.approx(3.1)
+    assert numbers["final_loss"]["training"] == pytest.approx(3.0)
+    assert numbers["steps"] == {"total": 100, "real": 96, "predicted": 4, "planned": 100}
+    assert numbers["backward_passes"]["done"] == 96 and numbers["backward_passes"]["avoided"] == 4
+    assert numbers["seconds"]["value"] == pytest.approx(50.0)
+    assert numbers["peak_memory"] is None and PROFILER_HINT in found["notes"]
+    assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
+    assert found["memory"]["held_at_the_end"] == {"weights": {"device": 0, "host": 4096}}
+    assert found["options"]["direction"] == "drift" and found["options"]["learning_rate"] == 1e-3
+
+
+def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_after_it(tmp_path):
+    leaps = hybrid_run(tmp_path, steps=80, finished=False)
+    so_far = phases(leaps, 93)
+    logs = [{"step": 90, "phase": "full", "logs": {"loss": 1.5, "learning_rate": 1e-4, "hybrid/backward_passes": 86.0,
+             "hybrid/predicted_steps": 4, "hybrid/leaps": 5}}]  # fmt: skip
+    profile(tmp_path, [step_record(step, so_far[step]) for step in range(1, 94)], logs)
+    recovery = {"policy": {}, "events": [{"step": 7, "action": "smaller micro-batches"}]}
+    write(tmp_path / "checkpoint-80" / "out_of_memory.json", recovery)
+    path = tmp_path / "profile" / "steps.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 94, "phase": "fu\xff')
+    run = load_run(tmp_path)
+    found = findings(run)
+    assert not run.finished and "Did not finish" in found["status"] and "step 93 of 100" in found["status"]
+    assert run.record_source == "checkpoint-80/hybrid_state.json"
+    assert found["headline"]["final_loss"]["training"] == 1.5
+    assert found["headline"]["steps"] == {"total": 93, "real": 89, "predicted": 4, "planned": 100}
+    assert found["headline"]["backward_passes"] == {"done": 86.0, "avoided": None, "forward_only": None, "step": 90}
+    assert found["headline"]["seconds"]["value"] == 93.0
+    assert found["recoveries"] == [{"step": 7, "action": "smaller micro-batches"}]
+    assert {row["phase"]: row["steps"] for row in found["phases"]}["full"] == 75
+    notes = " ".join(found["notes"])
+    assert "1 of 94 lines of `steps.jsonl`" in notes and "2 leaps were made after" in notes
+    assert [entry["step"] for entry in run.logs][-1] == 90
+
+
+def test_half_written_checkpoints_are_passed_over(tmp_path):
+    hybrid_run(tmp_path, steps=80, finished=False)
+    (tmp_path / "checkpoint-80" / "trainer_state.json").write_text('{"global_step": 80, "log_hist')
+    run = load_run(tmp_path)
+    assert run.record_source == "checkpoint-40/hybrid_state.json" and run.last_step == 40
+    assert any("`trainer_state.json` in `checkpoint-80`" in note for note in run.notes)
+
+
+def test_a_summary_of_an_earlier_end_is_older_than_a_later_checkpoint(tmp_path):
+    hybrid_run(tmp_path, steps=40)
+    summary = (tmp_path / "hybrid_summary.json").read_text()
+    hybrid_run(tmp_path, steps=80, finished=False)
+    (tmp_path / "hybrid_summary.json").write_text(summary)
+    run = load_run(tmp_path)
+    assert run.record_source == "checkpoint-80/hybrid_state.json" and not run.finished
+
+
+def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path):
+    plain_run(tmp_path, steps=40)
+    first = [step_record(step, "train") for step in range(1, 61)]
+    again = [step_record(step, "train", seconds=step - 40.0, device=False) for step in range(41, 56)]
+    again[0]["resumed"] = True
+    profile(tmp_path, first + again)
+    run = load_run(tmp_path)
+    assert [entry["step"] for entry in run.profile.steps] == list(range(1, 56))
+    assert run.profile.steps[40]["device"] is None and run.profile.steps[39]["device"] is not None
+    assert run.profile.seconds == 60.0 + 15.0, "the abandoned part took its time, too"
+    assert run.last_step == 55
+
+
+def test_plain_trainer(tmp_path):
+    plain_run(tmp_path)
+    found = findings(load_run(tmp_path))
+    assert found["headline"]["steps"]["real"] == 100 and found["headline"]["backward_passes"]["done"] is None
+    assert found["leaps"] is None and found["phases"] == [] and found["calibration"] == {}
+    files = {path.name for path in write_report(tmp_path)}
+    assert "leaps.csv" not in files and {"loss.png", "rate.png", "report.html", "steps.csv"} <= files
+    assert not {"memory.png", "calibration.png", "bytes.png"} & files
+
+
+@pytest.mark.parametrize("content", [None, "empty", "config", "garbage"])
+def test_folders_without_a_run_say_what_is_missing(tmp_path, content):
+    folder = tmp_path / "out"
+    expected = "is not a folder"
+    if content is not None:
+        folder.mkdir()
+        expected = "nothing to report on"
+    if content == "config":
+        write(folder / "hybrid_config.json", {"learning_rate": 1e-3})
+        expected = "before its first checkpoint"
+    if content == "garbage":
+        write(folder / "hybrid_summary.json", [1, 2])
+        write(folder / "checkpoint-x" / "trainer_state.json", {})
+        write(folder / "checkpoint-5" / "trainer_state.json", {"log_history": "none", "global_step": "five"})
+        (folder / "profile").mkdir()
+        (folder / "profile" / "steps.jsonl").write_text("null\n[]\n{}\n")
+    with pytest.raises(ValueError, match=expected):
+        load_run(folder)
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path, undrawn):
+    hybrid_run(tmp_path, leaps=[leap(20, e=None, gain="high", loss_after=None), leap(50)])
+    path = tmp_path / "checkpoint-100" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"] += [{"step": 99, "loss": math.nan}, {"step": 99, "loss": "inf"}, {"loss": 1.0}, 7]
+    path.write_text(json.dumps(state))
+    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
+    summary["leaps"] += [{"verdict": "kept"}, "leap", None]
+    write(tmp_path / "hybrid_summary.json", {**summary, "displacement_residuals": {"a": 3, "b": {"cosine": None}}})
+    files = write_report(tmp_path)
+    found = json.loads(files[1].read_text())
+    assert found["headline"]["final_loss"]["training"] == pytest.approx(3.0)
+    assert found["leaps"]["made"] == 2 and len(found["calibration"]["decrease"]) == 1
+    assert "displacement" not in found["calibration"]
+
+
+# Memory.
+
+
+def test_memory_of_a_profiled_run(tmp_path):
+    leaps = hybrid_run(tmp_path)
+    records = [step_record(step, phase) for step, phase in phases(leaps, 100).items()]
+    records[59]["device"] = {**records[59]["device"], "peak_allocated": 20 * GIB}
+    records.insert(50, step_record(50, "evaluate"))
+    profile(tmp_path, records)
+    write(tmp_path / "profile" / "summary.json", {"achieved_over_floor": 3.3, "spikes": [{"step": 60}]})
+    write(tmp_path / "profile" / "oom-70" / "records.json", {"error": "no memory", "stage": "update", "records": []})
+    found = findings(load_run(tmp_path))
+    memory = found["memory"]
+    assert found["headline"]["peak_memory"] == {"bytes": 20 * GIB, "where": "device", "step": 60, "phase": "full"}
+    assert memory["floor_bytes"] == 6 * GIB and memory["achieved_over_floor"] == 3.3
+    assert memory["out_of_memory"][0]["error"] == "no memory" and memory["spikes"] == [{"step": 60}]
+    assert any("Out of memory in step 70" in note for note in found["notes"])
+    row = {row["phase"]: row for row in memory["categories_by_phase"]}["full"]
+    assert row["categories"]["states"] == {"device": 4 * GIB, "host": GIB} and row["unexplained_place"] == "device"
+    full = next(row for row in found["phases"] if row["phase"] == "full")
+    assert full["peak"]["bytes"] == 20 * GIB and full["peak_min"] == 12 * GIB
+    assert full["peak_mean"] == pytest.approx((12 * (full["steps"] - 1) + 20) * GIB / full["steps"])
+
+
+def test_steps_csv_has_use_total_and_categories(tmp_path, undrawn):
+    leaps = hybrid_run(tmp_path)
+    records = [step_record(step, phase) for step, phase in phases(leaps, 100).items()]
+    records[1]["nvml"] = None
+    records[2] |= {"nvml": None, "device": None}
+    profile(tmp_path, records)
+    write_report(tmp_path, tmp_path / "elsewhere")
+    rows = rows_of(tmp_path / "elsewhere" / "steps.csv")
+    assert len(rows) == 100
+    first, second, third, tenth = (rows[index] for index in (0, 1, 2, 9))
+    assert first["step"] == "1" and first["phase"] == "warmup" and first["used_source"] == "device (NVML)"
+    assert float(first["utilisation"]) == pytest.approx(14 / 24) and first["held_weights_device"] == ""
+    assert int(second["used"]) == 8 * GIB and int(second["total"]) == 24 * GIB
+    assert third["used_source"] == "host (RSS)" and third["total"] == third["utilisation"] == ""
+    assert int(tenth["held_states_host"]) == GIB and int(tenth["unexplained"]) == 6 * GIB
+    assert float(tenth["loss"]) == pytest.approx(4.8) and float(tenth["learning_rate"]) > 0
+    rows = rows_of(tmp_path / "elsewhere" / "leaps.csv")
+    assert [row["verdict"] for row in rows] == ["kept", "rejected", "kept"]
+    assert [row["accepted"] for row in rows] == ["True", "False", "True"]
+
+
+def test_what_comes_from_files_is_no_formula(tmp_path, undrawn):
+    hybrid_run(tmp_path, leaps=[leap(20, "=HYPERLINK(1)"), leap(50, e=-2.0)])
+    write_report(tmp_path)
+    rows = rows_of(tmp_path / "report" / "leaps.csv")
+    assert rows[0]["verdict"] == "'=HYPERLINK(1)" and rows[1]["e"] == "-2.0"
+
+
+# Phases and calibration.
+
+
+def test_phases_of_steps_come_from_the_best_source(tmp_path):
+    leaps = hybrid_run(tmp_path)
+    known = phases(leaps, 100)
+    from_record = phases_by_step(load_run(tmp_path))
+    real = {step: "real" if phase in ("full", "correct") else phase for step, phase in known.items()}
+    assert from_record == real
+    profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
+    assert phases_by_step(load_run(tmp_path)) == known
+    assert runs_of({1: "a", 2: "a", 3: "b", 4: "a"}) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
+
+
+def test_calibration_shows_what_the_record_supports(tmp_path):
+    made = [leap(12 + 4 * k, "kept" if k % 4 else "rejected") for k in range(16)]
+    hybrid_run(tmp_path, leaps=made)
+    found = findings(load_run(tmp_path))["calibration"]
+    assert found["decrease"][0] == {
+        "step": 12, "predicted": 0.03, "realised": pytest.approx(0.02), "standard_error": 0.005, "accepted": False,
+    }  # fmt: skip
+    assert len(found["forecast"]) == 16 and found["displacement"][0]["cosine"] == 0.5
+    assert sum(row["leaps"] for row in found["confidence"]) == 16
+    kept = sum(row["share_kept"] * row["leaps"] for row in found["confidence"])
+    assert kept == pytest.approx(12)
+    assert all(row["low"] <= row["share_kept"] <= row["high"] for row in found["confidence"])
+    assert "world_model_errors" not in found and "world_model_coverage" not in found
+
+
+def test_few_leaps_say_nothing_of_the_confidence(tmp_path):
+    hybrid_run(tmp_path)
+    assert "confidence" not in findings(load_run(tmp_path))["calibration"]
+
+
+def test_wilson_interval_of_known_numbers():
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson_interval(0, 5)[0] == 0.0 and wilson_interval(5, 5)[1] == pytest.approx(1.0)
+
+
+def test_the_world_model_is_scored_from_summary_and_checkpoint(tmp_path):
+    hybrid_run(tmp_path, steps=80, finished=False)
+    path = tmp_path / "checkpoint-80" / "hybrid_state.json"
+    state = json.loads(path.read_text())
+    places = [0.05, 0.3, 0.5, 0.6, 0.95, 0.7]
+    calibration = {"1": [1.0, 9.0, 9.0, places, [0.6, 1.2, 0.9], 6], "5": [1.0, 9.0, 9.0, [], [0.0] * 3, 0]}
+    state["engine"]["planner"]["gains"] = {"choices": [{"progress": 0.5}], "dynamics": {"calibration": calibration}}
+    path.write_text(json.dumps(state))
+    found = findings(load_run(tmp_path))["calibration"]
+    assert found["world_model_errors"]["1"] == pytest.approx({"model": 0.1, "persistence": 0.2, "power_law": 0.15})
+    assert list(found["world_model_errors"]) == ["1"], "nothing was scored five windows ahead"
+    (coverage,) = found["world_model_coverage"]
+    assert coverage["windows_ahead"] == 1 and coverage["forecasts"] == 6
+    assert coverage["inside"][coverage["levels"].index(0.5)] == pytest.approx(4 / 6)
+
+
+# Two runs.
+
+
+def test_comparison_of_two_runs(tmp_path):
+    hybrid_run(tmp_path / "a")
+    plain_run(tmp_path / "b")
+    profile(tmp_path / "b", [step_record(step, "train") for step in range(1, 101)])
+    found = compare(load_run(tmp_path / "a"), load_run(tmp_path / "b"))
+    table = {row[0]: row[1:] for row in found["table"]}
+    assert table["training loss, last logged"] == ["3.000", "4.000", "+1.000", "1.33"]
+    assert table["real steps"] == ["96", "100", "+4", "1.04"]
+    assert table["backward passes"] == ["96", "–", "–", "–"]
+    assert table["peak memory"][1] == "12.0 GiB"
+    assert ["direction", "drift", "not recorded"] in found["different_options"]
+    assert all(row[0] != "output_dir" for row in found["different_options"])
+    assert any("Wall times are of different kinds" in note for note in found["notes"])
+
+
+# The real thing.
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 27:
+            raise KeyboardInterrupt
+
+
+def test_a_real_run_that_was_cut_short(tmp_path):
+    profiler = MemoryProfilerCallback(account_every=1)
+    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=20, probe_budget=0.2, probe_samples=8)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=[profiler, Stop()])
+    profiler.attach(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    path = tmp_path / "profile" / "steps.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])  # as a kill leaves it
+    files = {path.name for path in write_report(tmp_path)}
+    assert {"memory.png", "loss.png", "rate.png", "bytes.png", "leaps.csv"} <= files
+    found = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert not found["finished"] and found["headline"]["steps"]["planned"] == 30
+    assert found["headline"]["steps"]["total"] >= 25 and found["headline"]["peak_memory"]["where"] == "host"
+    assert {"warmup", "full", "predict", "correct"} == {row["phase"] for row in found["phases"]}
+    assert found["memory"]["categories_by_phase"][0]["categories"]["weights"]["host"] > 0
+    phases_logged = {row["step"]: row["phase"] for row in rows_of(tmp_path / "report" / "steps.csv")}
+    assert phases_logged["1"] == "warmup" and "predict" in phases_logged.values()

@@ -1,0 +1,257 @@
+"""The pages, plots and command of reports, and the summary that displays itself."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
+
+from hf_hybrid.cli.main import main
+from hf_hybrid.profiling.drawing import PALETTE, running_mean, thinned
+from hf_hybrid.profiling.report import write_comparison, write_report
+from hf_hybrid.summaries import HybridSummary, format_bytes, format_number, format_seconds
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Tags that were opened and closed, attributes, and text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attributes]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """A run with everything in it, under a name that is markup, and its files by name."""
+    folder = tmp_path_factory.mktemp("runs") / "<b>run</b>"
+    leaps = hybrid_run(folder, leaps=[leap(12 + 6 * k, "kept" if k % 3 else "rejected") for k in range(14)])
+    profile(folder, [step_record(step, phase) for step, phase in phases(leaps, 100).items()])
+    change = {"moment": "update", "allocated": GIB, "held": {NASTY: {"device": GIB}}}
+    spike = {"step": 60, "phase": "full", "bytes": 20 * GIB, "usual": 12 * GIB, "changed": change}
+    write(folder / "profile" / "summary.json", {"spikes": [spike], "achieved_over_floor": 2.0})
+    write(folder / "profile" / "oom-70" / "records.json", {"error": NASTY, "stage": "update", "requested": GIB})
+    summary = json.loads((folder / "hybrid_summary.json").read_text())
+    summary["displacement_residuals"][NASTY] = {"leaps": 3, "cosine": 0.2, "norm_ratio": 1.0}
+    summary["divergence_events"] = [{"step": 3, "phase": "full", "level": "warning", "reason": NASTY, "action": "none"}]
+    done = {"step": 9, "phase": "full", "action": "smaller micro-batches", "from_size": 8, "to_size": 4}
+    summary["out_of_memory"] = [{**done, "error": NASTY}]
+    write(folder / "hybrid_summary.json", summary)
+    return {path.name: path for path in write_report(folder)}
+
+
+def test_the_page_has_the_five_numbers_all_plots_and_tables(reported):
+    page = Page(reported["report.html"].read_text())
+    assert page.open == [], "every element is closed"
+    for text in ("Final loss", "3.100", "Steps", "real", "Backward passes", "Wall time", "Peak memory", "12.0 GiB"):
+        assert text in page.text
+    headings = (
+        "Memory over time", "Loss and leaps", "Learning rate and gain", "Predicted against realised",
+        "Bytes by category", "Phases", "Leaps", "Memory", "Displacement by kind",
+        "Recovered from out of memory", "smaller micro-batches", "Divergence events", "Options",
+    )  # fmt: skip
+    assert all(heading in page.text for heading in headings)
+    assert page.tags.count("h1") == 1 and page.tags.count("svg") == 2 * 5
+    labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+    assert len(labels) == 10 and all(len(label) > 20 for label in labels)
+    assert {"memory.png", "loss.png", "rate.png", "calibration.png", "bytes.png"} <= set(reported)
+    assert all(reported[name].read_bytes().startswith(b"\x89PNG") for name in reported if name.endswith(".png"))
+
+
+def test_the_page_loads_nothing(reported):
+    page = Page(reported["report.html"].read_text())
+    loading = {"src", "href", "data", "srcset", "action", "poster", "background"}
+    links = [value for _, name, value in page.attributes if name in loading]
+    assert links and all(value.startswith("#") or value == "data:," for value in links)
+    assert all(match.startswith("#") for match in re.findall(r"url\(([^)]*)\)", reported["report.html"].read_text()))
+    assert "script" not in page.tags and "iframe" not in page.tags and "@import" not in page.text
+    policy = next(value for tag, name, value in page.attributes if tag == "meta" and "default-src" in (value or ""))
+    assert policy.startswith("default-src 'none'")
+
+
+def test_what_comes_from_files_stays_text(reported):
+    page = Page(reported["report.html"].read_text())
+    assert "script" not in page.tags and "b" not in page.tags
+    # Run name, preset, spike, out-of-memory error, reason, name of the device: all there, as they were.
+    assert "<b>run</b>" in page.text and page.text.count(NASTY) >= 5
+    assert page.text.count("<script>…") == 2, "in both drawings of the calibration"
+
+
+def test_plots_take_their_colours_from_the_page(reported):
+    text = reported["report.html"].read_text()
+    drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.S))
+    assert not any(colour in drawn for colour in PALETTE.values())
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    defined = [set(re.findall(r"--(\w+):", block)) for block in re.findall(r":root \{(.*?)\}", text, re.S)]
+    assert len(defined) == 2 and all(used <= names for names in defined), "light and dark"
+    assert {"warmup", "full", "predict", "correct"} <= used
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_without_matplotlib_everything_but_the_plots_is_written(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hybrid_run(tmp_path)
+    files = {path.name for path in write_report(tmp_path)}
+    assert files == {"report.html", "report.json", "steps.csv", "leaps.csv"}
+    assert 'pip install "hf-hybrid[report]"' in caplog.text
+    assert 'pip install "hf-hybrid[report]"' in Page((tmp_path / "report" / "report.html").read_text()).text
+
+
+def test_comparison_page(tmp_path):
+    hybrid_run(tmp_path / "a")
+    leaps = hybrid_run(tmp_path / "<i>b")
+    for name in ("a", "<i>b"):
+        profile(tmp_path / name, [step_record(step, phase) for step, phase in phases(leaps, 100).items()])
+    plain_run(tmp_path / "plain")
+    files = write_comparison(tmp_path / "a", tmp_path / "<i>b")
+    assert [path.name for path in files] == ["comparison.html", "comparison.json", "loss.png", "memory.png"]
+    assert files[0].parent == (tmp_path / "<i>b" / "report" / "comparison").resolve()
+    page = Page(files[0].read_text())
+    assert page.open == [] and "i" not in page.tags and "B: <i>b" in page.text and page.tags.count("svg") == 4
+    files = write_comparison(tmp_path / "a", tmp_path / "plain", tmp_path / "out")
+    assert [path.name for path in files] == ["comparison.html", "comparison.json", "loss.png"]
+    assert "MemoryProfilerCallback" in Page(files[0].read_text()).text
+
+
+def test_command(tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hybrid_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "there")]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0] == str(tmp_path / "there" / "report.html") and "leaps.csv" in told.out
+    assert "hf-hybrid[report]" in caplog.text
+    assert main(["report", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
+    assert "comparison.html" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "nothing")]) == 1
+    assert "`" + str(tmp_path / "nothing") + "` is not a folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 1
+    assert "`output`" in capsys.readouterr().err
+
+
+def test_a_report_needs_neither_torch_nor_transformers(tmp_path):
+    hybrid_run(tmp_path)
+    code = (
+        "import sys\n"
+        "from hf_hybrid.cli.main import main\n"
+        "sys.modules['matplotlib'] = None\n"
+        f"assert main(['report', {str(tmp_path)!r}]) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_many_points_lose_no_peak():
+    points = [(step, float(step % 7)) for step in range(10_000)]
+    points[5003] = (5003, 99.0)
+    fewer = thinned(points, 500)
+    assert len(fewer) <= 502 and (5003, 99.0) in fewer and fewer == sorted(fewer)
+    assert thinned(points[:500], 500) == points[:500]
+    assert running_mean([(1, 1.0), (2, 2.0), (3, 6.0), (4, 1.0)], 3) == [(2, 3.0), (3, 3.0)]
+
+
+def test_long_runs_are_drawn(tmp_path):
+    leaps = hybrid_run(tmp_path, leaps=[leap(s, "rolled_back" if s % 4 else "kept") for s in range(12, 98, 5)])
+    known = phases(leaps, 100)
+    profile(tmp_path, [step_record(step, known[1 + step % 100]) for step in range(1, 3001)])
+    files = {path.name for path in write_report(tmp_path)}
+    assert {"memory.png", "loss.png"} <= files
+    assert (tmp_path / "report" / "report.html").stat().st_size < 3_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_has_nothing_to_complain_about(reported, tmp_path, width):
+    shot = tmp_path / "page.png"
+    flags = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path / 'browser'}", "--enable-logging=stderr", "--v=0",
+        f"--window-size={width},2000", f"--screenshot={shot}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        ["chromium", *flags, reported["report.html"].as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert shot.stat().st_size > 10_000
+    assert "CONSOLE" not in done.stderr
+
+
+# The summary.
+
+
+def test_summary_is_a_dictionary_that_shows_itself():
+    values = {
+        "steps_by_phase": {"warmup": 5, "predict": 2},
+        "seconds_by_phase": {"warmup": 1.5, "predict": 0.01},
+        "real_steps": 5,
+        "predicted_steps": 2,
+        "backward_passes": 5,
+        "leaps_by_verdict": {"kept": 150, "rolled_back": 50},
+        "leaps": [leap(step) for step in range(200)],
+        "divergence_events": [{"reason": NASTY}] * 30,
+        "direction": NASTY,
+        "out_of_memory": [{"step": 3}],
+        "learning_rate_scale": 4.0,
+        "tail_average": {"kept": True, "loss": 3.14159},
+        "memory": {"held": {"total": {"device": 0, "host": 3 * GIB}}},
+    }
+    summary = HybridSummary(values)
+    assert summary == values and json.loads(json.dumps(summary)) == values
+    assert {**summary, "more": 1}["real_steps"] == 5
+    text, page = str(summary), Page(summary._repr_html_())
+    assert "warmup" in text and "1.5 s" in text and "leaps: 200 (150 kept, 50 rolled back)" in text
+    assert "recovered from out of memory: 1 x" in text
+    assert "divergence events: 30" in text and "3.00 GiB host" in text and "tail average: kept True, loss 3.14" in text
+    assert len(text) < 1000 and len(summary._repr_html_()) < 4000, "lists are folded"
+    assert page.open == [] and "script" not in page.tags and NASTY in page.text and "200 (150 kept" in page.text
+
+
+def test_summary_of_a_run_that_did_nothing():
+    assert str(HybridSummary()) == "" and Page(HybridSummary()._repr_html_()).open == []
+    assert "tail" not in str(HybridSummary(tail_average=None, memory={"held": None}))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (format_bytes(0), "0 B"),
+        (format_bytes(1536), "1.50 KiB"),
+        (format_bytes(12.4 * GIB), "12.4 GiB"),
+        (format_bytes(None), "–"),
+        (format_seconds(0.0421), "42.1 ms"),
+        (format_seconds(61), "61.0 s"),
+        (format_seconds(245), "4 min 05 s"),
+        (format_seconds(8000), "2 h 13 min"),
+        (format_number(1234567), "1,234,567"),
+        (format_number(0.25), "0.250"),
+        (format_number(-12.345), "-12.3"),
+        (format_number(3e-5), "3e-05"),
+        (format_number(float("inf")), "inf"),
+    ],
+)
+def test_numbers_are_readable(shown, expected):
+    assert shown == expected

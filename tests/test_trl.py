@@ -1,0 +1,509 @@
+"""TRL's trainers in phases: what TRL prepares, computes and logs stays TRL's; leaps are verified on what it trains."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+import torch
+from conftest import assert_same_weights, config_values, tiny_model, weights
+from transformers import MixtralConfig, MixtralForCausalLM
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+from datasets import Dataset  # noqa: E402
+from transformers import HfArgumentParser  # noqa: E402
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+from hf_hybrid import (  # noqa: E402
+    Direction,
+    HybridArguments,
+    HybridConfig,
+    HybridDPOConfig,
+    HybridDPOTrainer,
+    HybridSFTConfig,
+    HybridSFTTrainer,
+)
+from hf_hybrid.micro_batches import parts_of  # noqa: E402
+from hf_hybrid.plugins import PluginList  # noqa: E402
+
+NAMES = sorted(topics.topics)
+CHATS = Dataset.from_list(
+    [
+        {"prompt": [{"role": "user", "content": name}], "completion": [{"role": "assistant", "content": text}]}
+        for name in NAMES[:30]
+        for text in (topics.topics[name][:90], topics.topics[name][90:180])
+    ]
+)
+PAIRS = Dataset.from_list(
+    [
+        {"prompt": f"{name}:\n", "chosen": topics.topics[name][:60], "rejected": topics.topics[name][60:90][::-1]}
+        for name in NAMES[:50]
+    ]
+)
+PHASES = {
+    "warmup_phase_steps": 4,
+    "full_phase_steps": 3,
+    "correct_phase_steps": 2,
+    "max_predict_steps": 3,
+    "leap_worth": 0.5,
+    "leap_budget": 10.0,
+    "probe_budget": 1.0,
+}
+
+
+def make_tokenizer():
+    path = Path(__file__).parent.parent / "examples" / "01_quickstart.py"
+    spec = importlib.util.spec_from_file_location("quickstart", path)
+    quickstart = sys.modules.setdefault("quickstart", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(quickstart)
+    tokenizer = quickstart.train_tokenizer([topics.topics[name] for name in NAMES], vocab_size=320)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+def llama(**overrides):
+    tokens = {"eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": TOKENIZER.pad_token_id, "bos_token_id": None}
+    return tiny_model(vocab_size=len(TOKENIZER), **tokens, **overrides)
+
+
+def mixtral():
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+            max_position_embeddings=64, router_aux_loss_coef=0.05, output_router_logits=True,
+            eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id, bos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def lora():
+    return pytest.importorskip("peft").LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"
+    )
+
+
+def sft(trainer, config, folder, *, model=None, data=CHATS, peft_config=None, extra=None, **options):
+    args = config(**config_values(folder, **{"max_length": 48, "bf16": False, **options}))
+    return trainer(
+        model or llama(), args, train_dataset=data, processing_class=TOKENIZER, peft_config=peft_config, **(extra or {})
+    )
+
+
+def dpo(trainer, config, folder, *, model=None, peft_config=None, extra=None, **options):
+    args = config(**config_values(folder, **{"max_length": 64, "bf16": False, **options}))
+    reference = None if peft_config or options.get("precompute_ref_log_probs") else llama()
+    keywords = {"train_dataset": PAIRS, "processing_class": TOKENIZER, "peft_config": peft_config, **(extra or {})}
+    return trainer(model or llama(), reference, args, **keywords)
+
+
+def history(trainer, *, last=True):
+    """Everything logged, but for the clock and what only hybrid runs log."""
+    left_out = ("runtime", "per_second", "hybrid/")
+    entries = trainer.state.log_history if last else trainer.state.log_history[:-1]
+    return [{k: v for k, v in entry.items() if not any(word in k for word in left_out)} for entry in entries]
+
+
+SFT_CASES = {
+    "chats": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "packing": {"packing": True},
+    "bf16": {"bf16": True},
+    "lora": {"peft_config": lora},
+    "mixture": {"model": mixtral},
+}
+
+
+def made(options):
+    return {name: value() if callable(value) else value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("case", SFT_CASES)
+def test_sft_disabled_equals_trl(case, tmp_path):
+    options = {"max_steps": 6, **SFT_CASES[case]}
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "plain", **made(options))
+    plain.train()
+    hybrid = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "hybrid", enable_predict=False, **made(options))
+    hybrid.train()
+    assert len(history(plain)) > 5 and "mean_token_accuracy" in history(plain)[0]
+    assert history(hybrid) == history(plain)
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("case", ["reference", "lora"])
+def test_dpo_disabled_equals_trl(case, tmp_path):
+    options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "extra": {"eval_dataset": PAIRS.select([1])}}
+    options |= {"lora": {"peft_config": lora}, "reference": {}}[case]
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", **made(options))
+    plain.train()
+    hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", enable_predict=False, **made(options))
+    hybrid.train()
+    assert "rewards/margins" in history(plain)[0]
+    assert history(hybrid) == history(plain)
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+
+class RandomDirection(Direction):
+    """Noise, which a probe must refuse."""
+
+    def displacement(self, index, out):
+        return out.normal_(std=100.0, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.mark.parametrize("build, plain, hybrid, config, probe", [
+    (sft, (SFTTrainer, SFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS),
+    (dpo, (DPOTrainer, DPOConfig), HybridDPOTrainer, HybridDPOConfig, PAIRS),
+], ids=["sft", "dpo"])  # fmt: skip
+def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, probe, tmp_path):
+    """
+    Probes happen, with dropout in the model and evaluations in between: neither weights nor any metric that TRL logs
+    (entropy, accuracy, counted tokens, rewards) knows of them.
+    """
+    options = {"max_steps": 18, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 5, "disable_dropout": False}
+    if build is sft:
+        del options["disable_dropout"]
+    held_out = {"eval_dataset": probe.select(range(3))}
+    plain = build(*plain, tmp_path / "plain", model=llama(attention_dropout=0.2), extra=held_out, **options)
+    plain.train()
+    extra = {**held_out, "probe_dataset": probe.select(range(3, 12)), "direction": RandomDirection}
+    model = llama(attention_dropout=0.2)
+    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES, max_leap_norm=5)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["leaps_by_verdict"].keys() == {"rejected"} and summary["forward_only_passes"] >= 6
+    assert history(trainer, last=False) == history(plain, last=False)
+    assert_same_weights(weights(trainer.model), weights(plain.model))
+
+
+def test_sft_leaps_in_all_phases(tmp_path):
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert all(summary["steps_by_phase"].values()) and summary["forward_only_passes"] > 0
+    assert {"kept", "extended"} & set(summary["leaps_by_verdict"])
+    real = [e for e in trainer.state.log_history if e.get("hybrid/phase") not in (None, 2)]
+    predicted = [e for e in trainer.state.log_history if e.get("hybrid/phase") == 2]
+    assert all({"loss", "entropy", "mean_token_accuracy"} <= e.keys() for e in real)
+    assert predicted and not any({"loss", "entropy", "eval_entropy"} & e.keys() for e in predicted)
+    counted = [e["num_tokens"] for e in real]
+    assert counted == sorted(set(counted))
+    assert real[-1]["loss"] < real[0]["loss"] - 0.5
+
+
+def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
+    """A predicted step after an evaluation must not take training for evaluation: TRL asks the model for its mode."""
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "logging_steps": 1,
+        "extra": {"eval_dataset": CHATS.select([0])},
+    }
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES, **options)
+    trainer.train()
+    training = [e for e in trainer.state.log_history if "hybrid/phase" in e]
+    assert sum(e["hybrid/phase"] == 2 for e in training) > 2
+    assert not any(key.startswith("eval_") for entry in training for key in entry)
+
+
+def test_dpo_leaps_are_verified_on_the_preference_loss(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **PHASES, probe_batch_size=3)
+    assert len(trainer.probe_dataset) + len(trainer.train_dataset) == len(PAIRS)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert all(summary["steps_by_phase"].values())
+    probed = [leap for leap in summary["leaps"] if leap["loss_before"] is not None]
+    # Of three pairs: below the loss of an untrained policy, where that of tokens would be about 5.7.
+    assert probed and all(0 < leap["loss_after"] < math.log(2) for leap in probed)
+    assert summary["forward_only_passes"] % 3 == 0
+
+
+def test_pairs_stay_together_when_a_batch_is_split(tmp_path):
+    """As after an out-of-memory; half of the rows would be chosen completions alone."""
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    parts = parts_of(batch, 1, trainer._recovery.blocks)
+    assert len(batch["input_ids"]) == 8 and [len(part["input_ids"]) for part in parts] == [2] * 4
+    trainer.model.eval()
+    losses = [trainer.compute_loss(trainer.model, part).item() for part in parts]
+    assert sum(losses) / 4 == pytest.approx(trainer.compute_loss(trainer.model, batch).item(), rel=1e-5)
+
+
+def pair_losses(trainer):
+    """By the formula of the paper, from logits."""
+    losses = []
+    trainer.model.eval()
+    with torch.no_grad():
+        for row in trainer.probe_dataset:
+            margins = []
+            for completion in ("chosen_ids", "rejected_ids"):
+                ids = torch.tensor([row["prompt_ids"] + row[completion]])[:, :64]
+                targets, start = ids[:, 1:, None], len(row["prompt_ids"]) - 1
+                logs = [
+                    model(ids).logits[:, :-1].log_softmax(-1).gather(2, targets)[:, start:].sum()
+                    for model in (trainer.model, trainer.ref_model)
+                ]
+                margins.append(logs[0] - logs[1])
+            losses.append(-torch.nn.functional.logsigmoid(0.1 * (margins[0] - margins[1])).item())
+    return losses
+
+
+def test_held_out_preference_loss_is_that_of_the_paper(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
+    evaluate = trainer.sequence_losses(trainer, PluginList())
+    found = [loss for batch in evaluate.batches() for loss in evaluate(batch)]
+    assert found == pytest.approx(pair_losses(trainer), rel=1e-4)
+    assert len(found) == len(trainer.probe_dataset) and max(found) - min(found) > 1e-4
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"loss_type": "dft"},
+    {"label_smoothing_factor": 0.2},
+    {"model": mixtral},
+    {"packing": True},
+    {"peft_config": lora},
+    {"model": lambda: llama(attention_dropout=0.3)},
+], ids=["nll", "dft", "smoothed", "mixture", "packed", "lora", "dropout"])  # fmt: skip
+def test_held_out_losses_are_those_that_trl_computes(options, tmp_path):
+    """One by one through TRL's `compute_loss`, in evaluation mode; and nothing of the trainer's state has moved."""
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **made(options))
+    evaluate = trainer.sequence_losses(trainer, PluginList())
+    trainer._metrics["eval"]["entropy"].append(1.0)
+    trainer.model.train()
+    before = torch.get_rng_state()
+    found = [loss for batch in evaluate.batches() for loss in evaluate(batch)]
+    assert trainer.model.training and torch.equal(torch.get_rng_state(), before)
+    assert dict(trainer._metrics["eval"]) == {"entropy": [1.0]} and not trainer._metrics["train"]
+    trainer.model.eval()
+    rows = [trainer.data_collator([row]) for row in trainer.probe_dataset]
+    expected = [trainer.compute_loss(trainer.model, row).item() for row in rows]
+    # The router loss is a mean over a batch: of several sequences it is not that of each.
+    assert found == pytest.approx(expected, rel=5e-3 if "model" in options else 1e-5)
+    assert len(found) == len(trainer.probe_dataset)
+
+
+def test_sequences_without_labels_give_no_nan(tmp_path):
+    """Prompts that fill `max_length`, prepared by the user: TRL drops only those that it prepares itself."""
+    ids = list(range(8, 40))
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids if i % 3 else [-100] * 32} for i in range(60)])
+    for factor in (0.0, 0.1):
+        trainer = sft(
+            HybridSFTTrainer, HybridSFTConfig, tmp_path, data=rows, extra={"probe_dataset": rows.select(range(6))},
+            label_smoothing_factor=factor, dataset_kwargs={"skip_prepare_dataset": True}, **PHASES,
+        )  # fmt: skip
+        evaluate = trainer.sequence_losses(trainer, PluginList())
+        found = [loss for batch in evaluate.batches() for loss in evaluate(batch)]
+        assert [loss > 1.0 for loss in found] == [False, True, True] * 2 and all(map(math.isfinite, found))
+    trainer = sft(
+        HybridSFTTrainer, HybridSFTConfig, tmp_path, data=rows, extra={"probe_dataset": rows.select(range(6))},
+        dataset_kwargs={"skip_prepare_dataset": True}, **PHASES,
+    )  # fmt: skip
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["skipped_batches"] == 0 and set(summary["leaps_by_verdict"]) & {"kept", "extended"}
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 256}], ids=["padded", "packed"])
+def test_probe_sets_are_of_prepared_rows(options, tmp_path):
+    split = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **options)
+    given = sft(
+        HybridSFTTrainer, HybridSFTConfig, tmp_path, extra={"probe_dataset": CHATS.select(range(20))}, **options
+    )
+    whole = sft(SFTTrainer, SFTConfig, tmp_path, **options)
+    assert len(split.train_dataset) + len(split.probe_dataset) == len(whole.train_dataset) == len(given.train_dataset)
+    for trainer in (split, given):
+        assert {"input_ids", "labels"} <= set(trainer.probe_dataset.column_names)
+        assert "prompt" not in trainer.probe_dataset.column_names or not options
+        assert all(any(label != -100 for label in row["labels"]) for row in trainer.probe_dataset)
+        assert all(-100 in row["labels"] for row in trainer.probe_dataset)  # prompts carry no loss
+    assert ("seq_lengths" in given.probe_dataset.column_names) == bool(options)
+    if options:
+        assert len(given.probe_dataset) < 20  # several chats in a row
+
+
+def test_a_probe_set_that_packs_into_one_row_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`probe_dataset` has 1 sample"):
+        extra = {"probe_dataset": CHATS.select([0, 1])}
+        sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, packing=True, max_length=256, extra=extra)
+
+
+def test_dpo_probe_set_and_precomputed_references(tmp_path):
+    """References are computed once, before training, for the probe set as well."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 14, **PHASES}
+    trainer = dpo(
+        HybridDPOTrainer, HybridDPOConfig, tmp_path, extra={"probe_dataset": PAIRS.select(range(6))}, **options
+    )
+    assert {"prompt_ids", "ref_chosen_logps"} <= set(trainer.probe_dataset.column_names)
+    assert {"prompt_ids", "ref_chosen_logps"} <= set(trainer.train_dataset.column_names)
+    trainer.train()
+    probed = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["loss_before"] is not None]
+    assert probed and all(leap["loss_before"] < math.log(2) for leap in probed)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_streamed_data(kind, tmp_path):
+    """A `datasets.IterableDataset` is prepared by TRL, and its first rows are held out."""
+    build, trainer, config, data = {
+        "sft": (sft, HybridSFTTrainer, HybridSFTConfig, CHATS),
+        "dpo": (dpo, HybridDPOTrainer, HybridDPOConfig, PAIRS),
+    }[kind]
+    stream = {"train_dataset": data.to_iterable_dataset()} if kind == "dpo" else None
+    options = {"data": data.to_iterable_dataset()} if kind == "sft" else {}
+    trainer = build(trainer, config, tmp_path, extra=stream, **options, **PHASES, probe_samples=8, max_steps=14)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["steps"] == 14 and any(leap["loss_before"] is not None for leap in summary["leaps"])
+
+
+def test_router_loss_is_trained_through_all_phases(tmp_path):
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, model=mixtral(), **PHASES)
+    before = weights(trainer.model)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert all(summary["steps_by_phase"].values()) and set(summary["leaps_by_verdict"]) & {"kept", "extended"}
+    assert all(e["aux_loss"] > 0 for e in trainer.state.log_history if "loss" in e)
+    gates = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    assert not any(torch.equal(before[name], trainer.model.get_parameter(name).detach()) for name in gates)
+
+
+@pytest.mark.parametrize("case", ["packing", "dpo with lora"])
+def test_resume_ends_at_the_same_weights(case, tmp_path):
+    options = {**PHASES, "max_steps": 16, "save_strategy": "steps", "save_steps": 1}
+
+    def build():
+        if case == "packing":
+            return sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, packing=True, max_length=64, **options)
+        return dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, peft_config=lora(), **options)
+
+    trainer = build()
+    trainer.train()
+    steps = {e["step"]: e["hybrid/phase"] for e in trainer.state.log_history if "hybrid/phase" in e}
+    inside = [step for step, phase in steps.items() if phase == 2]
+    assert inside, trainer.hybrid_summary()["leaps_by_verdict"]
+    for step in (inside[0], 14):
+        resumed = build()
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert_same_weights(weights(resumed.model), weights(trainer.model))
+
+
+@pytest.mark.parametrize("options", [{}, {"peft_config": lora}], ids=["full", "lora"])
+def test_streamed_layers_equal_trl(options, tmp_path):
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "plain", max_steps=5, **made(options))
+    plain.train()
+    streamed = sft(
+        HybridSFTTrainer, HybridSFTConfig, tmp_path / "hybrid", max_steps=5, enable_predict=False, memory="stream",
+        **made(options),
+    )  # fmt: skip
+    streamed.train()
+    assert streamed.memory_summary()["statistics"]["loads"] > 0
+    assert history(streamed) == history(plain)
+    assert_same_weights(weights(streamed.model), weights(plain.model))
+
+
+def test_model_card_and_tags(tmp_path):
+    for build, trainer, config, tag in (
+        (sft, HybridSFTTrainer, HybridSFTConfig, "sft"), (dpo, HybridDPOTrainer, HybridDPOConfig, "dpo"),
+    ):  # fmt: skip
+        folder = tmp_path / tag
+        built = build(trainer, config, folder, max_steps=2, save_strategy="steps", save_steps=2)
+        built.train()
+        card = (folder / "README.md").read_text()
+        for name in ("trl", tag, "hf-hybrid"):
+            assert re.search(rf"^- {name}$", card, re.MULTILINE), name
+            assert name in built.model.model_tags
+
+
+# Configs.
+
+
+@pytest.mark.parametrize("config, plain", [(HybridSFTConfig, SFTConfig), (HybridDPOConfig, DPOConfig)])
+def test_configs_keep_trls_defaults_and_have_ours(config, plain, tmp_path):
+    ours = config(str(tmp_path), use_cpu=True)
+    theirs = plain(str(tmp_path), use_cpu=True)
+    for field in dataclasses.fields(plain):
+        if field.init and field.name not in ("logging_dir", "run_name"):
+            assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+    assert isinstance(ours, plain) and isinstance(ours, HybridArguments)
+    (parsed,) = HfArgumentParser(config).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--preset", "aggressive", "--leap_gain", "2"]
+    )
+    assert (parsed.preset, parsed.leap_gain, parsed.max_length) == ("aggressive", 2.0, theirs.max_length)
+    assert config(str(tmp_path), use_cpu=True, optim="muon").optim == "muon"
+
+
+def test_a_config_is_read_back(tmp_path):
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, max_steps=2, packing=True, preset="conservative")
+    trainer.train()
+    again = HybridSFTConfig.from_json(tmp_path)
+    assert isinstance(again, HybridSFTConfig)
+    assert (again.packing, again.preset, again.max_length, again.max_steps) == (True, "conservative", 48, 2)
+
+
+@pytest.mark.parametrize(
+    "config, options, message",
+    [
+        (HybridSFTConfig, {"leap_gain": float("nan")}, "`leap_gain` must be at least 0, got nan"),
+        (HybridDPOConfig, {"preset": "bold"}, "`preset` must be one of"),
+        (HybridSFTConfig, {"bf16": False, "fp16": True}, "`fp16=True` cannot be combined with predicted steps"),
+        (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is how streamed layers travel"),
+        (HybridSFTConfig, {"chunked_loss": "on"}, "`chunked_loss=on` changes the head.*in chunks already"),
+        (HybridSFTConfig, {"memory": "stream", "stream_embeddings": True}, "`stream_embeddings=True` keeps the head"),
+        (HybridDPOConfig, {"memory": "stream"}, "`memory=stream` streams the layers of one model"),
+        (HybridDPOConfig, {"sync_ref_model": True}, "`sync_ref_model=True` copies .*`enable_predict=False`"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(config, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(str(tmp_path), use_cpu=True, **options)
+
+
+def test_synchronised_references_are_for_runs_without_leaps(tmp_path):
+    assert HybridDPOConfig(str(tmp_path), use_cpu=True, sync_ref_model=True, enable_predict=False).sync_ref_model
+
+
+def test_configs_that_were_mixed_up_are_named(tmp_path):
+    args = HybridConfig(**config_values(tmp_path))
+    for trainer, right in ((HybridSFTTrainer, "HybridSFTConfig"), (HybridDPOTrainer, "HybridDPOConfig")):
+        with pytest.raises(TypeError, match=f"`args` is a `HybridConfig`, which lacks TRL's.*Make it a `{right}`"):
+            trainer(llama(), args=args, train_dataset=CHATS)
+
+
+def test_plain_trl_configs_are_accepted(tmp_path):
+    trainer = sft(HybridSFTTrainer, SFTConfig, tmp_path, max_steps=3)
+    trainer.train()
+    assert trainer.hybrid_summary()["steps"] == 3
+
+
+def test_images_are_refused_while_there_are_leaps(tmp_path, monkeypatch):
+    """What TRL found out about the data set decides; nothing here can train on images."""
+    original = SFTTrainer.__init__
+
+    def looked(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self._is_vision_dataset = True
+
+    monkeypatch.setattr(SFTTrainer, "__init__", looked)
+    with pytest.raises(ValueError, match="`train_dataset` holds images.*`enable_predict=False`"):
+        sft(HybridSFTTrainer, HybridSFTConfig, tmp_path)
+    sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, enable_predict=False)
+
+
+def test_without_trl_the_way_to_install_it_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    spec = importlib.util.find_spec("hf_hybrid.integrations.trl")
+    with pytest.raises(ImportError, match=re.escape('Install it with `pip install "hf-hybrid[trl]"`')):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
