@@ -120,8 +120,8 @@ class Watch(PhasePlugin):
         self.hooks.__exit__()
 
 
-def watch_of(trainer):
-    return next(plugin for plugin in trainer.plugins.plugins if isinstance(plugin, Watch))
+def plugin_of(trainer, kind):
+    return next(plugin for plugin in trainer.plugins.plugins if isinstance(plugin, kind))
 
 
 class MeasuredTrainer(HybridTrainer):
@@ -130,7 +130,7 @@ class MeasuredTrainer(HybridTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         compute = super().compute_loss
         size = saved_for_backward(model, lambda: compute(model, dict(inputs), *args, **kwargs))
-        self.sizes.setdefault(watch_of(self).place, []).append(size)
+        self.sizes.setdefault(plugin_of(self, Watch).place, []).append(size)
         return compute(model, inputs, *args, **kwargs)
 
 
@@ -159,11 +159,11 @@ def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_r
         # In the very first forward pass the host buffers are new and count.
         assert max(offloaded.sizes[phase][1:]) < 0.6 * min(checkpointed.sizes[phase])
     for trainer in (plain, checkpointed, offloaded):
-        watch = watch_of(trainer)
+        watch = plugin_of(trainer, Watch)
         assert set(trainer.sizes["probe"]) == {0}
         assert watch.probes > 0 and watch.saved_in_probes == 0
         assert trainer.hybrid_summary()["steps_by_phase"]["predict"] > 0
-    assert offloaded.plugins.plugins[1].stats.tensors > 0
+    assert plugin_of(offloaded, ActivationCheckpointing).stats.tensors > 0
 
 
 # When it is on.
