@@ -70,8 +70,8 @@ def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[s
     began = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - began) / args.max_steps
-    held = trainer.memory_summary()["held"]
-    device, host = (sum(place[where] for place in held.values()) / 2**20 for where in ("device", "host"))
+    held = trainer.memory_summary()["held"]["total"]
+    device, host = held["device"] / 2**20, held["host"] / 2**20
     if trainer.streaming is None:
         device, host = device + host, 0.0  # on a CPU, where nothing tells the two apart
     weights = {name: parameter.detach().float() for name, parameter in trainer.model.named_parameters()}

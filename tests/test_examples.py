@@ -42,7 +42,7 @@ def test_compare(start, tmp_path):
     assert by_arm["trainer"]["backward_passes"] == by_arm["muon"]["backward_passes"] == 30
     for arm in (*arms, "fewer"):
         assert re.search(rf"^{arm} +0\.003 +{by_arm[arm]['eval_loss']:.4f} ", out, re.M), out
-    assert "at the edge" in out  # one learning rate is no search
+    assert "at the edge" in out and "--seeds 0 1 2" in out  # one learning rate is no search, one seed no comparison
 
 
 def test_compare_refuses_an_unknown_arm(start):

@@ -1,0 +1,326 @@
+"""What the docs say is run: code blocks, commands, links, the page of options, and the files that numbers come from."""
+
+import ast
+import importlib
+import json
+import re
+import runpy
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ByteText, config_values, tiny_model
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, __version__
+from hf_hybrid.cli import options
+from hf_hybrid.cli.main import COMMANDS, build_parser
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
+CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    found = BLOCK.findall(path.read_text(encoding="utf-8"))
+    return [text for language, text in found if language in languages]
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks."""
+    return BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+# Python: every page is run from top to bottom, in one namespace, without a network.
+
+QWEN = '"Qwen/Qwen2.5-0.5B"'
+ON_CPU = '"out", use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2'
+# What stands for something that a test cannot have: (in the page, in the test). `TINY` is a model of a few weights.
+STAND_INS: dict[str, list[tuple[str, str]]] = {
+    "README.md": [("bf16=True", "bf16=True, use_cpu=True")],
+    "docs/mixed_precision.md": [("bf16=True", "bf16=True, use_cpu=True")],
+    "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
+    "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
+    "docs/peft_and_trl.md": [(QWEN, "TINY"), ('"out"', ON_CPU + ", max_steps=4")],
+    "docs/coming_from.md": [(QWEN, "TINY"), ('HybridSFTConfig("out"', f"HybridSFTConfig({ON_CPU}")],
+    "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
+    # Real pushes, to a Hub of this machine, are in tests/test_hub.py: the endpoint is fixed when a process starts.
+    "docs/hub.md": [
+        ("trainer.push_to_hub(", "trainer.create_model_card("),
+        ('trainer.model.push_to_hub("your-name/model"', 'trainer.model.save_pretrained("pushed"'),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A model and its tokenizer in a folder."""
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    words = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", eos_token="!", chat_template=CHAT)
+    fast.save_pretrained(folder)
+    tiny_model(max_position_embeddings=1024).save_pretrained(folder)
+    return folder
+
+
+def small_trainer(folder: str, trained: bool = False) -> HybridTrainer:
+    config = HybridConfig(**config_values(folder, max_steps=12))
+    data = {"train_dataset": ByteText(100), "eval_dataset": ByteText(8, offset=200)}
+    trainer = HybridTrainer(tiny_model(), config, **data)
+    if trained:
+        trainer.train()
+    return trainer
+
+
+def names_of(page: str, tiny: str) -> dict:
+    """What a page takes for granted: a model, data, and where it speaks of a run, one."""
+    dialogue = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is so."}]
+    names = {
+        "TINY": tiny,
+        "QWEN_CONFIG": str(ROOT / "examples" / "model_configs" / "qwen2.5-7b.json"),
+        "model": tiny_model(),
+        "dataset": ByteText(40),
+        "train_dataset": ByteText(100),
+        "eval_dataset": ByteText(8, offset=200),
+        "conversations": Dataset.from_dict({"messages": [dialogue] * 40}),
+    }
+    if page == "docs/hub.md":
+        plain = Trainer(
+            tiny_model(),
+            TrainingArguments(**config_values("plain", max_steps=2)),
+            train_dataset=ByteText(40),
+            eval_dataset=ByteText(8, offset=200),
+        )
+        plain.train()
+        plain.evaluate()
+        names.update(trainer=small_trainer("out"), plain=plain)
+    if page == "docs/profiling.md":
+        names.update(Trainer=Trainer, args=TrainingArguments(**config_values("out", max_steps=4)))
+    if page == "docs/reports.md":
+        for folder in ("out", "out-a", "out-b"):
+            small_trainer(folder, trained=True)
+    return names
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=page_name)
+def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
+    page = page_name(path)
+    if "HybridSFT" in "".join(blocks(path, "python")):
+        pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    Path("my_texts.txt").write_text("\n\n".join(["Some words that are learned.", "And some more of them."] * 30))
+    torch.manual_seed(0)
+    namespace, unused = names_of(page, tiny), [old for old, _ in STAND_INS.get(page, [])]
+    for block in blocks(path, "python"):
+        for old, new in STAND_INS.get(page, []):
+            unused = [left for left in unused if left != old or old not in block]
+            block = block.replace(old, new)
+        exec(compile(block, page, "exec"), namespace)
+    assert not unused, f"the page does not say {unused} any more"
+
+
+# Commands: they name files that are there, and flags that these take.
+
+
+def script_flags(path: Path) -> set[str]:
+    """Flags of a script: fields of its dataclasses, strings that look like flags, and the options of its config."""
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"--\w[\w-]*", str(node.value)):
+            found.add(node.value[2:])
+        if isinstance(node, ast.Name) and node.id in ("HybridConfig", "HybridSFTConfig", "HybridDPOConfig"):
+            found |= {option.name for option in fields(HybridConfig)}
+    return found
+
+
+def check_script(words: list[str]) -> None:
+    path = ROOT / words[0]
+    assert path.is_file(), f"{words[0]} does not exist"
+    flags = {word[2:].split("=")[0] for word in words[1:] if word.startswith("--")}
+    assert flags <= script_flags(path) | {"help"}, f"{words[0]} does not take {flags - script_flags(path)}"
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] != "-m":
+        return check_script(words)
+    assert words[1] in ("pytest", "hf_hybrid"), words
+    for word in words[2:]:
+        if word.startswith("tests/"):
+            assert (ROOT / word.split("::")[0]).exists(), word
+
+
+def check_pip(words: list[str]) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(re.findall(r"^(\w+) = \[", text.split("[project.optional-dependencies]")[1].split("\n[")[0], re.M))
+    for word in words:
+        for extra in re.findall(r"^(?:hf[-_]hybrid|\.)\[([\w,]+)\]$", word):
+            assert set(extra.split(",")) <= extras, f"no extra `{extra}`"
+    if "-c" in words:
+        assert (ROOT / words[words.index("-c") + 1]).is_file()
+
+
+def check_hf_hybrid(words: list[str], folder: Path) -> None:
+    command, *rest = words
+    assert command in COMMANDS, f"hf-hybrid has no command `{command}`"
+    if command != "train":
+        return build_parser(command).parse_args([command, *rest])
+    (folder / "run.yaml").write_text("max_steps: 3\n")
+    (folder / "hybrid_config.json").write_text('{"max_steps": 3}')
+    stand_in = {"run.yaml": "run.yaml", "out/gpt2/hybrid_config.json": "hybrid_config.json"}
+    options.parse_values([str(folder / stand_in[word]) if word in stand_in else word for word in rest])
+
+
+def check_launcher(words: list[str]) -> None:
+    for before, word in zip(["", *words], words):
+        if before == "--config_file" or word.startswith(("examples/", "benchmarks/")):
+            assert (ROOT / word).is_file(), word
+    script = next((index for index, word in enumerate(words) if word.startswith("examples/") and word[-3:] == ".py"), 0)
+    if script:
+        check_script(words[script:])
+
+
+def commands(path: Path) -> list[str]:
+    """Single commands of the shell blocks of a page."""
+    lines = "\n".join(blocks(path, "bash", "sh", "console")).replace("\\\n", " ").splitlines()
+    return [part.strip() for line in lines for part in line.split("&&") if part.strip() and part.strip()[0] != "#"]
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=page_name)
+def test_commands_exist(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(path):
+        words = shlex.split(command, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        program, *rest = words
+        if program == "python":
+            check_python(rest)
+        elif program == "pip":
+            check_pip(rest)
+        elif program == "hf-hybrid":
+            check_hf_hybrid(rest, tmp_path)
+        elif program in ("accelerate", "torchrun"):
+            check_launcher(rest)
+        else:
+            assert program in ("mkdocs", "pre-commit", "ruff"), f"{page_name(path)}: what is `{command}`?"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_files_that_a_page_names_exist(path):
+    text = re.sub(r"`out[^`]*`", "", path.read_text(encoding="utf-8"))
+    named = re.findall(r"(?<![\w/.])((?:benchmarks|docs|examples|hf_hybrid|tests)/[\w/.-]*\.\w+)", text)
+    missing = sorted({name for name in named if not (ROOT / name.rstrip(".")).exists()})
+    assert not missing, f"{page_name(path)} names {missing}"
+
+
+def test_results_are_json():
+    pages = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    named = sorted(set(re.findall(r"benchmarks/results/[\w/-]+\.json", pages)))
+    assert named
+    for name in named:
+        assert json.loads((ROOT / name).read_text(encoding="utf-8")), name
+
+
+# Links.
+
+
+def slugs(path: Path) -> set[str]:
+    """Anchors of a page, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ +(.+?)\s*$", prose(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_links_resolve(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{page_name(path)} links to {target}"
+        if anchor:
+            assert anchor in slugs(found), f"{page_name(path)} links to {target}, which has {sorted(slugs(found))}"
+
+
+# Options, and the site.
+
+
+def test_the_page_of_options_is_what_the_generator_writes():
+    written = runpy.run_path(str(DOCS / "generate_configuration.py"))["page"]()
+    assert (DOCS / "configuration.md").read_text(encoding="utf-8") == written, (
+        "run `python docs/generate_configuration.py`"
+    )
+    for option in fields(HybridArguments):
+        assert written.count(f"\n| `{option.name}` | ") >= 1, f"`{option.name}` has no line"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "yaml")], ids=page_name)
+def test_yaml_blocks_hold_options(path):
+    known = {option.name for option in fields(HybridConfig)} | {"plugins", "hybrid"}
+    for block in blocks(path, "yaml"):
+        values = yaml.safe_load(block)
+        assert set(values) <= known, set(values) - known
+        assert set(values.get("hybrid", {})) <= {option.name for option in fields(HybridArguments)}
+
+
+def nav_pages(entry) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    values = entry.values() if isinstance(entry, dict) else entry
+    return [page for value in values for page in nav_pages(value)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    assert sorted(nav_pages(config["nav"])) == pages
+
+
+def test_symbols_of_the_api_pages_exist_and_are_documented():
+    symbols = [name for path in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)", prose(path), re.M)]
+    assert len(symbols) > 10
+    for symbol in symbols:
+        module, name = symbol.rsplit(".", 1)
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            assert module.startswith("hf_hybrid.integrations."), error
+            continue
+        assert found.__doc__, symbol
+
+
+# What the repository says of itself in several places.
+
+
+def test_versions_agree():
+    read = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "pyproject.toml")}
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__ and citation["license"] == "Apache-2.0"
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    ruff = next(repo["rev"] for repo in hooks if "ruff" in repo["repo"])
+    assert f"ruff=={ruff.removeprefix('v')}" in read["constraints.txt"].split()
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    least = re.search(r'requires-python = ">=([\d.]+)"', read["pyproject.toml"]).group(1)
+    assert jobs["tests"]["strategy"]["matrix"]["python"][0] == least
+    script = "".join(step.get("run", "") for step in jobs["wheel"]["steps"])
+    for pattern in re.search(r"^hf_hybrid = \[(.*)\]$", read["pyproject.toml"], re.M).group(1).split(","):
+        name = pattern.strip(' "')
+        checked = name.split("/*")[0] if "*" in name.split("/")[-1] else name
+        assert checked.split("/")[-1] in script, f"the wheel is not checked for {name}"
