@@ -231,6 +231,15 @@ def test_base_model_is_one_on_the_hub_whose_weights_were_loaded(saved, tmp_path)
     assert is_repo_id("gpt2") and not is_repo_id("a/b/c") and not is_repo_id("x|y") and not is_repo_id(None)
 
 
+def test_a_config_file_is_not_taken_for_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.json").write_text("{}")
+    model = tiny_model()
+    model.config._name_or_path = "tiny.json"
+    card = card_of(new_trainer(tmp_path / "out", model))
+    assert "base_model" not in metadata_of(card) and "huggingface.co/tiny.json" not in card
+
+
 def test_weights_in_four_bits_are_counted_as_what_they_stand_for():
     packed = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
     packed.quant_state = types.SimpleNamespace(shape=torch.Size([4, 8]))

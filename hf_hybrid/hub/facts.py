@@ -115,7 +115,7 @@ def model_facts(trainer, finetuned_from: str | None, tasks: str | list[str] | No
     inner = model.get_base_model() if peft is not None else model
     name = finetuned_from or getattr(peft, "base_model_name_or_path", None)
     name = name or getattr(getattr(inner, "config", None), "_name_or_path", None)
-    on_hub = bool(name) and is_repo_id(name) and not os.path.isdir(name)
+    on_hub = bool(name) and is_repo_id(name) and not os.path.exists(name)
     # `from_pretrained` leaves a mark; a model built from the configuration of another has only that one's name.
     loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
