@@ -295,9 +295,9 @@ class HybridArguments:
         given = getattr(self, name)
         return PRESETS[self.preset][name] if given is None else given
 
-    def gain_schedule(self) -> tuple[float, float]:
-        """Gain of a leap at the end of the run, and the power of the progress with which it grows."""
-        gain, power = GAINS[self.direction]
+    def gain_schedule(self, direction: str) -> tuple[float, float]:
+        """Gain of a leap along `direction` at the end of the run, and the power of the progress with which it grows."""
+        gain, power = GAINS[direction]
         gain = gain * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
         return gain, power if self.leap_gain_power is None else self.leap_gain_power
 

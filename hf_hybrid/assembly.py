@@ -69,7 +69,7 @@ def build_engine(trainer) -> PredictionEngine:
 
 def _gain_planner(trainer, stride: int) -> GainPlanner:
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
-    gain, power = options.gain_schedule()
+    gain, power = options.gain_schedule(leading_direction(trainer))
     values = (gain, power, options.preset_value("leap_worth"))
     if options.planner == "dynamics":
         from hf_hybrid.prediction.dynamics import DynamicsModel
@@ -108,6 +108,19 @@ def _tail_average(trajectory: Trajectory, share: float) -> TailAverage | None:
     return TailAverage(trajectory.names, trajectory.parameters, share=share, buffer=trajectory.context.buffer)
 
 
+def leading_direction(trainer) -> str:
+    """
+    The direction whose gain and memory suit the run: that of the options, but `gradient_memory` where `orthogonal`
+    finds nothing to orthogonalise: no hidden matrices, or an optimizer whose learning rates are of another scale.
+    """
+    direction = trainer.hybrid_args.direction
+    if direction != "orthogonal" or trainer.custom_direction is not None:
+        return direction
+    groups = trainer.optimizer.param_groups
+    fits = any("betas" in group or group.get("algorithm") == "muon" for group in groups)
+    return direction if fits and split_parameters(trainer.model)[0] else "gradient_memory"
+
+
 def make_direction_factory(options: HybridArguments, model) -> DirectionFactory:
     """
     What makes the direction that the options name, for the parameters of `model`.
@@ -137,7 +150,7 @@ def _trajectory(trainer) -> Trajectory:
         parameters,
         getattr(trainer.optimizer, "optimizer", trainer.optimizer),
         direction=trainer.direction_factory,
-        memory_steps=leap_memory_steps(options, trainer.state.max_steps),
+        memory_steps=leap_memory_steps(options, trainer.state.max_steps, leading_direction(trainer)),
         max_relative_norm=options.max_leap_norm,
         host=options.buffers_device == "cpu",
         store=streaming,

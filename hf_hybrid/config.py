@@ -184,10 +184,10 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
     )
 
 
-def leap_memory_steps(options: HybridArguments, max_steps: int) -> int:
+def leap_memory_steps(options: HybridArguments, max_steps: int, direction: str) -> int:
     """Length of the slow averages: as given, else short for orthogonal leaps, in proportion to the run for others."""
     in_proportion = min(max(max_steps // 6, 5), 1000)
-    return options.leap_memory_steps or (10 if options.direction == "orthogonal" else in_proportion)
+    return options.leap_memory_steps or (10 if direction == "orthogonal" else in_proportion)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:

@@ -112,7 +112,8 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
 
     Muon gets the hidden matrices: trainable 2-D `weight`s of linear layers (`nn.Linear`, transformers' `Conv1D`, the
     linear layers of LoRA). Not those of embeddings and output head, whatever shares their weight or is part of them
-    (adapters too), nor any with a side as long as the vocabulary; and not those with a side of 1, which are vectors.
+    (adapters too), nor any with a side as long as the vocabulary, unless the model is as wide; and not those with a
+    side of 1, which are vectors.
     Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
     routers of newer mixtures of experts), and experts fused into one 3-D weight: `torch.optim.Muon` takes 2-D alone.
 
@@ -154,12 +155,15 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
 def _vocabulary_sizes(model: nn.Module) -> set[int]:
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sizes = {getattr(config, "vocab_size", None)}
+    sizes, widths = {getattr(config, "vocab_size", None)}, {getattr(config, "hidden_size", None)}
     try:
-        sizes.add(getattr(model.get_input_embeddings(), "num_embeddings", None))
+        embedding = model.get_input_embeddings()
+        sizes.add(getattr(embedding, "num_embeddings", None))
+        widths.add(getattr(embedding, "embedding_dim", None))
     except (AttributeError, NotImplementedError):
-        pass
-    return {size for size in sizes if isinstance(size, int)}
+        pass  # the config alone has to do
+    # Where the model is as wide as its vocabulary is long (bytes, say), the length of a side tells nothing.
+    return {size for size in sizes - widths if isinstance(size, int)}
 
 
 def check_hidden_matrices(model: nn.Module) -> None:

@@ -118,11 +118,11 @@ def test_presets_are_ordered_and_options_win():
     for option in ("leap_worth", "divergence_threshold"):
         values = [HybridArguments(preset=name).preset_value(option) for name in names[:3]]
         assert values == sorted(values) and len(set(values)) == 3
-    gains = [HybridArguments(preset=name).gain_schedule()[0] for name in names[:3]]
+    gains = [HybridArguments(preset=name).gain_schedule("orthogonal")[0] for name in names[:3]]
     assert gains == sorted(gains) and len(set(gains)) == 3
     assert HybridArguments(preset="aggressive", leap_worth=0.5).preset_value("leap_worth") == 0.5
-    assert HybridArguments(leap_gain=0.5, leap_gain_power=1.0).gain_schedule() == (0.5, 1.0)
-    assert HybridArguments(direction="gradient_memory").gain_schedule() == (4.0, 2.0)
+    assert HybridArguments(leap_gain=0.5, leap_gain_power=1.0).gain_schedule("orthogonal") == (0.5, 1.0)
+    assert HybridArguments().gain_schedule("gradient_memory") == (4.0, 2.0)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])
@@ -131,7 +131,7 @@ def test_phase_lengths_suit_the_run(steps):
     cycle = lengths.warmup + lengths.full + lengths.correct
     assert cycle < steps or steps < 10
     assert lengths.warmup <= 100 and lengths.max_predict <= 10
-    assert 5 <= leap_memory_steps(HybridArguments(), steps) <= 1000
+    assert 5 <= leap_memory_steps(HybridArguments(), steps, "gradient_memory") <= 1000
     assert phase_lengths(HybridArguments(warmup_phase_steps=3), steps).warmup == 3
 
 

@@ -14,6 +14,7 @@ from test_trajectory import Toy
 from transformers.optimization import Adafactor
 
 from hf_hybrid import Direction, HybridArguments, HybridTrainer
+from hf_hybrid.assembly import leading_direction
 from hf_hybrid.optimizers import MuonAdamW
 from hf_hybrid.prediction.directions.nino import Nowcaster, parameter_kind
 from hf_hybrid.prediction.directions.preconditioners import preconditioner_of
@@ -508,6 +509,17 @@ class RandomDirection(Direction):
     def load_state_dict(self, buffers, values):
         super().load_state_dict(buffers, values)
         self.leaps = values["leaps"]
+
+
+@pytest.mark.parametrize("optim, layers, expected", [
+    ("adamw_torch", True, "orthogonal"), ("sgd", True, "gradient_memory"), ("adamw_torch", False, "gradient_memory"),
+])  # fmt: skip
+def test_gain_and_memory_are_those_of_what_leads(optim, layers, expected, tmp_path, train_set):
+    model = tiny_model()
+    model.model.layers.requires_grad_(layers)
+    trainer = HybridTrainer(model, hybrid_config(tmp_path, optim=optim), train_dataset=train_set)
+    trainer.create_optimizer()
+    assert leading_direction(trainer) == expected
 
 
 def test_a_direction_of_the_user(tmp_path, train_set):

@@ -115,6 +115,13 @@ def test_split_leaves_out_what_is_frozen_tied_or_as_wide_as_the_vocabulary():
     assert not split_parameters(model)[0]
 
 
+def test_split_of_a_model_as_wide_as_its_vocabulary_is_long():
+    model = tiny_model(hidden_size=256, vocab_size=256, tie_word_embeddings=False)
+    matrices, rest = check_split(model)
+    layers = {name for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2}
+    assert set(matrices) == layers and {"model.embed_tokens.weight", "lm_head.weight"} <= set(rest)
+
+
 # Steps.
 
 
