@@ -148,7 +148,8 @@ def test_checkpointing_follows_the_phase(tmp_path, train_set):
 def test_int8_probes(tmp_path, train_set):
     pytest.importorskip("bitsandbytes")
     model = tiny_model(num_hidden_layers=2, hidden_size=256, intermediate_size=256)
-    trainer = build(tmp_path, train_set, model, max_steps=24, weight_precision="predict=int8", probe_budget=0.3)
+    options = {"weight_precision": "predict=int8", "probe_budget": 0.3, "leap_budget": 100.0}
+    trainer = build(tmp_path, train_set, model, max_steps=24, **options)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert any(leap["verdict"] != "unprobed" for leap in summary["leaps"])
