@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Those of torchrun and of the MPI launchers that accelerate and torch read.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # In the order in which they are named where several are asked for.
 _LAUNCHED = {
@@ -68,6 +74,18 @@ def check_whole_parameters(model: Any) -> None:
                 f"`{name}` is spread over processes (a `DTensor`), and leaps need whole parameters. Load the model "
                 "without `tp_plan`, or set `enable_predict=False`."
             )
+
+
+def warn_of_lone_process() -> None:
+    """Say it where `accelerate launch` was asked for several processes and started one, as it does with `--cpu`."""
+    # It then leaves the address of a first process behind, and no number of processes.
+    launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and not any(variable in os.environ for variable in _WORLD_SIZES):
+        logger.warning(
+            "This is the only process, and `accelerate launch` was asked for more: with `--cpu`, and on a machine with "
+            "fewer than two GPUs, it starts one whatever `--num_processes` says. To train with several on the CPU, "
+            "launch with `torchrun --nproc_per_node 2 SCRIPT --use_cpu`; `hf-hybrid train --cpu` starts them itself."
+        )
 
 
 def _is_on(variable: str) -> bool:

@@ -21,7 +21,7 @@ from hf_hybrid.plugins import PluginContext, PluginList
 from hf_hybrid.prediction.divergence import TrainingDivergedError
 from hf_hybrid.prediction.engine import PredictionEngine
 from hf_hybrid.probing import SequenceLosses, keep_differentiable
-from hf_hybrid.processes import check_whole_parameters
+from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.profiling.callback import MemoryProfilerCallback
 from hf_hybrid.records import RunRecord, StepWindow
 from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
@@ -61,6 +61,7 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, **kwargs):
         self.custom_direction = direction  # before plans are made, which count its buffers
         super().__init__(*args, **kwargs)
+        warn_of_lone_process()
         keep_differentiable(self.model)
         recovering = (self.memory_guard, SmallerProbes(self._recovery))
         self.plugins = PluginList([*recovering, *memory_plugins(self), *plugins])

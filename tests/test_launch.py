@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_hybrid import HybridArguments, HybridTrainer
 from hf_hybrid.config import check_training_arguments
 from hf_hybrid.memory_setup import check_streamable
+from hf_hybrid.processes import warn_of_lone_process
 from hf_hybrid.state_io import last_complete_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +93,32 @@ def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(results):
 def test_without_leaps_it_is_trainer_bit_for_bit(results):
     off, plain = results["off"][0], results["plain"][0]
     assert off["digest"] == plain["digest"] and off["losses"] == plain["losses"]
+
+
+LONE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What `accelerate launch --cpu --num_processes 2` (accelerate 1.15) leaves to the one process that it starts."""
+
+
+@pytest.mark.parametrize("more, warned", [({}, True), ({"WORLD_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, False)])
+def test_a_launch_that_started_one_process_instead_of_two_is_said(monkeypatch, caplog, more, warned):
+    for name, value in {**LONE, **more}.items():
+        monkeypatch.setenv(name, value)
+    warn_of_lone_process()
+    assert ("the only process" in caplog.text) is warned
+
+
+@pytest.mark.slow
+def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
+    command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", ROOT / "examples/01_quickstart.py"]
+    options = ["--max_steps", "10", "--output_dir", tmp_path / "out", "--report_to", "none"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
+    ended = subprocess.run(
+        [sys.executable, *map(str, [*command, *options])],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stderr.count("the only process") == 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
