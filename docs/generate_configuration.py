@@ -70,6 +70,8 @@ def values_of(name: str, hint: object) -> str:
         return f"{kind}, at least {arguments._AT_LEAST[name]}"
     if name in arguments._POSITIVE:
         return f"{kind} over 0"
+    if name in arguments._BELOW_ONE:
+        return f"{kind}, 0 to less than 1"
     return f"{kind}, 0 to 1" if name in arguments._FRACTIONS else kind
 
 

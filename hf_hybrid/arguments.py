@@ -14,6 +14,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "correct_phase_steps": 4,
         "confidence_threshold": 0.6,
         "divergence_threshold": 4.0,
+        "muon_momentum": 0.95,
     },
     "balanced": {
         "gain_factor": 1.0,
@@ -22,6 +23,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "correct_phase_steps": 2,
         "confidence_threshold": 0.5,
         "divergence_threshold": 5.0,
+        "muon_momentum": 0.95,
     },
     "aggressive": {
         "gain_factor": 2.0,
@@ -30,6 +32,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
         "divergence_threshold": 6.0,
+        "muon_momentum": 0.95,
     },
     "fast": {
         "gain_factor": 0.0,
@@ -38,6 +41,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
         "divergence_threshold": 6.0,
+        "muon_momentum": 0.9,
     },
 }
 # Gain of a leap at the end of the run, and the power of the progress with which it grows there (0: constant).
@@ -199,6 +203,9 @@ class HybridArguments:
     # Optimizer
     muon_lr_scale: float = _option(
         1.0, "With optim=muon: Muon's learning rate (hidden matrices) over learning_rate (everything else)."
+    )
+    muon_momentum: Optional[float] = _option(
+        None, "With optim=muon: decay rate of Muon's average of the gradients. Default: from the preset."
     )
 
     # Memory
@@ -367,6 +374,7 @@ _FRACTIONS = (
     "guard_warn_at",
     "guard_checkpoint_at",
 )
+_BELOW_ONE = ("muon_momentum",)
 
 
 def check_hybrid_arguments(arguments: HybridArguments) -> None:
@@ -392,6 +400,10 @@ def check_hybrid_arguments(arguments: HybridArguments) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
+    for name in _BELOW_ONE:
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"`{name}` must be at least 0 and less than 1, got {value}.")
     if arguments.guard_warn_at > arguments.guard_checkpoint_at:
         raise ValueError(
             f"`guard_warn_at={arguments.guard_warn_at}` must not be above `guard_checkpoint_at="

@@ -116,6 +116,14 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     _check_memory_options(args, options)
     check_sharding_device(args)
     sharding = sharding_of(args)
+    of_muon = {"muon_lr_scale": 1.0, "muon_momentum": None}
+    given = [name for name, default in of_muon.items() if getattr(options, name) != default]
+    if given and args.optim != "muon":
+        optim = getattr(args.optim, "value", args.optim)
+        raise ValueError(
+            f"`{given[0]}={getattr(options, given[0])}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, "
+            "or set `optim=muon`."
+        )
     if args.optim == "muon" and sharding:
         raise ValueError(
             f"`optim=muon` orthogonalises whole matrices, and `{sharding}` leaves each process a part of them. Launch "

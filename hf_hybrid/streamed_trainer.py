@@ -106,7 +106,8 @@ class StreamedTrainerMixin:
         common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
         decay_names = self.get_decay_parameter_names(model)
         groups = muon_groups(model, decay_names, **common, lr_scale=self.hybrid_args.muon_lr_scale)
-        return MuonAdamW(groups, **common, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        common |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        return MuonAdamW(groups, **common, momentum=self.hybrid_args.preset_value("muon_momentum"))
 
     def _low_bit_optimizer(self):
         from hf_hybrid.memory.low_bit import AdamW8bit

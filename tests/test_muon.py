@@ -271,11 +271,14 @@ def test_other_optimizers_stay_what_they_are(tmp_path):
     [
         ({"optimizer_states": "8bit"}, "`optimizer_states=8bit` is an AdamW with 8-bit states .*`optim=muon`"),
         ({"muon_lr_scale": 0.0}, "`muon_lr_scale` must be greater than 0, got 0.0"),
+        ({"muon_momentum": 1.0}, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
+        ({"optim": "sgd", "muon_momentum": 0.9}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
+        ({"optim": "adamw_torch", "muon_lr_scale": 2.0}, "`muon_lr_scale=2.0` is for `optim=muon`"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        HybridConfig(**config_values(tmp_path, optim="muon", **options))
+        HybridConfig(**config_values(tmp_path, **{"optim": "muon", **options}))
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
@@ -335,6 +338,16 @@ def test_training(tmp_path, train_set):
     assert max(logged) == 3e-3, "the rate of `learning_rate` is what is logged"
     decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
     assert decays == [0.1, 0.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    "options, momentum", [({}, 0.95), ({"muon_momentum": 0.8}, 0.8), ({"preset": "fast", "enable_predict": True}, 0.9)]
+)
+def test_the_momentum_is_the_options_or_the_presets(options, momentum, tmp_path, train_set):
+    trainer = trainer_for(tmp_path, train_set, **options)
+    trainer.create_optimizer()
+    groups = [group for group in trainer.optimizer.param_groups if group["algorithm"] == "muon"]
+    assert groups and all(group["momentum"] == momentum for group in groups)
 
 
 def test_training_of_adapters_alone(tmp_path, train_set):
