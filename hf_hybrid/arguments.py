@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field, fields
-from typing import Literal, Optional
+from numbers import Real
+from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 # What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
 PRESETS: dict[str, dict[str, float | int]] = {
@@ -41,7 +44,7 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "correct_phase_steps": 1,
         "confidence_threshold": 0.3,
         "divergence_threshold": 6.0,
-        "muon_momentum": 0.9,
+        "muon_momentum": 0.85,
     },
 }
 # Gain of a leap at the end of the run, and the power of the progress with which it grows there (0: constant).
@@ -309,21 +312,7 @@ class HybridArguments:
         return gain, power if self.leap_gain_power is None else self.leap_gain_power
 
 
-_CHOICES = {
-    "preset": tuple(PRESETS),
-    "direction": tuple(GAINS),
-    "planner": ("schedule", "dynamics", "bandit", "fixed"),
-    "buffers_device": ("auto", "cpu"),
-    "lr_rescue": ("auto", "on", "off"),
-    "memory": ("off", "auto", "stream"),
-    "accumulation_walk": ("auto", "layer", "micro_batch"),
-    "optimizer_states": ("exact", "8bit"),
-    "chunked_loss": ("auto", "on", "off"),
-    "int8_engine": ("torch", "bitsandbytes"),
-    "predict_states": ("stay", "host", "pinned", "8bit", "drop"),
-    "out_of_memory": ("retry", "raise"),
-    "base_precision": ("same", "int8"),
-}
+_WANTED = {bool: "`True` or `False`", int: "an integer", float: "a finite number", str: "text"}
 _HISTORY = ("linear", "rre", "nino")
 _OF_DIRECTION = {
     "leap_history": _HISTORY,
@@ -379,37 +368,58 @@ _BELOW_ONE = ("muon_momentum",)
 
 def check_hybrid_arguments(arguments: HybridArguments) -> None:
     """
-    Refuse values that cannot work.
+    Refuse values that cannot work, and give those that YAML reads as something else the type of their option.
 
     Raises:
-        ValueError: If an option is outside its range; the message names the option, the value and the range.
+        ValueError: If an option is of another type than its annotation says, or outside its range; the message names
+            the option, the value and what is wanted.
     """
-    for name, choices in _CHOICES.items():
-        value = getattr(arguments, name)
-        if value not in choices:
-            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
+    for name, hint in get_type_hints(HybridArguments).items():
+        setattr(arguments, name, _as_declared(name, getattr(arguments, name), hint))
     for name, least in _AT_LEAST.items():
         value = getattr(arguments, name)
         if value is not None and not value >= least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}. {_off_switch(name)}")
-    for name in _POSITIVE:
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"`{name}` must be greater than 0, got {value}.")
-    for name in _FRACTIONS:
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"`{name}` must be between 0 and 1, got {value}.")
-    for name in _BELOW_ONE:
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"`{name}` must be at least 0 and less than 1, got {value}.")
+    for names, holds, wanted in (
+        (_POSITIVE, lambda value: value > 0, "greater than 0"),
+        (_FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
+        (_BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    ):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and not holds(value):
+                raise ValueError(f"`{name}` must be {wanted}, got {value}.")
     if arguments.guard_warn_at > arguments.guard_checkpoint_at:
         raise ValueError(
             f"`guard_warn_at={arguments.guard_warn_at}` must not be above `guard_checkpoint_at="
             f"{arguments.guard_checkpoint_at}`: the warning comes first. Lower the one or raise the other."
         )
     _check_direction(arguments)
+
+
+def _as_declared(name: str, value: Any, hint: Any) -> Any:
+    """The value of an option as its annotation wants it. YAML reads a bare `on` as a bool, and `1e-3` as text."""
+    kinds = get_args(hint) or (hint,)  # of Literal: its choices; of Optional[kind]: kind and NoneType
+    if get_origin(hint) is Literal:
+        value = ("off", "on")[value] if isinstance(value, bool) and {"on", "off"} & set(kinds) else value
+        if isinstance(value, str) and value in kinds:
+            return value
+        raise ValueError(f"`{name}` must be one of {', '.join(kinds)}, got `{value}`.")
+    kind = kinds[0]
+    if value is None and type(None) in kinds:
+        return None
+    if kind in (bool, str):
+        value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
+        if isinstance(value, kind):
+            return value
+    elif isinstance(value, (Real, str) if kind is float else Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.inf
+        if number.is_integer() or kind is float and not math.isinf(number):  # NaN is in no range, and refused there
+            return value if type(value) in (int, kind) else kind(value)
+    raise ValueError(f"`{name}` must be {_WANTED[kind]}, got `{value!r}`.")
 
 
 def _check_direction(arguments: HybridArguments) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
 from hf_hybrid.optimizers import split_parameters
@@ -140,6 +143,28 @@ def make_direction_factory(options: HybridArguments, model) -> DirectionFactory:
     )
 
 
+def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
+    """
+    The optimizer inside accelerate's wrapper, and inside any of the user's.
+
+    Raises:
+        ValueError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
+    """
+    optimizer = trainer.optimizer
+    while True:
+        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if switches and not isinstance(optimizer, AcceleratedOptimizer):  # which passes both on to what it wraps
+            raise ValueError(
+                f"`{type(optimizer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
+                "(Schedule-Free), and a leap would move one of them without the other. Choose another optimizer, for "
+                "example `optim=adamw_torch_fused`. Or set `enable_predict=False` to train exactly as "
+                "`transformers.Trainer` does."
+            )
+        if getattr(optimizer, "optimizer", None) is None:
+            return optimizer
+        optimizer = optimizer.optimizer
+
+
 def _trajectory(trainer) -> Trajectory:
     options, streaming = trainer.hybrid_args, trainer.streaming
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -148,7 +173,7 @@ def _trajectory(trainer) -> Trajectory:
         parameters = [(name, streaming.streamer.counterpart(parameter)) for name, parameter in parameters]
     trajectory = Trajectory(
         parameters,
-        getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        _unwrapped_optimizer(trainer),
         direction=trainer.direction_factory,
         memory_steps=leap_memory_steps(options, trainer.state.max_steps, leading_direction(trainer)),
         max_relative_norm=options.max_leap_norm,

@@ -148,6 +148,11 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients. Choose "
             f"another optimizer, for example `adamw_torch_fused`. {off}"
         )
+    if optim.startswith("schedule_free"):
+        raise ValueError(
+            f"`optim={optim}` keeps two sets of weights, and a leap would move one of them without the other. Choose "
+            f"another optimizer, for example `adamw_torch_fused`. {off}"
+        )
 
 
 def _check_memory_options(args: TrainingArguments, options: HybridArguments) -> None:

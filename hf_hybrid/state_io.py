@@ -31,14 +31,20 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
     Read what [`save_hybrid_state`] wrote; `None` if the checkpoint holds no hybrid state.
 
     Raises:
-        ValueError: If it was written by a newer, unknown version.
+        ValueError: If it was written by another version, or does not say by which.
     """
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
         return None
     values = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
-    if values.pop("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid. Resume with that one.")
+    version = values.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        found = "missing" if version is None else f"`{version}`"
+        raise ValueError(
+            f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid: its `schema_version` is {found}, "
+            f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
+            "optimizer are restored then, and phases start anew."
+        )
     return load_file(folder / TENSORS_NAME), values
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -57,6 +58,28 @@ def html_table(headers: Sequence[str], rows: Iterable[Sequence[object]], caption
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     header = f"<thead><tr>{head}</tr></thead>" if headers else ""
     return f"<table>{title}{header}<tbody>{''.join(body)}</tbody></table>"
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """
+    Where a run stands after a step. As text it is what stands behind the progress bar: `phase=full loss=2.31 gib=5.1`.
+
+    Attributes:
+        phase (`str`): Of the step that was made last.
+        loss (`float`, *optional*): Training loss of the last real step; `None` before the first.
+        backward_passes_avoided (`int`): In the run so far.
+        bytes_in_use (`int`): Of device memory on a CUDA device, otherwise of host memory, by this process.
+    """
+
+    phase: str
+    loss: float | None
+    backward_passes_avoided: int
+    bytes_in_use: int
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f"loss={format_number(self.loss)} "
+        return f"phase={self.phase} {loss}gib={self.bytes_in_use / GIB:.1f}"
 
 
 class HybridSummary(dict):

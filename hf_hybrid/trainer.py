@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import ProgressCallback, Trainer
+from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.assembly import build_engine, make_direction_factory
-from hf_hybrid.callbacks import HookRouter, HybridProgressCallback
+from hf_hybrid.callbacks import HookRouter, install_progress, memory_in_use
+from hf_hybrid.clocks import LeapClock
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.data import BatchFeed, check_probe_set, hold_out, tokens_of
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.memory_setup import memory_plugins
 from hf_hybrid.phase_recovery import SmallerProbes, before_update, begin_step, build, end_step
 from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PluginContext, PluginList
+from hf_hybrid.plugins import PhasePlugin, PluginContext, PluginList
+from hf_hybrid.prediction.directions.base import DirectionFactory
 from hf_hybrid.prediction.divergence import TrainingDivergedError
 from hf_hybrid.prediction.engine import PredictionEngine
 from hf_hybrid.probing import SequenceLosses, keep_differentiable
@@ -25,8 +29,9 @@ from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.profiling.callback import MemoryProfilerCallback
 from hf_hybrid.records import RunRecord, StepWindow
 from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
-from hf_hybrid.state_io import last_complete_checkpoint, load_hybrid_state, save_hybrid_state, write_json
-from hf_hybrid.summaries import HybridSummary
+from hf_hybrid.resuming import restore, resume_values, tell
+from hf_hybrid.state_io import last_complete_checkpoint, save_hybrid_state, write_json
+from hf_hybrid.summaries import HybridSummary, RunPosition
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +68,14 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         super().__init__(*args, **kwargs)
         warn_of_lone_process()
         keep_differentiable(self.model)
+        self._clock = LeapClock(self.args.device)
         recovering = (self.memory_guard, SmallerProbes(self._recovery))
-        self.plugins = PluginList([*recovering, *memory_plugins(self), *plugins])
+        self.plugins = PluginList([*recovering, *memory_plugins(self), self._clock, *plugins])
         self.probe_dataset = probe_dataset
         self._engine: PredictionEngine | None = None
         self._summary = RunRecord().summary()
         self._resumed_from: str | None = None
+        self._resumed: dict[str, Any] | None = None
         if not self.hybrid_args.enable_predict:
             return
         check_training_arguments(self.args, self.hybrid_args)
@@ -89,9 +96,7 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
             self.train_dataset, self.probe_dataset = hold_out(self.train_dataset, samples, seed)
         check_probe_set(self.probe_dataset)
         self.add_callback(HookRouter(self))
-        if any(type(callback) is ProgressCallback for callback in self.callback_handler.callbacks):
-            self.remove_callback(ProgressCallback)
-            self.add_callback(HybridProgressCallback(self))
+        install_progress(self)  # behind the router: the bar shows the step that it closed
 
     # What users read.
 
@@ -100,22 +105,24 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
         `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero
         with `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
-        `out_of_memory` lists what was done each time that memory ran out.
+        `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought
+        back and what not, `None` for a run that began anew.
         """
         summary = self._summary if self._engine is None else self._engine.summary()
         events = list(self._recovery.events)
-        return HybridSummary({**summary, "memory": self.memory_summary(), "out_of_memory": events})
+        found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}
+        return HybridSummary({**summary, **found})
 
     @property
     def phase_name(self) -> str | None:
         return None if self._engine is None else self._engine.phase.value
 
-    def progress_text(self) -> str:
-        """For the progress bar: the phase, and the loss of the last real step."""
-        if self._engine is None:
-            return ""
-        losses = self._engine.signals.losses
-        return f"phase={self._engine.last_phase.value}" + (f" loss={losses[-1]:.3f}" if losses else "")
+    def run_position(self) -> RunPosition | None:
+        """What progress bars and notebooks show; `None` outside of a run, and without phases."""
+        if (engine := self._engine) is None:
+            return None
+        loss, avoided = (engine.signals.losses or [None])[-1], engine.record.backward_passes_avoided
+        return RunPosition(engine.last_phase.value, loss, avoided, memory_in_use(self.args.device))
 
     # A run begins and ends.
 
@@ -125,7 +132,7 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
             for folder in broken:
                 logger.warning("`%s` was not written to its end and is passed over.", folder)
             resume_from_checkpoint = checkpoint or True  # True: Trainer says that there is none
-        self._resumed_from = None
+        self._resumed_from = self._resumed = None
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
@@ -145,32 +152,10 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         context = PluginContext(self.model_wrapped, self._engine.trajectory.optimizer, self.state.max_steps)
         self.plugins.call("on_train_begin", context)
         if self._resumed_from is not None:
-            self._restore(self._resumed_from)
+            self._resumed = restore(self, self._resumed_from)
+            tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
-
-    def _restore(self, checkpoint: str) -> None:
-        state = load_hybrid_state(checkpoint)
-        if state is None:
-            logger.warning(
-                "`%s` holds no hybrid state (it was saved with `save_only_model`, or by another trainer): weights and "
-                "optimizer are restored, phases and predictor start anew.",
-                checkpoint,
-            )
-            return
-        tensors, values = state
-        changed = {k: v for k, v in hybrid_values(self.hybrid_args).items() if values["options"].get(k, v) != v}
-        if changed:
-            logger.warning(
-                "Options differ from those that `%s` was saved with; the new ones hold from here on: %s.",
-                checkpoint,
-                ", ".join(f"`{name}={value}`" for name, value in changed.items()),
-            )
-        self._engine.load_state_dict(tensors, values["engine"])
-        self.plugins.load_state_dict(values["plugins"])
-        if not self.args.ignore_data_skip:
-            self._feed.load_state_dict(values["feed"])
-        logger.info("Restored phase `%s` of step %d.", self._engine.phase.value, self.state.global_step)
 
     def _enter_epoch(self) -> None:
         self._feed.enter(self._next_epoch)
@@ -192,12 +177,18 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         if self._engine is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._scheduled_rate = self._get_learning_rate()
-        if begin_step(self._engine, self.state.global_step, self._recovery) is Phase.PREDICT:
+        if self._begin_phase() is Phase.PREDICT:
             self._feed.passed_over += num_batches
             return [{} for _ in range(num_batches)], None
         batches, items = super().get_batch_samples(self._feed.source(epoch_iterator), num_batches, device)
         self._feed.fetched += len(batches)
         return batches, items
+
+    def _begin_phase(self) -> Phase:
+        """Make the leap that is due; the phase of the step."""
+        engine = self._engine
+        with self._clock.leap() if engine.controller.leap_pending else contextlib.nullcontext():
+            return begin_step(engine, self.state.global_step, self._recovery)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         engine = self._engine
@@ -317,7 +308,20 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
                 self._logged = StepWindow()
                 logs.update(self._engine.log_values())
             self._trained.correct_mean(logs, "train_loss")
+            if "train_runtime" in logs:  # the metrics of the whole run, which `train` returns too
+                logs.update(self._total_metrics())
         super().log(logs, *args, **kwargs)
+
+    def _total_metrics(self) -> dict[str, float]:
+        """Counts of the whole run, as `total_flos` is, and seconds of this start, as `train_runtime` is."""
+        record = self._engine.record
+        return {
+            "hybrid_backward_passes": record.backward_passes,
+            "hybrid_backward_passes_avoided": record.backward_passes_avoided,
+            "hybrid_leaps": len(record.leaps),
+            "hybrid_leap_runtime": round(self._clock.leap_seconds, 4),
+            "hybrid_probe_runtime": round(self._clock.probe_seconds, 4),
+        }
 
     def evaluate(self, *args, **kwargs):
         self.plugins.call("before_export")
@@ -341,13 +345,8 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._engine is not None and self.args.should_save:
             tensors, engine = self._engine.state_dict()
-            values = {
-                "options": hybrid_values(self.hybrid_args),
-                "engine": engine,
-                "feed": self._feed.state_dict(),
-                "plugins": self.plugins.state_dict(),
-            }
-            save_hybrid_state(output_dir, tensors, values)
+            parts = {"engine": engine, "feed": self._feed.state_dict(), "plugins": self.plugins.state_dict()}
+            save_hybrid_state(output_dir, tensors, {**resume_values(self), **parts})
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -362,6 +361,17 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
     In Predict the weights leap along a predicted displacement and the steps that the leap is worth pass without
     backward passes. With `enable_predict=False` it is bit-identical to `Trainer`.
 
+    Args:
+        model to preprocess_logits_for_metrics:
+            As [`~transformers.Trainer`], in the same order; `args` is best a [`HybridConfig`].
+        probe_dataset, plugins, direction:
+            As [`HybridTrainerMixin`].
+        device_map (`dict[str, int | str]`, *optional*):
+            Accelerate's form: module name to device. With `memory="stream"` the layers on `"cpu"` or `"disk"` are
+            streamed. Default: the map that the model was loaded with, if any.
+        kwargs:
+            What a later version of `Trainer` takes besides.
+
     Example:
 
     ```python
@@ -372,3 +382,46 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
     print(trainer.hybrid_summary()["steps_by_phase"])
     ```
     """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        *,
+        probe_dataset: Any = None,
+        plugins: Iterable[PhasePlugin] = (),
+        direction: DirectionFactory | None = None,
+        device_map: dict[str, int | str] | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            probe_dataset=probe_dataset,
+            plugins=plugins,
+            direction=direction,
+            device_map=device_map,
+            **kwargs,
+        )

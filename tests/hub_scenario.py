@@ -27,7 +27,8 @@ os.environ.update(HUB.environment(FOLDER / "home"))
 import huggingface_hub.constants  # noqa: E402, F401  (before conftest, which turns the Hub off)
 import torch  # noqa: E402
 from conftest import ByteText, hybrid_config, tiny_model  # noqa: E402
-from huggingface_hub import ModelCard  # noqa: E402
+from huggingface_hub import ModelCard, constants  # noqa: E402
+from huggingface_hub.utils import get_session, hf_raise_for_status  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
@@ -37,6 +38,15 @@ from hf_hybrid import HybridTrainer  # noqa: E402
 IDS = torch.arange(24).view(2, 12)
 RESULTS: dict = {}
 TRAINERS: list[HybridTrainer] = []
+
+
+def validate(card: ModelCard) -> None:
+    """By huggingface_hub; the first major version asks huggingface.co whatever the endpoint is."""
+    if int(huggingface_hub.__version__.partition(".")[0]) > 1:
+        card.validate()
+        return
+    body = {"repoType": "model", "content": str(card)}
+    hf_raise_for_status(get_session().post(f"{constants.ENDPOINT}/api/validate-yaml", json=body))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -138,7 +148,7 @@ def push_and_load() -> None:
     trainer.push_to_hub(language="en", license="apache-2.0", dataset="Python's help texts")
     repo, name = HUB.repos["tester/model"], "tester/model"
     model, card = downloaded(name, "first-cache"), ModelCard.load(name)
-    card.validate()
+    validate(card)
     tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=FOLDER / "first-cache")
     RESULTS["push"] = {
         "private": repo.private,
@@ -194,7 +204,7 @@ def push_adapter() -> None:
     trainer.train()
     trainer.push_to_hub()
     card = ModelCard.load("tester/adapter")
-    card.validate()
+    validate(card)
     RESULTS["adapter"] = {
         "card": card.content,
         "files": sorted(HUB.repos["tester/adapter"].files()),
@@ -244,7 +254,7 @@ def push_example() -> None:
     sys.argv = [script, *(part for pair in options.items() for part in pair)]
     runpy.run_path(script, run_name="__main__")
     card = ModelCard.load("tester/example")
-    card.validate()
+    validate(card)
     RESULTS["example"] = {"card": card.content, "usage": run_usage(card.content)}
 
 

@@ -64,7 +64,7 @@ FLOORS = [
     {"prediction.imagination", "prediction.leaps"},
     {"prediction.leaper"},
     {"prediction.engine"},
-    {"state_io", "data", "probing", "callbacks"},
+    {"state_io", "data", "probing", "callbacks", "clocks", "notebooks", "resuming"},
     # What a run left behind, drawn and told.
     {"profiling.out_of_memory", "profiling.run_folder", "profiling.run_log", "profiling.snapshots"},
     {"profiling.drawing", "profiling.findings", "profiling.sources", "profiling.totals"},
@@ -166,3 +166,20 @@ def test_import_is_light_and_everything_public_is_there():
         "assert all(getattr(hf_hybrid, name) is not None for name in hf_hybrid.__all__)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lazy_names_are_those_that_type_checkers_see():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    checked = next(node.body for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name: node.module for node in checked for alias in node.names}
+    assert seen == ast.literal_eval(assigned["_LAZY"])
+    needs_trl = {name for name, module in seen.items() if module == "hf_hybrid.integrations.trl"}
+    assert set(ast.literal_eval(assigned["__all__"])) == set(seen) - needs_trl | {"__version__"}
+
+
+def test_every_module_is_in_the_table_of_the_house():
+    table = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The house")[1].split("\n## ")[0]
+    for path in FILES:
+        told = f"{path.name}`" in table or f"{path.parent.name}/`" in table
+        assert told or path.name.startswith("__"), f"say in CONTRIBUTING.md what `{module_name(path)}` is for"

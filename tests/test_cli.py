@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig
 from hf_hybrid.cli import env, train
-from hf_hybrid.cli.main import main
+from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.options import (
     OWN_OPTIONS,
     AdapterOptions,
@@ -28,6 +28,7 @@ from hf_hybrid.cli.options import (
     help_text,
     parse_options,
     parse_values,
+    set_environment,
 )
 from hf_hybrid.scripts.models import load_model, load_tokenizer
 from hf_hybrid.scripts.text_blocks import training_data
@@ -96,6 +97,106 @@ def test_values_of_yaml_are_read_as_on_the_command_line(folder, tmp_path):
     assert options.config.resume_from_checkpoint == "True" and options.config.optim_args == "a=1,b=2"
 
 
+def test_a_bare_on_or_off_of_yaml_is_the_word(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("memory: off\nlr_rescue: on\nchunked_loss: no\nsave_strategy: no\nleap_gain: 1e-1\nuse_cpu: on\n")
+    config = parse_options(["--config", str(file), "--output_dir", str(tmp_path)]).config
+    assert (config.memory, config.lr_rescue, config.chunked_loss) == ("off", "on", "off")
+    assert config.save_strategy == "no" and config.leap_gain == 0.1 and config.use_cpu is True
+    file.write_text("memory: on")
+    with pytest.raises(OptionError, match=re.escape("argument --memory: invalid choice: 'True'")):
+        parse_values(["--config", str(file)])
+
+
+def test_dashes_and_underscores_are_alike(tmp_path):
+    options = parse_options(["--use-cpu", "--full-phase-steps", "7", "--leap-gain=2", "--output-dir", str(tmp_path)])
+    assert (options.config.full_phase_steps, options.config.leap_gain) == (7, 2.0)
+    plan = build_parser("plan").parse_args(
+        ["plan", "m", "--sequence-length", "8", "--batch_size", "2", "--lora-r", "4"]
+    )
+    assert (plan.sequence_length, plan.batch_size, plan.lora_r) == (8, 2, 4)
+
+
+# Environment variables.
+
+
+@pytest.fixture
+def environment():
+    """As it was before, afterwards."""
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_env_of_the_yaml_file_is_set_over_what_is_there(tmp_path, environment):
+    file = tmp_path / "run.yaml"
+    file.write_text('max_steps: 3\nenv: {OVER: new, NUMBER: 4, QUOTED: "012", WORD: on, EMPTY: ""}\n')
+    environment["OVER"] = "old"
+    assert parse_values([f"--config={file}"]).max_steps == 3  # `env` is no option, and reading alone sets nothing
+    assert environment["OVER"] == "old"
+    set_environment([f"--config={file}", "--max_steps", "4"])
+    expected = {"OVER": "new", "NUMBER": "4", "QUOTED": "012", "WORD": "True", "EMPTY": ""}
+    assert {name: environment[name] for name in expected} == expected
+    before = dict(environment)
+    for text in ("max_steps: 3", "env:", ""):
+        file.write_text(text)
+        set_environment(["--config", str(file)])
+    set_environment(["--max_steps", "4"])
+    assert dict(environment) == before
+
+
+def test_the_env_of_the_docs_is_taken(tmp_path, environment):
+    block = re.search(r"^```yml\n(.*?)^```$", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.M | re.S)[1]
+    (tmp_path / "run.yaml").write_text(block)
+    set_environment(["--config", str(tmp_path / "run.yaml")])
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["HF_HOME"]) == ("0,1", "/data/hf")
+    assert parse_values(["--config", str(tmp_path / "run.yaml")]).memory == "off"
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ("[A, B]", "`env` in `{file}` must hold lines of the form `NAME: value`, got `['A', 'B']`"),
+        ("{A: [1]}", "`A` under `env` in `{file}` must be a text or a number, got `[1]`"),
+        ("{A: }", "`A` under `env` in `{file}` must be a text or a number, got `None`"),
+        ("{A: 2026-01-31}", "`A` under `env` in `{file}` must be a text or a number, got `2026-01-31`. Put text that"),
+        ("{A=B: x}", "`A=B` under `env` in `{file}` is no name of an environment variable"),
+        ("{1: x}", "`1` under `env` in `{file}` is no name of an environment variable"),
+    ],
+)
+def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environment, capsys, env, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"env: {env}\n")
+    before = dict(environment)
+    assert main(["train", "--config", str(file)]) == 2
+    assert message.format(file=file) in capsys.readouterr().err
+    assert dict(environment) == before
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from hf_hybrid.cli.main import main; main(['train', *arguments])",
+        "from hf_hybrid.scripts.train import main; sys.argv[1:] = arguments; main()",  # by a launcher of the user's
+    ],
+)
+def test_env_holds_before_torch_is_imported(tmp_path, start):
+    (tmp_path / "run.yaml").write_text("env: {SHOWN: yes it is}\n")
+    code = (
+        "import builtins, os, sys\nimported, arguments = builtins.__import__, ['--config', 'run.yaml']\n"
+        "def spy(name, *args, **kwargs):\n"
+        "    if name.partition('.')[0] in ('torch', 'transformers', 'huggingface_hub'):\n"
+        "        print(os.environ['SHOWN'], flush=True)\n        os._exit(0)\n"
+        "    return imported(name, *args, **kwargs)\n"
+        f"builtins.__import__ = spy\n{start}\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SHOWN": "no"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ended.stdout == "yes it is\n", ended.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -136,7 +237,7 @@ def test_wrong_yaml_is_refused(tmp_path, text, message):
         parse_values(["--config", str(file)])
 
 
-def test_help_is_ours_in_groups_and_complete():
+def test_help_is_ours_in_groups_and_complete(capsys):
     text = help_text()
     for name in ("Model:", "Data:", "Adapters:", "Processes:", "Phases:", "Leaps:", "Memory:", "Divergence:"):
         assert f"\n{name}\n" in text
@@ -144,6 +245,7 @@ def test_help_is_ours_in_groups_and_complete():
         for option in dataclasses.fields(owner):
             assert re.search(rf"--{option.name}\b", text), option.name
     assert "--adam_beta1" not in text and "--help_all" in text
+    assert main(["train", "--help-all"]) == 0 and capsys.readouterr().out == help_all()
     everything = help_all()
     missing = [f.name for f in dataclasses.fields(TrainingArguments) if f.init and f"--{f.name}" not in everything]
     assert not missing
@@ -214,19 +316,21 @@ def test_two_processes_are_launched(folder, monkeypatch):
 @pytest.mark.parametrize(
     "ending, status",
     [
-        ("sys.exit(3)", 3),
+        ("sys.exit(int(os.environ['STATUS']))", 3),  # of `env` in the YAML file
         ("os.kill(os.getpid(), signal.SIGKILL)", 137),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130),  # Ctrl-C
     ],
 )
-def test_the_exit_status_says_how_the_processes_ended(folder, monkeypatch, ending, status):
+def test_the_exit_status_says_how_the_processes_ended(folder, environment, monkeypatch, ending, status):
     file = folder / f"ends_{status}.py"
     file.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\n")
+    run = folder / f"ends_{status}.yaml"
+    run.write_text((folder / "run.yaml").read_text() + "env: {STATUS: 3}\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(train, "SCRIPT", file.stem)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert main(["train", "--config", str(folder / "run.yaml"), "--cpu", "--num_processes", "2"]) == status
+        assert main(["train", "--config", str(run), "--cpu", "--num_processes", "2"]) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -332,7 +436,7 @@ def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
     for package, peft, extra in (("peft", "lora", "peft"), ("bitsandbytes", "qlora", "peft,quantization")):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, package, None)
-            with pytest.raises(ImportError, match=re.escape(f'pip install "hf_hybrid[{extra}]"')):
+            with pytest.raises(ImportError, match=re.escape(f'pip install "hf-hybrid[{extra}]"')):
                 load_model(ModelOptions(model=str(tmp_path)), AdapterOptions(peft=peft), 257)
 
 
@@ -433,10 +537,10 @@ def test_env_says_what_is_missing_and_does_not_fail(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = env.report()
-    assert '- peft: not installed (pip install "hf_hybrid[peft]")' in text
-    assert '- bitsandbytes: not installed (pip install "hf_hybrid[quantization]")' in text
-    assert '- trl: not installed (pip install "hf_hybrid[trl]")' in text
-    assert '- matplotlib: not installed (pip install "hf_hybrid[report]")' in text
+    assert '- peft: not installed (pip install "hf-hybrid[peft]")' in text
+    assert '- bitsandbytes: not installed (pip install "hf-hybrid[quantization]")' in text
+    assert '- trl: not installed (pip install "hf-hybrid[trl]")' in text
+    assert '- matplotlib: not installed (pip install "hf-hybrid[report]")' in text
     assert "- GPUs by torch: not found out (ModuleNotFoundError)" in text
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import HfArgumentParser, TrainingArguments
@@ -80,13 +81,77 @@ def test_every_option_is_read_by_something():
         ("confidence_threshold", 1.5, "`confidence_threshold` must be between 0 and 1, got 1.5"),
         ("probe_budget", -0.1, "`probe_budget` must be between 0 and 1, got -0.1"),
         ("max_leap_norm", 0.0, "`max_leap_norm` must be greater than 0, got 0.0"),
-        ("leap_gain", float("nan"), "`leap_gain` must be at least 0, got nan"),
         ("probe_samples", 1, "`probe_samples` must be at least 2, got 1"),
     ],
 )
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         HybridConfig(**config_values(tmp_path), **{option: value})
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("enable_predict", "False", "`enable_predict` must be `True` or `False`, got `'False'`"),
+        ("enable_predict", None, "`enable_predict` must be `True` or `False`, got `None`"),
+        ("correct_gain", 1, "`correct_gain` must be `True` or `False`, got `1`"),
+        ("stream_embeddings", "no", "`stream_embeddings` must be `True` or `False`, got `'no'`"),
+        ("probe_samples", 2.5, "`probe_samples` must be an integer, got `2.5`"),
+        ("probe_samples", None, "`probe_samples` must be an integer, got `None`"),
+        ("full_phase_steps", 1.5, "`full_phase_steps` must be an integer, got `1.5`"),
+        ("full_phase_steps", True, "`full_phase_steps` must be an integer, got `True`"),
+        ("full_phase_steps", "4", "`full_phase_steps` must be an integer, got `'4'`"),
+        ("max_bad_steps", float("inf"), "`max_bad_steps` must be an integer, got `inf`"),
+        ("leap_gain", "much", "`leap_gain` must be a finite number, got `'much'`"),
+        ("leap_gain", float("nan"), "`leap_gain` must be at least 0, got nan"),
+        ("max_bad_steps", float("nan"), "`max_bad_steps` must be an integer, got `nan`"),
+        ("leap_gain", False, "`leap_gain` must be a finite number, got `False`"),
+        ("leap_gain", "inf", "`leap_gain` must be a finite number, got `'inf'`"),
+        ("max_leap_norm", float("inf"), "`max_leap_norm` must be a finite number, got `inf`"),
+        ("probe_budget", [0.1], "`probe_budget` must be a finite number, got `[0.1]`"),
+        ("vram_budget_gib", 10**400, "`vram_budget_gib` must be a finite number, got `1000"),
+        ("checkpoint_phases", ["full"], "`checkpoint_phases` must be text, got `['full']`"),
+        ("preset", True, "`preset` must be one of conservative, balanced, aggressive, fast, got `True`"),
+        ("preset", ["fast"], "`preset` must be one of conservative, balanced, aggressive, fast, got `['fast']`"),
+        ("memory", True, "`memory` must be one of off, auto, stream, got `on`"),
+    ],
+)
+def test_values_of_another_type_are_refused(option, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HybridArguments(**{option: value})
+
+
+@pytest.mark.parametrize("value", [{}, float("nan"), float("inf")])
+def test_every_option_refuses_what_none_can_use(value):
+    for field in dataclasses.fields(HybridArguments):
+        with pytest.raises(ValueError, match=f"`{field.name}` must be "):
+            HybridArguments(**{field.name: value})
+
+
+def test_numbers_have_the_type_of_their_option():
+    numbers = HybridArguments(
+        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, probe_samples=np.int64(9)
+    )
+    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.probe_samples]
+    assert values == [0.1, 0.5, 2, 9] and [type(value) for value in values] == [float, float, int, int]
+    assert numbers.probe_budget == 0
+    assert HybridArguments(direction="nino", nino_checkpoint=Path("a") / "b.pt").nino_checkpoint == str(Path("a/b.pt"))
+
+
+def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):
+    """YAML 1.1 reads a bare `off` as a bool, and `1e-1` as text."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nmemory: off\nlr_rescue: on\nchunked_loss: off\nprobe_budget: 1e-1\n")
+    (config,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(file))
+    assert (config.memory, config.lr_rescue, config.chunked_loss, config.probe_budget) == ("off", "on", "off", 0.1)
+    assert HybridConfig(str(tmp_path), **{"lr_rescue": False, "chunked_loss": True}).lr_rescue == "off"
+
+
+@pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"])
+def test_schedule_free_is_refused_for_leaps_only(tmp_path, optim):
+    with pytest.raises(ValueError, match=f"`optim={optim}` keeps two sets of weights.*`enable_predict=False`"):
+        HybridConfig(**config_values(tmp_path, optim=optim))
+    assert HybridConfig(**config_values(tmp_path, optim=optim, enable_predict=False)).optim == optim
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "adalomo"])

@@ -46,15 +46,14 @@ def prose(path: Path) -> str:
 # Python: every page is run from top to bottom, in one namespace, without a network.
 
 QWEN = '"Qwen/Qwen2.5-0.5B"'
-ON_CPU = '"out", use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2'
 # What stands for something that a test cannot have: (in the page, in the test). `TINY` is a model of a few weights.
 STAND_INS: dict[str, list[tuple[str, str]]] = {
     "README.md": [("bf16=True", "bf16=True, use_cpu=True")],
     "docs/mixed_precision.md": [("bf16=True", "bf16=True, use_cpu=True")],
     "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
-    "docs/peft_and_trl.md": [(QWEN, "TINY"), ('"out"', ON_CPU + ", max_steps=4")],
-    "docs/coming_from.md": [(QWEN, "TINY"), ('HybridSFTConfig("out"', f"HybridSFTConfig({ON_CPU}")],
+    "docs/peft_and_trl.md": [(QWEN, "TINY")],
+    "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
     # Real pushes, to a Hub of this machine, are in tests/test_hub.py: the endpoint is fixed when a process starts.
     "docs/hub.md": [

@@ -17,7 +17,7 @@ from hub_server import TOKEN, YAML_BLOCK, card_errors
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridTrainer, __version__
 from hf_hybrid.hub import facts as facts_module
 from hf_hybrid.hub.facts import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.markdown import block, code, table, text
@@ -141,10 +141,13 @@ def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
     assert "\n" not in fields["model_name"] and fields["model_name"].startswith("a|b: `c` <script>")
     tokens = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").parse(body)
     inline = [part for token in tokens for part in token.children or []]
-    assert not any(part.type in ("html_inline", "link_open", "em_open") for part in inline)
+    assert not any(part.type in ("html_inline", "em_open") for part in inline)
+    links = [part.attrs["href"] for part in inline if part.type == "link_open"]
+    assert links and all(link.startswith(("https://kellerjordan.github.io/", "https://arxiv.org/")) for link in links)
     assert not any(token.type == "html_block" for token in tokens)
     levels = [token.tag for token in tokens if token.type == "heading_open"]
-    known = ["h1", "h2", "h2", "h2", *["h3"] * 7, "h2"]  # title, results, usage, training with its parts, limits
+    # Title, results, usage, training with its parts, limits, citation.
+    known = ["h1", "h2", "h2", "h2", *["h3"] * 7, "h2", "h2"]
     assert levels == known
     cells = sum(token.type == "td_open" for token in tokens)
     rows = sum(token.type == "tr_open" for token in tokens) - sum(token.type == "thead_open" for token in tokens)
@@ -399,6 +402,29 @@ def test_method_of_the_trainer_is_named_and_cited(tmp_path):
     assert "It was trained by DPO with" in card and "erplexity" not in section(card, "Results")
     assert r"DPO: [Direct \{Preference\}](https://huggingface.co/papers/2305.18290)" in section(card, "Citation")
     assert "```bibtex\n@inproceedings{x}\n```" in section(card, "Citation")
+    assert "@software{hf_hybrid" in section(card, "Citation")
+
+
+def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
+    cff = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
+    cited = section(card_of(trained), "Citation")
+    found = dict(re.findall(r"^  (\w+) += \{\{(.*)\}\},?$", cited, re.MULTILINE))
+    assert found == {
+        "title": cff["title"], "author": cff["authors"][0]["name"], "license": cff["license"], "version": __version__,
+    }  # fmt: skip
+    assert re.search(r"^```bibtex\n@software\{hf_hybrid,\n(  \w+ += \{\{.*\}\},?\n){4}\}\n```$", cited, re.MULTILINE)
+    known = {reference["title"]: reference["url"] for reference in cff["references"]}
+    by_direction = {"orthogonal": ["Muon: An", "Muon is"], "gradient_memory": ["The AdEMAMix"], "drift": []}
+    for direction, papers in by_direction.items():
+        trainer = new_trainer(tmp_path / direction, direction=direction)
+        trainer.train()
+        assert trainer._summary["leaps"]
+        links = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", section(card_of(trainer), "Citation"), re.MULTILINE))
+        assert links.items() <= known.items() and len(links) == len(papers)
+        assert all(title.startswith(start) for title, start in zip(links, papers))
+    trainer = new_trainer(tmp_path / "muon", optim="muon", enable_predict=False, max_steps=2)
+    trainer.train()
+    assert "Muon is Scalable" in section(card_of(trainer), "Citation")
 
 
 def test_hardware_names_the_accelerators(monkeypatch):

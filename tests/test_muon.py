@@ -341,7 +341,7 @@ def test_training(tmp_path, train_set):
 
 
 @pytest.mark.parametrize(
-    "options, momentum", [({}, 0.95), ({"muon_momentum": 0.8}, 0.8), ({"preset": "fast", "enable_predict": True}, 0.9)]
+    "options, momentum", [({}, 0.95), ({"muon_momentum": 0.8}, 0.8), ({"preset": "fast", "enable_predict": True}, 0.85)]
 )
 def test_the_momentum_is_the_options_or_the_presets(options, momentum, tmp_path, train_set):
     trainer = trainer_for(tmp_path, train_set, **options)

@@ -1,6 +1,8 @@
 """`kill -9` in each phase, then `resume_from_checkpoint`: the weights of a run that was never interrupted."""
 
 import json
+import logging
+import math
 import os
 import shutil
 import signal
@@ -73,7 +75,7 @@ def die_at(folder: Path, step: int, **options) -> None:
 
 
 def comparable(summary):
-    return {key: value for key, value in summary.items() if key != "seconds_by_phase"}
+    return {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "resumed")}
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -158,6 +160,7 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
     trainer = build(tmp_path, save_strategy="no")
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
     assert "holds no hybrid state" in caplog.text
+    assert trainer.hybrid_summary()["resumed"]["restored"] is None
     assert trainer.state.global_step == STEPS
 
 
@@ -196,3 +199,89 @@ def test_data_order_of_real_steps_survives_a_resume(tmp_path):
         rest = go(tmp_path / "b", str(tmp_path / "a" / f"checkpoint-{step}"))
         assert rest == whole[len(whole) - len(rest) :], step
         assert len(rest) < len(whole)
+
+
+# What the user is told.
+
+
+def on_from(uninterrupted, folder, step=50, **options):
+    trainer = build(folder, save_strategy="no", **options)
+    trainer.train(resume_from_checkpoint=str(uninterrupted[0] / f"checkpoint-{step}"))
+    assert trainer.state.global_step == STEPS
+    return trainer
+
+
+def ours(caplog, level):
+    return [r.getMessage() for r in caplog.records if r.name.startswith("hf_hybrid") and r.levelno == level]
+
+
+def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="hf_hybrid")
+    report = on_from(uninterrupted, tmp_path).hybrid_summary()["resumed"]
+    checkpoint = uninterrupted[0] / "checkpoint-50"
+    saved = json.loads((checkpoint / "hybrid_state.json").read_text())
+    engine, restored = saved["engine"], report["restored"]
+    assert report["checkpoint"] == str(checkpoint) and report["step"] == 50
+    assert report["changed_options"] == {} and report["warnings"] == [] and not ours(caplog, logging.WARNING)
+    assert restored["phase"] == engine["controller"]["phase"] and restored["data"] == saved["feed"]
+    assert restored["leaps"] == len(engine["record"]["leaps"]) > 0
+    assert restored["learning_rate_scale"] == pytest.approx(math.exp(engine["rescue"]["log_scale"]))
+    assert restored["probe_sequences"] == 10 and restored["planner"] == "schedule"
+    size = sum(p.numel() for p in tiny_model().parameters()) * 4
+    assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
+    (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
+    told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (", "probe set of 10")
+    assert all(part in line for part in told), line
+    assert f"data behind {saved['feed']['fetched']} batches of epoch {saved['feed']['epoch']}" in line
+
+
+def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys):
+    """By default nobody sees the INFO of a package; where there is no bar, nothing is printed."""
+    on_from(uninterrupted, tmp_path / "a", disable_tqdm=False)
+    assert capsys.readouterr().out.count("Resumed from `") == 1
+    on_from(uninterrupted, tmp_path / "b")
+    assert "Resumed from" not in capsys.readouterr().out
+
+
+def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
+    folder = tmp_path / "checkpoint-50"
+    shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
+    (folder / "rng_state.pth").unlink()
+    changed = {"planner": "bandit", "direction": "drift", "lr_rescue": "off", "max_grad_norm": 0.5, "probe_samples": 6}
+    trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
+    trainer.train(resume_from_checkpoint=str(folder))
+    report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
+    assert report["warnings"] == [message for message in warnings if not message.startswith("Options differ")]
+    for part in (
+        "`learning_rate=0.001` is not taken up: optimizer and schedule go on with the checkpoint's `0.0005`",
+        "What the planner has learned is not restored: it was `schedule` and is `bandit`",
+        "The memories of the direction are not restored: it was `orthogonal` and is `drift`",
+        "The place in the data is not restored (`ignore_data_skip=True`)",
+        "Learning-rate rescue was on and is off: the scale begins at 1.",
+        "The probe set had 10 sequences and has 6.",
+        "Random generators are not restored",
+    ):
+        assert sum(part in warning for warning in report["warnings"]) == 1, part
+    assert len(report["warnings"]) == 7
+    assert trainer.lr_scheduler.base_lrs == [5e-4] * len(trainer.lr_scheduler.base_lrs)  # as the warning says
+    assert trainer.args.max_grad_norm == 0.5 and report["changed_options"]["max_grad_norm"] == [1.0, 0.5]
+    assert set(report["changed_options"]) == set(changed)
+    assert report["restored"]["data"] is None and report["restored"]["memory_bytes"] == 0
+
+
+def test_a_checkpoint_that_says_less_resumes_without_a_word(uninterrupted, tmp_path, caplog):
+    """As written before options and counts were kept to compare with."""
+    folder = tmp_path / "checkpoint-50"
+    shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
+    values = json.loads((folder / "hybrid_state.json").read_text())
+    for key in ("training_options", "probe_sequences", "processes"):
+        del values[key]
+    (folder / "hybrid_state.json").write_text(json.dumps(values))
+    trainer = build(tmp_path, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert not ours(caplog, logging.WARNING)
+    assert_same_weights(weights(trainer.model), uninterrupted[1])
+
+
+def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
+    assert uninterrupted[2]["resumed"] is None

@@ -1,14 +1,16 @@
 """Runs through all four phases: what a user is promised about leaps, counts, logs and exports."""
 
+import inspect
 import json
 import math
 
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, PhasePlugin
+from hf_hybrid.clocks import LeapClock
 from hf_hybrid.phases import Phase
 from hf_hybrid.prediction.trajectory import Trajectory
 
@@ -384,3 +386,99 @@ def test_padding_does_not_count_in_probes(tmp_path):
     assert losses.from_logits
     losses.from_logits = False
     assert losses(batch) == pytest.approx(together, rel=1e-5)
+
+
+# The signature, and the metrics of a run.
+
+
+def test_every_parameter_of_trainer_is_there_by_name_and_place():
+    theirs = inspect.signature(Trainer.__init__).parameters
+    ours = inspect.signature(HybridTrainer.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs) and len(theirs) > 10
+    for name, parameter in theirs.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind), name
+    more = {name: parameter.kind.name for name, parameter in ours.items() if name not in theirs}
+    own = dict.fromkeys(("probe_dataset", "plugins", "direction", "device_map"), "KEYWORD_ONLY")
+    assert more == {**own, "kwargs": "VAR_KEYWORD"}
+
+
+def test_every_parameter_is_passed_on(tmp_path, monkeypatch):
+    """Each argument arrives under its own name; what `Trainer` does not take is refused by it."""
+    passed = {}
+    mixin = HybridTrainer.__mro__[1]
+    monkeypatch.setattr(mixin, "__init__", lambda self, **given: passed.update(given))
+    names = [name for name in inspect.signature(HybridTrainer.__init__).parameters if name not in ("self", "kwargs")]
+    HybridTrainer(**{name: object() for name in names}, later=1)
+    assert list(passed) == [*names, "later"] and len({id(value) for value in passed.values()}) == len(passed)
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match="eval_datasets"):
+        HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(100), eval_datasets=ByteText(8))
+
+
+def test_metrics_of_a_run_say_what_was_saved_and_what_it_took(tmp_path):
+    trainer = HybridTrainer(
+        tiny_model(), hybrid_config(tmp_path, gradient_accumulation_steps=2, probe_budget=1.0),
+        train_dataset=ByteText(400),
+    )  # fmt: skip
+    metrics, summary = trainer.train().metrics, trainer.hybrid_summary()
+    for key in ("backward_passes", "backward_passes_avoided"):
+        assert metrics[f"hybrid_{key}"] == summary[key] > 0
+    assert metrics["hybrid_leaps"] == len(summary["leaps"]) > 0
+    leaps, probes = metrics["hybrid_leap_runtime"], metrics["hybrid_probe_runtime"]
+    assert leaps > 0 and probes > 0 and leaps + probes < metrics["train_runtime"]
+    logged = trainer.state.log_history[-1]
+    assert {key: logged[key] for key in metrics} == metrics
+    assert sum("hybrid_leaps" in entry for entry in trainer.state.log_history) == 1
+    trainer.log_metrics("train", metrics)  # as scripts show them
+    trainer.save_metrics("train", metrics)
+    assert json.loads((tmp_path / "train_results.json").read_text())["hybrid_leaps"] == metrics["hybrid_leaps"]
+
+
+def test_without_leaps_the_metrics_are_those_of_trainer(tmp_path):
+    values = config_values(tmp_path, max_steps=2)
+    plain = Trainer(tiny_model(), TrainingArguments(**values), train_dataset=ByteText(40))
+    hybrid = HybridTrainer(tiny_model(), HybridConfig(**values, enable_predict=False), train_dataset=ByteText(40))
+    assert hybrid.train().metrics.keys() == plain.train().metrics.keys()
+
+
+def test_the_clock_waits_for_the_device_and_tells_leaps_from_probes(monkeypatch):
+    now, waited = [0.0], []
+    monkeypatch.setattr("hf_hybrid.clocks.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+
+    def work(seconds):
+        now[0] += seconds
+        return [seconds]
+
+    clock = LeapClock(torch.device("cuda", 0))
+    evaluate = clock.probe_losses(work)
+    with clock.leap():
+        work(2.0)
+        assert evaluate(3.0) == [3.0]
+    evaluate(1.0)  # outside of a leap, as the tail average asks
+    assert (clock.leap_seconds, clock.probe_seconds) == (2.0, 4.0)
+    assert waited == [torch.device("cuda", 0)] * 2
+    clock.on_train_begin(None)
+    assert (clock.leap_seconds, clock.probe_seconds) == (0.0, 0.0)
+
+
+def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
+    """The same 8 sequences a step as 8, 2 or 1 at a time: the same phases, leaps and verdicts, the same losses."""
+    found = {}
+    for size, parts in ((8, 1), (2, 4), (1, 8)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": parts, "probe_budget": 1.0}
+        trainer = run(tmp_path / str(size), max_steps=40, **options)
+        summary, log = trainer.hybrid_summary(), trainer.state.log_history
+        assert summary["backward_passes"] == parts * summary["real_steps"]
+        found[size] = (
+            [entry["hybrid/phase"] for entry in log if "hybrid/phase" in entry],
+            [(leap["step"], leap["horizon"], leap["verdict"]) for leap in summary["leaps"]],
+            [entry["loss"] for entry in log if "loss" in entry],
+            [leap["loss_after"] for leap in summary["leaps"] if leap["loss_after"] is not None],
+        )
+    phases, leaps, losses, probed = found[8]
+    assert set(phases) == {phase.index for phase in Phase} and len(leaps) >= 4 and probed
+    for size in (2, 1):
+        assert found[size][:2] == (phases, leaps)
+        assert found[size][2] == pytest.approx(losses, abs=1e-5)
+        assert found[size][3] == pytest.approx(probed, abs=1e-5)

@@ -70,7 +70,7 @@ def _told(find: Callable[[], str], otherwise: str | None = None) -> str:
 def _extra(name: str, extra: str | None) -> str:
     if importlib.util.find_spec(name) is not None:
         return _told(lambda: metadata.version(name), "installed, version unknown")
-    how = f'pip install "hf_hybrid[{extra}]"' if extra else f"pip install {name}"
+    how = f'pip install "hf-hybrid[{extra}]"' if extra else f"pip install {name}"
     return f"not installed ({how})"
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Optional, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments
 
 PROGRAM = "hf-hybrid train"
+ENVIRONMENT = "env"
+"""Key of a YAML file under which environment variables stand."""
 
 
 class OptionError(ValueError):
@@ -146,7 +149,8 @@ Every option of transformers.TrainingArguments is taken as well; --help_all list
   --gradient_accumulation_steps --bf16 --optim --lr_scheduler_type --warmup_steps --logging_steps --save_steps
   --save_total_limit --eval_strategy --seed --report_to --push_to_hub --hub_model_id --resume_from_checkpoint true
 
-In a YAML file they have the same names, without dashes. docs/cli.md, docs/launch.md and examples/configs/ have more."""
+Names may be written with dashes too: --max-steps. In a YAML file they have the same names, without those in front.
+docs/cli.md, docs/launch.md and examples/configs/ have more."""
 
 
 def help_text() -> str:
@@ -161,9 +165,14 @@ def help_text() -> str:
         add_help=False,
     )
     general = parser.add_argument_group("General")
-    general.add_argument("--config", metavar="FILE", help="YAML file with options, for example what `plan` wrote.")
+    general.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with options, for example what `plan` wrote, and with environment variables under `env`.",
+    )
     general.add_argument("-h", "--help", action="store_true", help="Show this and exit.")
-    general.add_argument("--help_all", action="store_true", help="Show these and all options of TrainingArguments.")
+    text = "Show these and all options of TrainingArguments."
+    general.add_argument("--help_all", "--help-all", action="store_true", help=text)
     for options in OWN_OPTIONS:
         _describe(parser.add_argument_group(options._argument_group_name), options, fields(options))
     group = None
@@ -230,6 +239,31 @@ def parse_values(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(_tokens(parser, arguments))
 
 
+def set_environment(arguments: Sequence[str]) -> None:
+    """
+    Set the variables under `env` in the YAML file that a command line names, over those that are set already: once, by
+    what starts a run, before anything imports torch. Processes that it launches inherit them.
+
+    Raises:
+        OptionError: If the file cannot be read, or `env` does not hold names with single values.
+    """
+    path = _config_file(arguments)[0]
+    variables = None if path is None else read_yaml(path).get(ENVIRONMENT)
+    if variables is None:
+        return
+    if not isinstance(variables, dict):
+        raise OptionError(f"`{ENVIRONMENT}` in `{path}` must hold lines of the form `NAME: value`, got `{variables}`.")
+    for name, value in variables.items():
+        if not isinstance(name, str) or not name or set(name) & {"=", "\0"}:
+            raise OptionError(f"`{name}` under `{ENVIRONMENT}` in `{path}` is no name of an environment variable.")
+        if not isinstance(value, (str, bool, int, float)):
+            raise OptionError(
+                f"`{name}` under `{ENVIRONMENT}` in `{path}` must be a text or a number, got `{value}`. Put text that "
+                "YAML reads as something else in quotes."
+            )
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
 def check_required(model: str | None, dataset: str | None) -> None:
     """
     Refuse a run that has nothing to train, or nothing to train it on.
@@ -256,29 +290,39 @@ def _parser():
 
     class Parser(HfArgumentParser):
         def error(self, message):
-            raise OptionError(message)  # not the usage of 200 options
+            _refuse(message)
 
     return Parser((*OWN_OPTIONS, HybridConfig), prog=PROGRAM, allow_abbrev=False, add_help=False)
 
 
 def _tokens(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """One command line: what the YAML file says, then what the user says, so that the latter wins."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--config")
-    own.error = parser.error
-    given, rest = own.parse_known_args(list(arguments))
+    file, rest = _config_file(arguments)
     actions = {action.dest: action for action in parser._actions}
     names = [string for action in parser._actions for string in action.option_strings]
     for argument in rest:
         name = argument.split("=", 1)[0]
         if name.startswith("--") and name not in names:
             raise OptionError(f"`{name}` is no option.{_did_you_mean(name, names)}")
-    from_file = [] if given.config is None else _yaml_tokens(parser, actions, given.config)
+    from_file = [] if file is None else _yaml_tokens(parser, actions, file)
     tokens = [*from_file, *rest]
     stray = parser.parse_known_args(tokens)[1]
     if stray:
         raise OptionError(f"`{stray[0]}` belongs to no option. Options begin with two dashes.")
     return tokens
+
+
+def _config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The YAML file that a command line names, and what else is in it."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--config")
+    own.error = _refuse
+    given, rest = own.parse_known_args(list(arguments))
+    return given.config, rest
+
+
+def _refuse(message: str) -> NoReturn:
+    raise OptionError(message)  # not the usage of 200 options
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -312,6 +356,8 @@ def _yaml_tokens(parser, actions: dict[str, argparse.Action], path: str) -> list
     tokens = []
     for key, value in read_yaml(path).items():
         name = key.replace("-", "_")
+        if name == ENVIRONMENT:
+            continue
         if name not in actions:
             raise OptionError(f"`{key}` in `{path}` is no option.{_did_you_mean(name, actions)}")
         takes_list = actions[name].nargs in ("+", "*")
@@ -322,5 +368,11 @@ def _yaml_tokens(parser, actions: dict[str, argparse.Action], path: str) -> list
         elif isinstance(value, dict):
             tokens.append(f"--{name}={json.dumps(value)}")
         else:
-            tokens.append(f"--{name}={value}")
+            tokens.append(f"--{name}={_word(value, actions[name].choices)}")
     return tokens
+
+
+def _word(value: Any, choices: Iterable | None) -> Any:
+    """What a bare `on`, `off`, `yes` or `no`, which YAML reads as a bool, is for an option with such choices."""
+    words = {True: ("on", "yes"), False: ("off", "no")}[value] if isinstance(value, bool) else ()
+    return next((word for word in words if word in (choices or ())), value)

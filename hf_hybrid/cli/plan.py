@@ -29,7 +29,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
             "to train it would hold on device and host, which fit, and recommends the fastest exact one."
         ),
     )
-    add = parser.add_argument
+
+    def add(name: str, **options) -> None:
+        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
+        parser.add_argument(*names, **options)
+
     add("model", help="id on the Hub, folder, or config file of a causal language model; only config.json is read")
     add("--sequence_length", type=int, help="tokens per sequence (default: 1024, at most what the model takes)")
     add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
@@ -120,7 +124,8 @@ class _Report:
         )
         self.plans: list[TrainingPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
         self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
-        self.without_adapters = "" if with_adapters else "Plans with adapters need peft: not installed.\n"
+        missing = 'Plans with adapters need peft: pip install "hf-hybrid[peft]"\n'
+        self.without_adapters = "" if with_adapters else missing
 
     def as_json(self) -> str:
         """All plans, and which is recommended."""

@@ -18,6 +18,7 @@ from hf_hybrid.cli.options import (
     help_all,
     help_text,
     parse_values,
+    set_environment,
 )
 
 SCRIPT = "hf_hybrid.scripts.train"
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(help_text())
         return 0
-    if "--help_all" in arguments:
+    if {"--help_all", "--help-all"} & set(arguments):
         sys.stdout.write(help_all())
         return 0
     try:
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
+    set_environment(arguments)
     # Started by a launcher already: what it says about processes holds.
     launched = "LOCAL_RANK" in os.environ
     if not launched:

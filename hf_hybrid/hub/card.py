@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub.utils import yaml_dump
 
+from hf_hybrid import __version__
 from hf_hybrid.hub.facts import DataFacts, RunFacts
 from hf_hybrid.hub.limits import limits
 from hf_hybrid.hub.markdown import block, bullets, code, join, one_line, table, text
@@ -18,6 +19,20 @@ from hf_hybrid.summaries import format_bytes, format_number, format_seconds
 
 _HELD = {"states": "optimizer states", "drift": "prediction"}
 _CLASSES = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
+
+# As in CITATION.cff, which is not part of the installed package.
+_SOFTWARE = {
+    "title": "hf_hybrid: predicted, verified weight leaps and streamed training for transformers.Trainer",
+    "author": "The hf_hybrid contributors",
+    "license": "Apache-2.0",
+    "version": __version__,
+}
+_MUON = {
+    "Muon: An optimizer for hidden layers in neural networks": "https://kellerjordan.github.io/posts/muon/",
+    "Muon is Scalable for LLM Training": "https://arxiv.org/abs/2502.16982",
+}
+_ADEMAMIX = {"The AdEMAMix Optimizer: Better, Faster, Older": "https://arxiv.org/abs/2409.03137"}
+_OF_DIRECTIONS = {"orthogonal": _MUON, "gradient_memory": _ADEMAMIX}
 
 
 def render(facts: RunFacts, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> str:
@@ -37,7 +52,7 @@ def render(facts: RunFacts, given: dict[str, Any], baseline: dict[str, Any] | No
         _section("## Usage", usage(facts)),
         _section("## Training", *training(facts, given)),
         _section("## Limits and intended use", bullets(map(text, limits(facts, "license" in fields, bool(compared))))),
-        _section("## Citation", citation(facts)),
+        _section("## Citation", *citations(facts)),
         _signature(),
     ]
     front = yaml_dump(fields, sort_keys=False).strip()
@@ -321,13 +336,22 @@ def _time(facts: RunFacts) -> dict[str, str]:
     return found
 
 
-def citation(facts: RunFacts) -> str:
-    """Of the method, where the trainer names a paper."""
-    method = facts.method
-    if not {"title", "paper"} <= method.keys():
-        return ""
-    line = f"{text(method['name'])}: [{text(method['title'])}](https://huggingface.co/papers/{method['paper']})"
-    return f"{line}\n\n{block(method['citation'], 'bibtex')}" if "citation" in method else line
+def citations(facts: RunFacts) -> list[str]:
+    """Of the trainer's method, where it names a paper; of this software; of what optimizer and leaps rest on."""
+    method, parts = facts.method, []
+    if {"title", "paper"} <= method.keys():
+        page = f"https://huggingface.co/papers/{method['paper']}"
+        parts.append(f"{text(method['name'])}: [{text(method['title'])}]({page})")
+        parts.append(block(method["citation"], "bibtex") if "citation" in method else "")
+    fields = ",\n".join(f"  {name:<7} = {{{{{value}}}}}" for name, value in _SOFTWARE.items())
+    parts += ["`hf_hybrid`, which it was trained with:", block(f"@software{{hf_hybrid,\n{fields}\n}}", "bibtex")]
+    papers = dict(_MUON) if facts.settings.get("optim") == "muon" else {}
+    if facts.summary.get("leaps"):
+        papers |= _OF_DIRECTIONS.get(facts.summary["direction"], {})
+    if papers:
+        links = bullets(f"[{text(title)}]({link})" for title, link in papers.items())
+        parts.append(f"The methods that its optimizer or its leaps rest on:\n\n{links}")
+    return parts
 
 
 def _signature() -> str:

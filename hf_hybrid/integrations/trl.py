@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
@@ -28,7 +29,8 @@ except ImportError as error:
 @dataclass
 class HybridSFTConfig(HybridConfigBase, SFTConfig):
     """
-    [`~trl.SFTConfig`] with the options of [`HybridArguments`]; no default of the former differs.
+    [`~trl.SFTConfig`] with the options of [`HybridArguments`]. One default of the former differs: `bf16` is on where
+    the accelerator computes in bf16, as TRL has it everywhere, and off on a CPU, on MPS and on older GPUs.
 
     Raises:
         ValueError: As [`HybridConfig`], and for `chunked_loss=on` and `stream_embeddings=True`, which would change a
@@ -36,6 +38,7 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
     """
 
     def __post_init__(self):
+        _choose_bf16(self)
         super().__post_init__()
         _check_head_options(self)
 
@@ -43,13 +46,15 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
 @dataclass
 class HybridDPOConfig(HybridConfigBase, DPOConfig):
     """
-    [`~trl.DPOConfig`] with the options of [`HybridArguments`]; no default of the former differs.
+    [`~trl.DPOConfig`] with the options of [`HybridArguments`]. One default of the former differs, `bf16`, as in
+    [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], for streamed layers, and for leaps with `sync_ref_model=True`.
     """
 
     def __post_init__(self):
+        _choose_bf16(self)
         super().__post_init__()
         _check_head_options(self)
         if self.memory != "off":
@@ -62,6 +67,22 @@ class HybridDPOConfig(HybridConfigBase, DPOConfig):
                 "`sync_ref_model=True` copies the weights of the run into the reference, and a leap that is undone "
                 "later could not be taken out of it. Set `sync_ref_model=False`, or `enable_predict=False`."
             )
+
+
+def _choose_bf16(args: SFTConfig | DPOConfig) -> None:
+    """Where neither `bf16` nor `fp16` is given: by the hardware. TRL has it on, which fails where nothing can do it."""
+    if args.bf16 is None and not args.fp16:
+        args.bf16 = _computes_in_bf16(args.use_cpu)
+
+
+def _computes_in_bf16(use_cpu: bool) -> bool:
+    if use_cpu:
+        return False
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.backends.mps.is_available():
+        return False  # emulated on many
+    return is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
 def _check_head_options(args: HybridArguments) -> None:

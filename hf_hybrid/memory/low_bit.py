@@ -34,7 +34,7 @@ def bitsandbytes_functional() -> Any:
         import bitsandbytes.functional as functional
     except ImportError as error:
         raise ImportError(
-            '8-bit optimizer states need bitsandbytes. Install it with `pip install "hf_hybrid[quantization]"`.'
+            '8-bit optimizer states need bitsandbytes. Install it with `pip install "hf-hybrid[quantization]"`.'
         ) from error
     return functional
 

@@ -294,6 +294,6 @@ def _int8_matmul() -> Callable:
         return importlib.import_module("bitsandbytes.functional").int8_linear_matmul
     except ImportError as error:
         raise ImportError(
-            '`engine="bitsandbytes"` needs bitsandbytes: `pip install "hf_hybrid[quantization]"`. '
+            '`engine="bitsandbytes"` needs bitsandbytes: `pip install "hf-hybrid[quantization]"`. '
             'Or use `engine="torch"`, which needs nothing.'
         ) from error

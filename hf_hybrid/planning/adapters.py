@@ -40,7 +40,7 @@ def lora_config(rank: int = LORA_RANK, targets: str | list[str] = LORA_TARGETS):
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError('Plans with adapters need peft. Install it with `pip install "hf_hybrid[peft]"`.') from error
+        raise ImportError('Plans with adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
 
 

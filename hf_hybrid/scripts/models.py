@@ -114,7 +114,7 @@ def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise ImportError(
-            '`--peft qlora` needs bitsandbytes. Install it: pip install "hf_hybrid[peft,quantization]"'
+            '`--peft qlora` needs bitsandbytes. Install it: pip install "hf-hybrid[peft,quantization]"'
         ) from None
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -135,7 +135,7 @@ def add_adapters(model: Any, options: AdapterOptions) -> Any:
     try:
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError:
-        raise ImportError(f'`--peft {options.peft}` needs peft. Install it: pip install "hf_hybrid[peft]"') from None
+        raise ImportError(f'`--peft {options.peft}` needs peft. Install it: pip install "hf-hybrid[peft]"') from None
     if options.peft == "qlora":
         # Activation checkpointing is an option of TrainingArguments and stays one.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

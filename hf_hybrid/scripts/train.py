@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_hybrid.cli.options import PROGRAM, TrainOptions, check_required, parse_options
+from hf_hybrid.cli.options import PROGRAM, TrainOptions, check_required, parse_options, set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         `int`: 0, or 2 after a message on what is wrong with the options. What fails later raises.
     """
     try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
+        if arguments is None:
+            arguments = sys.argv[1:]
+            set_environment(arguments)
+        options = parse_options(arguments)
         check_required(options.model.model, options.data.dataset)
         trainer = prepare(options)
     except (ValueError, ImportError) as error:  # refusals of HybridConfig and HybridTrainer among them
