@@ -51,7 +51,7 @@ def _ademamix(parameters, rate, steps):
     from pytorch_optimizer import AdEMAMix
 
     slow = 1.0 - 6.0 / steps  # the memory of gradient_memory: a sixth of the run
-    options = {"alpha": 5.0, "t_alpha_beta3": steps, "weight_decay": 0.1}
+    options = {"alpha": 5.0, "t_alpha_beta3": steps, "weight_decay": 0.1, "weight_decouple": True}
     return AdEMAMix(parameters, lr=rate, betas=(0.9, 0.95, slow), **options)
 
 
@@ -79,6 +79,9 @@ ARMS = {
         Arm("hybrid", "HybridTrainer as it comes", {}),
         Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}, rate_of="muon"),
         Arm("fast", "preset fast", {"preset": "fast"}, rate_of="muon"),
+        # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
+        Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
+        Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
         # Directions.
         Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
         Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),

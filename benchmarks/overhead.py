@@ -21,8 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import acceleration
 import torch
+from acceleration import BASE
+from acceleration_tasks import TASKS, TextAndModels
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -85,14 +86,14 @@ class Uphill:
         Trajectory.leap = self.original
 
 
-def build(arm: str, worker: acceleration.Worker, steps: int, folder: str, clock: Clock):
-    data = worker.split("code")
+def build(arm: str, sources: TextAndModels, steps: int, folder: str, clock: Clock):
+    data = sources.split("code")
     values = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 2e-3, "per_device_train_batch_size": 8,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    model = worker.model(acceleration.Run("code", arm, steps, 2e-3, 0))
+    model = sources.model(TASKS["code"], 0)
     common = {"train_dataset": data["train"], "callbacks": [clock]}
     if arm == "plain":
         return Trainer(model, TrainingArguments(**values), **common)
@@ -100,12 +101,12 @@ def build(arm: str, worker: acceleration.Worker, steps: int, folder: str, clock:
     return hf_hybrid.HybridTrainer(model, config, probe_dataset=data["probe"], **common)
 
 
-def disabled_against_plain(worker, rounds: int, steps: int, folder: str) -> dict:
+def disabled_against_plain(sources, rounds: int, steps: int, folder: str) -> dict:
     medians: dict[str, list[float]] = {"plain": [], "disabled": []}
     for number in range(rounds + 1):
         for arm in sorted(medians, reverse=bool(number % 2)):
             clock = Clock()
-            build(arm, worker, steps, folder, clock).train()
+            build(arm, sources, steps, folder, clock).train()
             if number:  # the first round warms caches and allocator
                 medians[arm].append(statistics.median(clock.steps))
     ratios = sorted(a / b for a, b in zip(medians["disabled"], medians["plain"]))
@@ -116,10 +117,10 @@ def disabled_against_plain(worker, rounds: int, steps: int, folder: str) -> dict
     }
 
 
-def own_share(arm: str, worker, steps: int, folder: str) -> dict:
+def own_share(arm: str, sources, steps: int, folder: str) -> dict:
     """Seconds of the package's own work over those of the rest of the run."""
     clock = Clock()
-    trainer = build(arm, worker, steps, folder, clock)
+    trainer = build(arm, sources, steps, folder, clock)
     with OwnTime(trainer) as own:
         start = time.process_time()
         if arm == "rejected":
@@ -145,13 +146,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="Of the rejected and hybrid runs.")
     args = parser.parse_args()
     logging.disable_progress_bar()
-    worker = acceleration.Worker(threads=1)
+    torch.set_num_threads(1)
+    sources = TextAndModels(BASE)
     result = {"torch": torch.__version__, "threads": 1}
     with tempfile.TemporaryDirectory() as folder:
         for arm in ("rejected", "hybrid"):
-            result[arm] = own_share(arm, worker, args.steps, folder)
+            result[arm] = own_share(arm, sources, args.steps, folder)
             print(arm, json.dumps(result[arm]), flush=True)
-        result["disabled"] = disabled_against_plain(worker, args.rounds, 30, folder)
+        result["disabled"] = disabled_against_plain(sources, args.rounds, 30, folder)
         print("disabled", result["disabled"]["ratio"], flush=True)
     (RESULTS / "overhead.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

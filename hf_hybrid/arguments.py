@@ -81,7 +81,7 @@ class HybridArguments:
         "balanced",
         "How far leaps go, what they are trusted to be worth and how often they are made. Decides every option below "
         "whose help says 'from the preset'. fast: what was fastest in docs/evaluation.md, optim=muon (where optim was "
-        "left at its default) without leaps, which added nothing to it.",
+        "left at its default) with a shorter momentum and without leaps, which added nothing to it.",
     )
     warmup_phase_steps: Optional[int] = _option(
         None, "Real steps before the first leap. Default: 5%% of the run, at least 2 and at most 100."
@@ -187,7 +187,7 @@ class HybridArguments:
     probe_batch_size: Optional[int] = _option(
         None, "Sequences per probe, rotating through the held-out ones. Default: 8, at most what is held out."
     )
-    probe_budget: float = _option(0.01, "Share of the run's compute that probes may cost.")
+    probe_budget: float = _option(0.01, "Share of the run's compute for probes; thrice that while leaps are refused.")
     acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")
     rollback_margin: float = _option(
         1.0,
@@ -208,7 +208,7 @@ class HybridArguments:
         1.0, "With optim=muon: Muon's learning rate (hidden matrices) over learning_rate (everything else)."
     )
     muon_momentum: Optional[float] = _option(
-        None, "With optim=muon: decay rate of Muon's average of the gradients. Default: from the preset."
+        None, "With optim=muon: decay rate of Muon's mean gradient. Default: from the preset (0.95, in fast 0.85)."
     )
 
     # Memory

@@ -92,6 +92,7 @@ def config_values(args: TrainingArguments) -> dict:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = getattr(default, "value", default)
         same = value == default or (not value and not default)  # None that became False or an empty list
+        same = same and not (value is False and field.name == "bf16" and default is None)  # TRL: None asks the hardware
         if field.init and not same and not field.name.endswith("_token") and _is_json(value):
             values[field.name] = value
     return {**values, "output_dir": str(args.output_dir)}

@@ -88,6 +88,32 @@ def test_bouncing_loss_is_a_caution():
     assert (verdict.level, verdict.action) == (Level.CAUTION, Action.SHORTEN)
 
 
+def test_a_loss_that_grows_step_by_step_is_noticed():
+    """Its trend grows with it, so that no single loss stands out; leaps stay away until it is down or usual."""
+    m, rng, alarms = settled(), random.Random(1), []
+    for step in range(200):
+        loss = 2.7 * 1.02 ** min(step, 60) + rng.gauss(0, 0.02)
+        verdict = m.judge_step(loss, 1.0, predicted_loss=None, leap_open=False)
+        if verdict.level >= Level.WARNING and "when they were lowest" in verdict.reason:
+            assert verdict.action is Action.FORCE_FULL
+            alarms.append(step)
+    assert 10 < alarms[0] < 40 and min(b - a for a, b in zip(alarms, alarms[1:])) == m.RISE_EVERY
+    for _ in range(1500):
+        verdict = m.judge_step(8.86 + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False)
+    assert verdict.level <= Level.CAUTION, "what stays is normal in the end"
+
+
+def test_a_resumed_watch_remembers_the_lowest_losses():
+    m, rng = settled(), random.Random(2)
+    again = monitor()
+    again.load_state_dict(json.loads(json.dumps(m.state_dict())))
+    for step in range(60):
+        loss = 2.7 * 1.02**step + rng.gauss(0, 0.02)
+        verdicts = [w.judge_step(loss, 1.0, predicted_loss=None, leap_open=False) for w in (m, again)]
+        assert verdicts[0] == verdicts[1]
+    assert m.best is not None and m.best == again.best
+
+
 def test_state_survives_json():
     m = settled()
     copy = monitor()

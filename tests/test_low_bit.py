@@ -275,7 +275,7 @@ def test_without_bitsandbytes_it_says_what_to_install(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ImportError, match=r'pip install "hf_hybrid\[quantization\]"'):
+    with pytest.raises(ImportError, match=r'pip install "hf-hybrid\[quantization\]"'):
         AdamW8bit([nn.Parameter(torch.ones(3))])
 
 

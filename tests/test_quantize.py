@@ -353,5 +353,5 @@ def test_errors_name_the_argument_and_the_way_out(monkeypatch):
     with pytest.raises(ValueError, match="`min_features=256`"):
         started(tiny_model())
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(ImportError, match=r'pip install "hf_hybrid\[quantization\]"'):
+    with pytest.raises(ImportError, match=r'pip install "hf-hybrid\[quantization\]"'):
         Int8Predict(engine="bitsandbytes")

@@ -235,8 +235,9 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     assert f"data behind {saved['feed']['fetched']} batches of epoch {saved['feed']['epoch']}" in line
 
 
-def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys):
+def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys, caplog):
     """By default nobody sees the INFO of a package; where there is no bar, nothing is printed."""
+    caplog.set_level(logging.WARNING, logger="hf_hybrid")
     on_from(uninterrupted, tmp_path / "a", disable_tqdm=False)
     assert capsys.readouterr().out.count("Resumed from `") == 1
     on_from(uninterrupted, tmp_path / "b")

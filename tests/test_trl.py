@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import re
 import sys
@@ -492,6 +493,8 @@ def test_a_config_is_read_back(tmp_path):
     again = HybridSFTConfig.from_json(tmp_path)
     assert isinstance(again, HybridSFTConfig)
     assert (again.packing, again.preset, again.max_length, again.max_steps) == (True, "conservative", 48, 2)
+    # Elsewhere too: `None` would ask the hardware of the machine that reads it.
+    assert json.loads((tmp_path / "hybrid_config.json").read_text())["bf16"] is False
 
 
 @pytest.mark.parametrize(

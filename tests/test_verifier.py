@@ -174,6 +174,24 @@ def test_after_two_rejections_no_leap_goes_unseen():
     assert world.probe.cost_steps <= 0.02 * 100 + 1
 
 
+def test_leaps_that_were_refused_are_asked_for_again_within_a_wider_budget():
+    """Two bad leaps at the start of a short run use its budget up; without another look there would be no third."""
+    p, world = planner(max_steps=200, probe_budget=0.01), World(minimum=-1.0)
+    for step in (10, 12):
+        if p.plan(step, [0.0], world.probe).probe:
+            p.look(1.0, world.leap, world.probe, slope=0.01)
+        p.leap_was_rejected()
+    asked = []
+    for step in range(14, 200, 2):
+        if p.allows_leap(step, world.probe):
+            assert p.plan(step, [0.0], world.probe).probe, "nobody would see it"
+            p.look(1.0, world.leap, world.probe, slope=0.01)
+            p.leap_was_rejected()
+            asked.append(step)
+    assert asked and asked[0] < 100
+    assert 0.01 * 200 < world.probe.cost_steps <= 3 * 0.01 * 200 * 1.1 + 1
+
+
 def test_rejections_back_off_exponentially_and_are_forgotten():
     p = planner()
     skipped = []

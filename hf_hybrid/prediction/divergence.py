@@ -71,6 +71,10 @@ class DivergenceMonitor:
     """Steps before relative thresholds mean anything."""
     VANISHING = 1e-3
     """Gradient norm over the running median that counts as vanished."""
+    FORGIVEN_PER_STEP = 0.01
+    """Share of a lasting rise of the loss that each step takes for normal: data may have become harder."""
+    RISE_EVERY = 8
+    """Steps between two warnings of a lasting rise: about as long as one keeps leaps away."""
     BAD_BEFORE_RESET = 3
     """Non-finite steps in a row after which the last leap and the slow memory are suspected."""
 
@@ -83,6 +87,9 @@ class DivergenceMonitor:
         self.errors: deque[float] = deque(maxlen=16)
         self.bad_steps = 0
         self.warnings_in_a_row = 0
+        self.best: tuple[float, float] | None = None
+        """Lowest mean of a window of losses so far, and the deviation around its trend."""
+        self.steps_since_rise = self.RISE_EVERY
 
     def judge_gradients(self, loss: float, norm: float, *, leap_open: bool) -> Verdict:
         """Before the optimizer's step. `leap_open`: a leap was made that can still be rolled back."""
@@ -109,6 +116,7 @@ class DivergenceMonitor:
         level, reason = max(
             (
                 self._loss_deviation(loss),
+                self._rise(),
                 self._norm(norm),
                 self._prediction(loss, predicted_loss),
                 self._oscillation(),
@@ -159,6 +167,23 @@ class DivergenceMonitor:
             return Level.WARNING, reason
         return (Level.CAUTION, reason) if score > 0.8 * self.threshold else (Level.NORMAL, "")
 
+    def _rise(self) -> tuple[Level, str]:
+        """A loss that grows step by step takes its own trend along, and never stands out from that."""
+        if len(self.losses) < FORECAST_WINDOW:
+            return Level.NORMAL, ""
+        window = list(self.losses)[-FORECAST_WINDOW:]
+        mean, recent = sum(window) / len(window), sum(window[len(window) // 2 :]) / (len(window) - len(window) // 2)
+        if self.best is None or mean <= self.best[0]:
+            self.best = (mean, linear_trend(window)[1])
+        lowest, deviation = self.best
+        self.best = (lowest + self.FORGIVEN_PER_STEP * (mean - lowest), deviation)
+        self.steps_since_rise += 1
+        risen = recent > lowest + self.threshold * max(deviation, 1e-3 * abs(lowest), 1e-8)
+        if not risen or self.steps_since_rise < self.RISE_EVERY:
+            return Level.NORMAL, ""
+        self.steps_since_rise = 0
+        return Level.WARNING, f"losses average {recent:.4g}, and {lowest:.4g} when they were lowest"
+
     def _norm(self, norm: float) -> tuple[Level, str]:
         if len(self.norms) < self.MIN_HISTORY:
             return Level.NORMAL, ""
@@ -189,12 +214,6 @@ class DivergenceMonitor:
         turns = sum(a * b < 0 for a, b in zip(changes, changes[1:])) / (len(changes) - 1)
         return (Level.CAUTION, f"loss turns in {turns:.0%} of the steps") if turns > 0.9 else (Level.NORMAL, "")
 
-    def forget_history(self) -> None:
-        """After a roll-back or a change of the learning rate, what was normal is no longer."""
-        self.losses.clear()
-        self.errors.clear()
-        self.warnings_in_a_row = 0
-
     def state_dict(self) -> dict:
         return {
             "losses": list(self.losses),
@@ -202,6 +221,8 @@ class DivergenceMonitor:
             "errors": list(self.errors),
             "bad_steps": self.bad_steps,
             "warnings_in_a_row": self.warnings_in_a_row,
+            "best": self.best,
+            "steps_since_rise": self.steps_since_rise,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -210,6 +231,8 @@ class DivergenceMonitor:
             getattr(self, name).extend(state[name])
         self.bad_steps = state["bad_steps"]
         self.warnings_in_a_row = state["warnings_in_a_row"]
+        self.best = None if state["best"] is None else tuple(state["best"])
+        self.steps_since_rise = state["steps_since_rise"]
 
 
 def linear_trend(values: list[float]) -> tuple[float, float]:

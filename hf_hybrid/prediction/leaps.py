@@ -121,6 +121,8 @@ class LeapPlanner:
     PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
     EVIDENCE_HALF_LIFE = 50.0
     MAX_EXTENSION = 64.0
+    WIDER = 3.0
+    """Times the budget for probes, while no leap is made that nobody looked at."""
 
     # What every real step changes.
 
@@ -167,8 +169,12 @@ class LeapPlanner:
         return LeapPlan(gain, probe is not None and self._probe_is_due(probe, progress))
 
     def _probe_is_due(self, probe: HeldOutProbe, progress: float) -> bool:
-        """The first leap is always looked at; then the budget is spent evenly over the run."""
-        allowance = self.probe_budget * self.max_steps * min(progress + 0.1, 1.0)
+        """
+        The first leap is always looked at; then the budget is spent evenly over the run, and faster where it decides
+        whether there are leaps at all.
+        """
+        budget = self.probe_budget * (self.WIDER if self.rejections_in_a_row >= 2 else 1.0)
+        allowance = budget * self.max_steps * min(progress + 0.1, 1.0)
         return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
 
     def look(self, gain: float, leap, probe: HeldOutProbe, slope: float) -> LeapOutcome:
