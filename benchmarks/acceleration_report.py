@@ -133,6 +133,8 @@ def print_table(table: dict) -> None:
         )
 
 
+IN_CURVES = {"hybrid": None, "muon": None, "fast": None, "beta1-0.7": "adamw", "hybrid-beta1-0.7": "hybrid"}
+"""Arms drawn beside the plain curve; in the colour of the named one, hollow, where it differs by an option."""
 COLOURS = {"adamw": "#444444", "hybrid": "#0b6e99", "muon": "#c26a00", "fast": "#2a7d2e"}
 
 
@@ -155,18 +157,20 @@ def plot_curves(tables: list[dict], path: Path) -> None:
         axis.plot(steps, losses, "o-", color=COLOURS["adamw"], label="AdamW, best rate")
         low, high = [m - d for m, d in zip(losses, spread)], [m + d for m, d in zip(losses, spread)]
         axis.fill_between(steps, low, high, color=COLOURS["adamw"], alpha=0.15, linewidth=0)
-        for arm in ("hybrid", "muon", "fast"):
+        for arm, like in IN_CURVES.items():
             row = table["arms"].get(arm)
             if not row or not row["runs"]:
                 continue
             cost = [r["total"] for r in row["runs"]]
             loss = [r["eval_loss"] for r in row["runs"]]
-            axis.scatter(cost, loss, s=28, color=COLOURS[arm], label=arm, zorder=3)
+            colour = COLOURS[like or arm]
+            face = "none" if like else colour
+            axis.scatter(cost, loss, s=28, edgecolors=colour, facecolors=face, label=arm, zorder=3)
         axis.set_xscale("log")
         ticks = sorted(set(steps))
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
-        axis.set_xlabel("cost: backward passes, probes, leaps, Muon's iteration, in steps")
+        axis.set_xlabel("all costs, in backward passes of a step")
         axis.set_ylabel("held-out loss at the end of the run")
         axis.set_title(table["task"])
         axis.grid(alpha=0.25)
@@ -189,14 +193,17 @@ def plot_speedups(tables: list[dict], path: Path) -> None:
     height = max(len(table["arms"]) for table in tables)
     figure, axes = pyplot.subplots(1, len(tables), figsize=(4.6 * len(tables), 1.2 + 0.32 * height), squeeze=False)
     for axis, table in zip(axes[0], tables):
-        arms = sorted((item for item in table["arms"].items() if item[1]["runs"]), key=lambda item: item[1]["S"])
+        arms = sorted(
+            (item for item in table["arms"].items() if item[1]["runs"]), key=lambda item: item[1]["S_all_costs"]
+        )
         values = [row["S_all_costs"] for _, row in arms]
         errors = [row.get("S_all_costs_standard_error", 0.0) for _, row in arms]
         colours = [COLOURS.get(arm, "#9aa5b1") for arm, _ in arms]
         axis.barh(range(len(arms)), values, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1})
         axis.set_yticks(range(len(arms)), [arm for arm, _ in arms], fontsize=9)
+        axis.set_ylim(len(arms) - height - 0.6, len(arms) - 0.4)  # bars as thick in every panel
         axis.axvline(1.0, color="black", lw=1)
-        axis.set_xlabel("S against AdamW at its best rate, all costs counted")
+        axis.set_xlabel("S over AdamW, all costs counted")
         axis.set_title(table["task"])
         axis.grid(axis="x", alpha=0.25)
     figure.tight_layout()
