@@ -95,10 +95,10 @@ def test_a_loss_that_grows_step_by_step_is_noticed():
         loss = 2.7 * 1.02 ** min(step, 60) + rng.gauss(0, 0.02)
         verdict = m.judge_step(loss, 1.0, predicted_loss=None, leap_open=False)
         if verdict.level >= Level.WARNING and "when they were lowest" in verdict.reason:
-            assert verdict.action is Action.FORCE_FULL
+            assert verdict.action is Action.BACK_OFF
             alarms.append(step)
     assert 10 < alarms[0] < 40 and min(b - a for a, b in zip(alarms, alarms[1:])) == m.RISE_EVERY
-    for _ in range(1500):
+    for _ in range(5000):
         verdict = m.judge_step(8.86 + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False)
     assert verdict.level <= Level.CAUTION, "what stays is normal in the end"
 

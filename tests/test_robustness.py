@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.prediction.divergence import TrainingDivergedError
+from hf_hybrid.prediction.divergence import DivergenceMonitor, Level, TrainingDivergedError
 from hf_hybrid.prediction.trajectory import Trajectory
 from hf_hybrid.state_io import VALUES_NAME, load_hybrid_state, save_hybrid_state
 
@@ -386,3 +386,18 @@ def test_a_model_init_is_trained(tmp_path):
     trainer = HybridTrainer(args=hybrid_config(tmp_path), model_init=lambda: tiny_model(), train_dataset=ByteText(400))
     trainer.train()
     assert trainer.hybrid_summary()["predicted_steps"] > 0
+
+
+def test_a_lasting_rise_of_the_loss_keeps_leaps_away(tmp_path, train_set, monkeypatch):
+    """Whatever the leaps of a direction do, a run that gets worse goes on without leaps that nobody looks at."""
+    rises = iter([(Level.NORMAL, "")] * 20 + [(Level.WARNING, "risen")] * 2)
+    monkeypatch.setattr(DivergenceMonitor, "_rise", lambda monitor: next(rises, (Level.NORMAL, "")))
+    config = hybrid_config(tmp_path, max_steps=60, probe_budget=0.0, leap_budget=100.0)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    events = [event for event in summary["divergence_events"] if event["reason"] == "risen"]
+    assert [event["action"] for event in events] == ["back_off"] * 2
+    made = [leap["step"] for leap in summary["leaps"]]
+    assert any(step < events[0]["step"] for step in made)
+    assert not any(step > events[-1]["step"] for step in made), "with no budget for a look there is none after that"

@@ -26,6 +26,8 @@ class Action(str, enum.Enum):
     """Halve the next leap."""
     FORCE_FULL = "force_full"
     """No leaps for a while."""
+    BACK_OFF = "back_off"
+    """No leaps for a while, longer each time, then smaller ones; until one is kept, none that nobody looks at."""
     ROLL_BACK = "roll_back"
     """Put back the weights of before the last leap and lower the gain."""
     SKIP_BATCH = "skip_batch"
@@ -71,7 +73,7 @@ class DivergenceMonitor:
     """Steps before relative thresholds mean anything."""
     VANISHING = 1e-3
     """Gradient norm over the running median that counts as vanished."""
-    FORGIVEN_PER_STEP = 0.01
+    FORGIVEN_PER_STEP = 0.002
     """Share of a lasting rise of the loss that each step takes for normal: data may have become harder."""
     RISE_EVERY = 8
     """Steps between two warnings of a lasting rise: about as long as one keeps leaps away."""
@@ -113,10 +115,11 @@ class DivergenceMonitor:
 
     def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
         """After a real step with finite numbers. `predicted_loss`: what the loss was forecast to be, if it was."""
+        risen = self._rise()
         level, reason = max(
             (
                 self._loss_deviation(loss),
-                self._rise(),
+                risen,
                 self._norm(norm),
                 self._prediction(loss, predicted_loss),
                 self._oscillation(),
@@ -130,6 +133,8 @@ class DivergenceMonitor:
         if self.warnings_in_a_row >= 3:
             level, reason = Level.CRITICAL, f"{reason} (third warning in a row)"
             self.warnings_in_a_row = 0
+        if (level, reason) == risen and level > Level.NORMAL:
+            return Verdict(level, reason, Action.BACK_OFF)
         return Verdict(level, reason, self._action(level, leap_open))
 
     def judge_leap(self, losses: list[float], forecast: float, deviation: float) -> Verdict:

@@ -258,7 +258,10 @@ class PredictionEngine:
             raise TrainingDivergedError(f"Training diverged at step {step}: {verdict.reason}.")
         if verdict.action is Action.SHORTEN:
             self.planner.lower_gain()
-        if verdict.action in (Action.FORCE_FULL, Action.ROLL_BACK, Action.RESET_PREDICTOR):
+        if verdict.action is Action.BACK_OFF:
+            self.planner.leap_was_rejected()
+            self.planner.lower_gain()
+        if verdict.action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if verdict.action is Action.ROLL_BACK:
             self.leaper.roll_back()
