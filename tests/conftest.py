@@ -10,11 +10,16 @@ from pydoc_data import topics
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_hybrid import HybridConfig
 
 torch.set_num_threads(1)
+
+CHECKPOINTING = "activation_checkpointing"
+"""The option of `TrainingArguments`, which had another name in the oldest versions that are supported."""
+if not hasattr(TrainingArguments, CHECKPOINTING):
+    CHECKPOINTING = "gradient_checkpointing"
 
 LENGTH = 32
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import CHECKPOINTING, ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -21,6 +21,18 @@ HIDDEN = 128
 TOKENS = torch.arange(2 * 128).view(2, 128) * 37 % 256
 BOUNDARY = TOKENS.numel() * HIDDEN * 4
 SETTING = {"use_reentrant": False}
+
+
+def enable(model, **newer):
+    """Transformers' own checkpointing; its methods had another name in older versions, and took less."""
+    if CHECKPOINTING == "activation_checkpointing":
+        model.activation_checkpointing_enable(SETTING, **newer)
+    else:
+        model.gradient_checkpointing_enable(SETTING)
+
+
+def disable(model):
+    getattr(model, f"{CHECKPOINTING}_disable")()
 
 
 def deep_model(**overrides):
@@ -194,9 +206,9 @@ def test_it_is_on_in_the_phases_named_and_off_in_the_others(tmp_path):
 
 def test_what_the_user_set_comes_back(tmp_path):
     model = deep_model()
-    run(tmp_path, ActivationCheckpointing(), model=model, max_steps=6, activation_checkpointing=True)
+    run(tmp_path, ActivationCheckpointing(), model=model, max_steps=6, **{CHECKPOINTING: True})
     assert all(switched_on(model))  # as Trainer leaves it
-    model.activation_checkpointing_enable(SETTING, every_n_layers=2)
+    enable(model, every_n_layers=2)
     before = switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]
     plugin = started(ActivationCheckpointing(offload=True), model)
     assert all(switched_on(model))
@@ -264,7 +276,7 @@ def test_adapters_inside_wrappers(offload):
 def test_offloaded_inputs_come_back_to_the_bit_and_recomputed_tensors_stay():
     model = deep_model()
     expected = gradients(model)
-    model.activation_checkpointing_enable(SETTING)
+    enable(model)
     offload = BoundaryOffload(model, min_bytes=BOUNDARY)
     for step in range(1, 4):
         assert_same_weights(gradients(model, offload=offload), expected)
@@ -278,7 +290,7 @@ def test_offloaded_inputs_come_back_to_the_bit_and_recomputed_tensors_stay():
 def test_graphs_that_are_kept_dropped_or_alive_together():
     model = deep_model()
     expected = gradients(model)
-    model.activation_checkpointing_enable(SETTING)
+    enable(model)
     short = TOKENS[:, :64]
     with BoundaryOffload(model, min_bytes=0) as offload:
         loss_of(model)  # never used
@@ -293,14 +305,14 @@ def test_graphs_that_are_kept_dropped_or_alive_together():
         model.zero_grad()
         other.backward()
     grads = {"loss": other.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
-    model.activation_checkpointing_disable()
+    disable(model)
     assert_same_weights(grads, gradients(model, short))
     assert offload.stats.peak_host_bytes <= 2 * LAYERS * BOUNDARY, "two graphs at a time, so two sets of buffers"
 
 
 def test_parameters_small_tensors_and_other_arguments_stay():
     model = deep_model(num_hidden_layers=2)
-    model.activation_checkpointing_enable(SETTING)
+    enable(model)
     layer = model.model.layers[0]
     positions = model.model.rotary_emb(torch.zeros(1, 1), torch.arange(16)[None])
     learned = nn.Parameter(torch.randn(1, 16, HIDDEN))
@@ -318,7 +330,7 @@ def test_parameters_small_tensors_and_other_arguments_stay():
 
 def test_a_layer_that_overwrites_its_input_is_an_error_as_it_is_without_offload():
     model = deep_model(num_hidden_layers=2)
-    model.activation_checkpointing_enable(SETTING)
+    enable(model)
     model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda module, args: args[0].add_(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(model)
@@ -366,7 +378,7 @@ def test_copies_are_waited_for_however_late_they_are(monkeypatch):
     model = deep_model()
     expected = gradients(model)
     short = gradients(model, TOKENS[:, :64])
-    model.activation_checkpointing_enable(SETTING)
+    enable(model)
     compute = LateStream()
     late = SimpleNamespace(Stream=LateStream, stream=lambda stream: stream, current_stream=lambda device: compute)
     monkeypatch.setattr(torch, "get_device_module", lambda device: late)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import CHECKPOINTING, ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -112,9 +112,7 @@ def test_bf16_autocast(tmp_path, train_set):
 
 
 def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
-    option = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
-    option = option or "gradient_checkpointing"
-    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{option: True})
+    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{CHECKPOINTING: True})
     trainer.train()
     calls = sum(unit.calls for unit in trainer.streaming.streamer.layers)
     assert calls == 12 * 4 * LAYERS
