@@ -180,12 +180,18 @@ class LayerStreamer:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
+    def checkpoint_alone(self) -> None:
+        """Switch transformers' own checkpointing of the units off: they are checkpointed here, and once is enough."""
+        # Not when they are called: layers of older transformers ask before their `forward` begins.
+        for unit in self.units:
+            for module in unit.modules:
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+
     # A unit computes.
 
     def _call(self, unit: Unit, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
         unit.calls += 1
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # checkpointed here; twice would be recomputed twice
         # An embedding's backward reads no weights; nor does a head's that computed its loss, and gradients, in chunks.
         reads_once = isinstance(module, nn.Embedding) or kwargs.get("targets") is not None
         if not torch.is_grad_enabled() or reads_once:

@@ -351,6 +351,7 @@ class Window:
 
     def begin(self, inputs: list) -> None:
         """A window begins; `inputs` are its micro-batches."""
+        self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
         self._inputs, self._results = list(inputs), []
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
