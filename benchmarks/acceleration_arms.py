@@ -208,7 +208,7 @@ def train(
 
 def muon_cost_steps(trainer) -> float:
     """Arithmetic of Muon's iteration over that of a step; 0 for other optimizers."""
-    from hf_hybrid.prediction.directions.preconditioners import orthogonalisation_flops
+    from hf_hybrid.leaps.directions.preconditioners import orthogonalisation_flops
 
     groups = trainer.optimizer.param_groups
     matrices = [p for group in groups if group.get("algorithm") == "muon" for p in group["params"]]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_hybrid.prediction.directions.base import DirectionContext
-from hf_hybrid.prediction.directions.extrapolation import Linear
-from hf_hybrid.prediction.directions.orthogonal import Orthogonal
+from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions.extrapolation import Linear
+from hf_hybrid.leaps.directions.orthogonal import Orthogonal
 
 
 def hidden_matrices(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> set[str]:

@@ -35,10 +35,10 @@ from meta_train import load_records
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid.assembly import START_WEIGHTS
-from hf_hybrid.prediction.dynamics import DynamicsModel
-from hf_hybrid.prediction.forecasts import SCORED
-from hf_hybrid.prediction.gains import Window
-from hf_hybrid.prediction.imagination import ImaginedGain
+from hf_hybrid.leaps.gains import Window
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.forecasts import SCORED
+from hf_hybrid.world_model.imagination import ImaginedGain
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STRIDE = 10

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_hybrid.prediction.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
+from hf_hybrid.world_model.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
 
 FIRST = 3
 """Windows before the first forecast that is scored: planners choose from then on."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from hf_hybrid.assembly import START_WEIGHTS
-from hf_hybrid.prediction.rssm import RSSM, load_weights, save_weights
-from hf_hybrid.prediction.rssm_records import calibrate, forecast_errors, score_records, train_on_records
+from hf_hybrid.world_model.rssm import RSSM, load_weights, save_weights
+from hf_hybrid.world_model.rssm_records import calibrate, forecast_errors, score_records, train_on_records
 
 REPORT = Path(__file__).resolve().parent / "results" / "meta_train.json"
 FOLDS = 3

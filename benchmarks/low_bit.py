@@ -32,7 +32,7 @@ import acceleration
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_hybrid.memory.low_bit import AdamW8bit
+from hf_hybrid.streaming.low_bit import AdamW8bit
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BASELINE = "adamw"

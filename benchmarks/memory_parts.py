@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hybrid.memory.checkpointing import BoundaryOffload, saved_for_backward
-from hf_hybrid.memory.loss import linear_cross_entropy
-from hf_hybrid.memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.phase_memory.checkpointing import BoundaryOffload, saved_for_backward
+from hf_hybrid.phase_memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.streaming.loss import linear_cross_entropy
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,7 +109,7 @@ def activations(hidden: int = 128, layers: int = 8, rows: int = 2, tokens: int =
 
 def int8(hidden: int = 256) -> dict:
     """Stored bytes of int8 probes."""
-    from hf_hybrid.plugins import PluginContext
+    from hf_hybrid.phases import PluginContext
 
     model = llama(hidden, 4)
     plugin = Int8Predict("on")

@@ -31,9 +31,9 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.memory import fit
-from hf_hybrid.memory.accounting import ModelShape, measure_held, measure_machine, storage_bytes
-from hf_hybrid.memory.layers import find_layers
+from hf_hybrid.plan import fit
+from hf_hybrid.plan.accounting import ModelShape, measure_held, measure_machine, storage_bytes
+from hf_hybrid.streaming.layers import find_layers
 
 GIB = 2**30
 WARM_UP = 2
@@ -328,7 +328,7 @@ class TrainerRun(Run):
             self.trainer._loss.remove = lambda: None
         else:
             if self.mode["low_bit"]:
-                from hf_hybrid.memory.low_bit import AdamW8bit
+                from hf_hybrid.streaming.low_bit import AdamW8bit
 
                 own = {"lr": LEARNING_RATE, "weight_decay": 0.0, "seed": values["seed"]}
                 common["optimizer_cls_and_kwargs"] = (AdamW8bit, own)

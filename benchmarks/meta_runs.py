@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
+from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.signals import SignalObserver, StepSignals
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.phases import Phase
-from hf_hybrid.prediction.directions.registry import direction_factory
-from hf_hybrid.prediction.signals import SignalObserver, StepSignals
-from hf_hybrid.prediction.trajectory import Trajectory
 
 STRIDE = 10
 """Real steps of a window."""
@@ -228,7 +228,7 @@ def pretrain(settings: Settings, model: torch.nn.Module) -> None:
 
 @dataclass
 class Windows:
-    """What is kept of every window, in order; see `hf_hybrid.prediction.dynamics` for features and actions."""
+    """What is kept of every window, in order; see `hf_hybrid.world_model.dynamics` for features and actions."""
 
     features: list[list[float]] = field(default_factory=list)
     actions: list[list[float]] = field(default_factory=list)

@@ -45,7 +45,7 @@ from meta_runs import (
 )
 from transformers.utils import logging
 
-from hf_hybrid.prediction.rssm_records import Branch, Continuation, Record
+from hf_hybrid.world_model.rssm_records import Branch, Continuation, Record
 
 RESULTS = Path(__file__).resolve().parent / "results" / "meta"
 AFTER = (10, 50, 200)

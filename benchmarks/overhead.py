@@ -28,8 +28,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 import hf_hybrid
-from hf_hybrid.prediction.engine import PredictionEngine
-from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.leaps.engine import PredictionEngine
+from hf_hybrid.leaps.trajectory import Trajectory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -38,7 +38,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid.planning.plans import plan_memory
+from hf_hybrid.plan.plans import plan_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -29,7 +29,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
+from hf_hybrid.report.profiler import MemoryProfilerCallback
 
 ROOT = Path(__file__).resolve().parent
 HOOKS = [name for name in dir(TrainerCallback) if name.startswith("on_")]

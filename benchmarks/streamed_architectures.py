@@ -78,7 +78,7 @@ def difference(first: dict, second: dict) -> str:
 def check(model_type: str, walk: str) -> dict:
     """One row of the table."""
     from hf_hybrid import HybridConfig, HybridTrainer
-    from hf_hybrid.memory.layers import NoLayerListError
+    from hf_hybrid.streaming.layers import NoLayerListError
 
     row = {"model_type": model_type, "walk": walk, "outcome": "", "detail": "", "units": 0, "loads": 0}
     try:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Direction": "hf_hybrid.prediction.directions.base",
+    "Direction": "hf_hybrid.leaps.directions.base",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
     "HybridDPOConfig": "hf_hybrid.integrations.trl",
     "HybridDPOTrainer": "hf_hybrid.integrations.trl",
     "HybridSFTConfig": "hf_hybrid.integrations.trl",
     "HybridSFTTrainer": "hf_hybrid.integrations.trl",
-    "HybridSummary": "hf_hybrid.summaries",
+    "HybridSummary": "hf_hybrid.report.summary",
     "HybridTrainer": "hf_hybrid.trainer",
     "HybridTrainerMixin": "hf_hybrid.trainer",
-    "MemoryProfilerCallback": "hf_hybrid.profiling.callback",
+    "MemoryProfilerCallback": "hf_hybrid.report.profiler",
     "Phase": "hf_hybrid.phases",
-    "PhasePlugin": "hf_hybrid.plugins",
+    "PhasePlugin": "hf_hybrid.phases",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
-    "plan_memory": "hf_hybrid.planning.plans",
+    "plan_memory": "hf_hybrid.plan.plans",
 }
 # Without those that need TRL: `from hf_hybrid import *` works without it.
 __all__ = [
@@ -55,13 +55,12 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.trl import (
         HybridSFTTrainer as HybridSFTTrainer,
     )
-    from hf_hybrid.phases import Phase
-    from hf_hybrid.planning.plans import plan_memory
-    from hf_hybrid.plugins import PhasePlugin
-    from hf_hybrid.prediction.directions.base import Direction
-    from hf_hybrid.profiling.callback import MemoryProfilerCallback
+    from hf_hybrid.leaps.directions.base import Direction
+    from hf_hybrid.phases import Phase, PhasePlugin
+    from hf_hybrid.plan.plans import plan_memory
     from hf_hybrid.recovery import UnrecoveredMemoryError
-    from hf_hybrid.summaries import HybridSummary
+    from hf_hybrid.report.profiler import MemoryProfilerCallback
+    from hf_hybrid.report.summary import HybridSummary
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
 
 

@@ -10,20 +10,20 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.leaps.directions.base import DirectionFactory
+from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.divergence import DivergenceMonitor
+from hf_hybrid.leaps.engine import PredictionEngine
+from hf_hybrid.leaps.gains import BanditGain, FixedGain, GainPlanner, WindowCounter
+from hf_hybrid.leaps.leaps import LeapPlanner
+from hf_hybrid.leaps.record import RunRecord
+from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.signals import SignalObserver
+from hf_hybrid.leaps.tail import TailAverage
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.verifier import HeldOutProbe
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import PhaseController
-from hf_hybrid.prediction.directions.base import DirectionFactory
-from hf_hybrid.prediction.directions.registry import direction_factory
-from hf_hybrid.prediction.divergence import DivergenceMonitor
-from hf_hybrid.prediction.engine import PredictionEngine
-from hf_hybrid.prediction.gains import BanditGain, FixedGain, GainPlanner, WindowCounter
-from hf_hybrid.prediction.leaps import LeapPlanner
-from hf_hybrid.prediction.rescue import LearningRateRescue
-from hf_hybrid.prediction.signals import SignalObserver
-from hf_hybrid.prediction.tail import TailAverage
-from hf_hybrid.prediction.trajectory import Trajectory
-from hf_hybrid.prediction.verifier import HeldOutProbe
-from hf_hybrid.records import RunRecord
 
 WINDOW_STEPS, MOST_WINDOWS = 10, 300
 """Real steps that planners learn from at a time, and about how many such windows a run has at most."""
@@ -75,8 +75,8 @@ def _gain_planner(trainer, stride: int) -> GainPlanner:
     gain, power = options.gain_schedule(leading_direction(trainer))
     values = (gain, power, options.preset_value("leap_worth"))
     if options.planner == "dynamics":
-        from hf_hybrid.prediction.dynamics import DynamicsModel
-        from hf_hybrid.prediction.imagination import ImaginedGain
+        from hf_hybrid.world_model.dynamics import DynamicsModel
+        from hf_hybrid.world_model.imagination import ImaginedGain
 
         if not START_WEIGHTS.is_file():
             raise ValueError(

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from hf_hybrid.phases import Phase
-from hf_hybrid.summaries import RunPosition
+from hf_hybrid.report.summary import RunPosition
 
 
 class HookRouter(TrainerCallback):
@@ -128,6 +128,6 @@ def install_progress(trainer) -> None:
 
 
 def _notebook_callback() -> type[TrainerCallback]:
-    from hf_hybrid.notebooks import HybridNotebookProgressCallback
+    from hf_hybrid.report.notebooks import HybridNotebookProgressCallback
 
     return HybridNotebookProgressCallback

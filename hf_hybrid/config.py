@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
-from hf_hybrid.memory.precision import parse_precision
+from hf_hybrid.phase_memory.precision import parse_precision
 from hf_hybrid.phases import PhaseLengths
 from hf_hybrid.processes import check_sharding_device, mixed_precision_of, sharding_of
 

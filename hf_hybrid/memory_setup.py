@@ -10,19 +10,19 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.memory import fit
-from hf_hybrid.memory.accounting import ModelShape, device_memory, host_memory
-from hf_hybrid.memory.layers import embeddings_and_head, find_layers, layers_on_host
-from hf_hybrid.memory.lazy_update import LazyOptimizer, UnsupportedOptimizerError, check_separable
-from hf_hybrid.memory.streaming import LayerStreamer
-from hf_hybrid.memory.units import Unit
-from hf_hybrid.memory.walk import Window
+from hf_hybrid.leaps.directions.history import STATES
+from hf_hybrid.leaps.directions.nino import Nowcaster
+from hf_hybrid.leaps.trajectory import WeightStore
 from hf_hybrid.optimizers import split_parameters
-from hf_hybrid.plugins import PhasePlugin
-from hf_hybrid.prediction.directions.history import STATES
-from hf_hybrid.prediction.directions.nino import Nowcaster
-from hf_hybrid.prediction.trajectory import WeightStore
+from hf_hybrid.phases import PhasePlugin
+from hf_hybrid.plan import fit
+from hf_hybrid.plan.accounting import ModelShape, device_memory, host_memory
 from hf_hybrid.processes import mixed_precision_of, sharding_of
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.units import Unit
+from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class LossSwitch:
         wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
         if not wanted or self._chunked is not None:
             return
-        from hf_hybrid.memory.loss import ChunkedCausalLoss
+        from hf_hybrid.streaming.loss import ChunkedCausalLoss
 
         self._required, self._agreed = options.chunked_loss == "on", None
         reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
@@ -285,18 +285,18 @@ def memory_plugins(trainer) -> list[PhasePlugin]:
     if trainer.streaming is not None:
         return plugins
     if options.checkpoint_phases is not None or options.offload_activations:
-        from hf_hybrid.memory.checkpointing import ActivationCheckpointing
+        from hf_hybrid.phase_memory.checkpointing import ActivationCheckpointing
 
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))
     if options.weight_precision is not None:
-        from hf_hybrid.memory.precision import precision_plugins
+        from hf_hybrid.phase_memory.precision import precision_plugins
 
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
         text, engine = options.weight_precision, options.int8_engine
         plugins += precision_plugins(text, trainer.model, autocast=autocast, engine=engine)
     if options.predict_states != "stay":
-        from hf_hybrid.memory.states import OptimizerStatePlacement
+        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
 
         plugins.append(OptimizerStatePlacement(options.predict_states))
     return plugins

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.memory.guard import free_memory
+from hf_hybrid.guard import free_memory
+from hf_hybrid.leaps.engine import PredictionEngine
 from hf_hybrid.micro_batches import UnsplittableBatchError, parts_of, sequences_in, split_batch
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PhasePlugin, PluginContext
-from hf_hybrid.prediction.engine import PredictionEngine
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.recovery import OutOfMemoryRecovery, UnrecoveredMemoryError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import logging
 from torch import Tensor
 
 from hf_hybrid.callbacks import MemoryHooks
-from hf_hybrid.memory.guard import MemoryGuard, device_probe
-from hf_hybrid.plugins import PluginContext, PluginList
+from hf_hybrid.guard import MemoryGuard, device_probe
+from hf_hybrid.phases import PluginContext, PluginList
 from hf_hybrid.recovery import OutOfMemoryRecovery
 from hf_hybrid.state_io import last_complete_checkpoint
 from hf_hybrid.step_recovery import RecoverableStep

@@ -9,8 +9,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_hybrid.arguments import hybrid_values
+from hf_hybrid.report.summary import format_bytes, format_number
 from hf_hybrid.state_io import load_hybrid_state
-from hf_hybrid.summaries import format_bytes, format_number
 
 logger = logging.getLogger(__name__)
 

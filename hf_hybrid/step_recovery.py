@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from hf_hybrid.memory.guard import free_memory
+from hf_hybrid.guard import free_memory
 from hf_hybrid.optimizers import MuonAdamW
 from hf_hybrid.recovery import OutOfMemoryRecovery, UnrecoveredMemoryError
 

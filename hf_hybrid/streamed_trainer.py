@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.memory.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.memory_setup import LossSwitch, StreamedTraining, check_streamable, set_up_memory
 from hf_hybrid.optimizers import MuonAdamW, check_hidden_matrices, muon_groups
+from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 
 
 class StreamedTrainerMixin:
@@ -110,7 +110,7 @@ class StreamedTrainerMixin:
         return MuonAdamW(groups, **common, momentum=self.hybrid_args.preset_value("muon_momentum"))
 
     def _low_bit_optimizer(self):
-        from hf_hybrid.memory.low_bit import AdamW8bit
+        from hf_hybrid.streaming.low_bit import AdamW8bit
 
         args = self.args
         betas = (args.adam_beta1, args.adam_beta2)

@@ -13,25 +13,24 @@ from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_hybrid.assembly import build_engine, make_direction_factory
 from hf_hybrid.callbacks import HookRouter, install_progress, memory_in_use
-from hf_hybrid.clocks import LeapClock
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
-from hf_hybrid.data import BatchFeed, check_probe_set, hold_out, tokens_of
-from hf_hybrid.hub.publishing import PublishingMixin
+from hf_hybrid.leaps.clocks import LeapClock
+from hf_hybrid.leaps.data import BatchFeed, check_probe_set, hold_out, tokens_of
+from hf_hybrid.leaps.directions.base import DirectionFactory
+from hf_hybrid.leaps.divergence import TrainingDivergedError
+from hf_hybrid.leaps.engine import PredictionEngine
+from hf_hybrid.leaps.probing import SequenceLosses, keep_differentiable
+from hf_hybrid.leaps.record import RunRecord, StepWindow
 from hf_hybrid.memory_setup import memory_plugins
 from hf_hybrid.phase_recovery import SmallerProbes, before_update, begin_step, build, end_step
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PhasePlugin, PluginContext, PluginList
-from hf_hybrid.prediction.directions.base import DirectionFactory
-from hf_hybrid.prediction.divergence import TrainingDivergedError
-from hf_hybrid.prediction.engine import PredictionEngine
-from hf_hybrid.probing import SequenceLosses, keep_differentiable
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
-from hf_hybrid.records import RunRecord, StepWindow
 from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
+from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.report.publishing import PublishingMixin
+from hf_hybrid.report.summary import HybridSummary, RunPosition
 from hf_hybrid.resuming import restore, resume_values, tell
 from hf_hybrid.state_io import last_complete_checkpoint, save_hybrid_state, write_json
-from hf_hybrid.summaries import HybridSummary, RunPosition
 
 logger = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ def main() -> None:
             imported.append(importlib.import_module(module.name).__name__)
         except ImportError as error:
             assert any(name in str(error) for name in OPTIONAL), error
-    assert {"hf_hybrid.trainer", "hf_hybrid.profiling.callback", "hf_hybrid.hub.publishing"} <= set(imported)
+    assert {"hf_hybrid.trainer", "hf_hybrid.report.profiler", "hf_hybrid.report.publishing"} <= set(imported)
     after, set_after = functions_and_classes(), settings()
     changed = [where for where, held in before.items() if after.get(where) is not held]
     owners = {where[0] for where in before if isinstance(where[0], type)}

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.leaps.trajectory import Trajectory
 
 STEPS = 28
 # What leaps may cost is counted per process, which computes them whole and the step by half: not a limit here.

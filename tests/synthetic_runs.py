@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hf_hybrid.prediction.rssm_records import Branch, Continuation, Record
+from hf_hybrid.world_model.rssm_records import Branch, Continuation, Record
 
 SIGNAL = 20
 """The feature whose sign says whether leaps help."""

@@ -8,7 +8,7 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_hybrid.memory.accounting import (
+from hf_hybrid.plan.accounting import (
     ByteTable,
     ModelShape,
     Unit,

@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_hybrid import HybridTrainer, PhasePlugin
-from hf_hybrid.memory.checkpointing import ActivationCheckpointing, BoundaryOffload, saved_for_backward
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PluginContext
+from hf_hybrid.phase_memory.checkpointing import ActivationCheckpointing, BoundaryOffload, saved_for_backward
+from hf_hybrid.phases import Phase, PluginContext
 
 LAYERS = 8
 HIDDEN = 128

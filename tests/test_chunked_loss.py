@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
-from hf_hybrid.memory.layers import embeddings_and_head, find_layers
-from hf_hybrid.memory.loss import ChunkedCausalLoss, linear_cross_entropy
-from hf_hybrid.memory.streaming import LayerStreamer
-from hf_hybrid.memory.walk import LayerWalk
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
+from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.walk import LayerWalk
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from architectures import build_model  # noqa: E402

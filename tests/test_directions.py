@@ -15,11 +15,11 @@ from transformers.optimization import Adafactor
 
 from hf_hybrid import Direction, HybridArguments, HybridTrainer
 from hf_hybrid.assembly import leading_direction
+from hf_hybrid.leaps.directions.nino import Nowcaster, parameter_kind
+from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW
-from hf_hybrid.prediction.directions.nino import Nowcaster, parameter_kind
-from hf_hybrid.prediction.directions.preconditioners import preconditioner_of
-from hf_hybrid.prediction.directions.registry import direction_factory
-from hf_hybrid.prediction.trajectory import Trajectory
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "nino"
 DIRECTIONS = ("gradient_memory", "drift", "linear", "snoo", "rre", "nino", "none")
@@ -179,7 +179,7 @@ def nowcast(path, states, kind, ahead):
 
 
 def course_of_states(path, states, progress, split, monkeypatch):
-    monkeypatch.setattr("hf_hybrid.prediction.directions.nino.CHUNK", 7)  # several chunks, the last one shorter
+    monkeypatch.setattr("hf_hybrid.leaps.directions.nino.CHUNK", 7)  # several chunks, the last one shorter
     course = Course(direction_factory("nino", spacing=2, nino_checkpoint=path), states[0, :split], states[0, split:])
     course.step((0.1, 0.2), states[0, :split], states[0, split:])
     for place in states[1:]:

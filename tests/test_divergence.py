@@ -2,7 +2,7 @@ import json
 import math
 import random
 
-from hf_hybrid.prediction.divergence import Action, DivergenceMonitor, Level, linear_trend
+from hf_hybrid.leaps.divergence import Action, DivergenceMonitor, Level, linear_trend
 
 
 def monitor(**overrides):

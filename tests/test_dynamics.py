@@ -6,11 +6,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from synthetic_runs import make_run
 
-from hf_hybrid.prediction.dynamics import DynamicsModel
-from hf_hybrid.prediction.forecasts import HISTORY, Calibration, power_law
-from hf_hybrid.prediction.replay import dequantise, quantise
-from hf_hybrid.prediction.rssm import FEATURES, RSSM, save_weights
-from hf_hybrid.prediction.rssm_records import score_records
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.forecasts import HISTORY, Calibration, power_law
+from hf_hybrid.world_model.replay import dequantise, quantise
+from hf_hybrid.world_model.rssm import FEATURES, RSSM, save_weights
+from hf_hybrid.world_model.rssm_records import score_records
 
 
 def small(seed=0):

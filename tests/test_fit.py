@@ -9,12 +9,12 @@ from test_directions import tiny_nowcaster
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.memory.accounting import ModelShape, Unit, storage_bytes
-from hf_hybrid.memory.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
-from hf_hybrid.memory.layers import embeddings_and_head, find_layers
-from hf_hybrid.memory.streaming import LayerStreamer
+from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
 from hf_hybrid.memory_setup import make_plan
-from hf_hybrid.prediction.directions.gradient_memory import GradientMemory
+from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
+from hf_hybrid.plan.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
+from hf_hybrid.streaming.streamer import LayerStreamer
 
 GIB = 2**30
 

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from hf_hybrid.prediction.gains import BanditGain, FixedGain, GainPlanner, Window, WindowCounter, scheduled_gain
+from hf_hybrid.leaps.gains import BanditGain, FixedGain, GainPlanner, Window, WindowCounter, scheduled_gain
 
 
 def window(loss, **changes):

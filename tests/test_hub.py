@@ -18,11 +18,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer, __version__
-from hf_hybrid.hub import facts as facts_module
-from hf_hybrid.hub.facts import data_facts, is_repo_id, license_of
-from hf_hybrid.hub.markdown import block, code, table, text
-from hf_hybrid.hub.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
-from hf_hybrid.hub.publishing import check_baseline
+from hf_hybrid.report import facts as facts_module
+from hf_hybrid.report.facts import data_facts, is_repo_id, license_of
+from hf_hybrid.report.markdown import block, code, table, text
+from hf_hybrid.report.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
+from hf_hybrid.report.publishing import check_baseline
 
 TESTS = Path(__file__).parent
 
@@ -199,7 +199,7 @@ def test_without_phases_there_is_no_table_of_phases(tmp_path):
 
 
 def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
-    from hf_hybrid.profiling.callback import MemoryProfilerCallback
+    from hf_hybrid.report.profiler import MemoryProfilerCallback
 
     profiler = MemoryProfilerCallback()
     trainer = new_trainer(tmp_path / "out", callbacks=[profiler])

@@ -11,10 +11,10 @@ from synthetic_runs import make_run
 
 import hf_hybrid
 from hf_hybrid import HybridTrainer, assembly
-from hf_hybrid.prediction.dynamics import DynamicsModel
-from hf_hybrid.prediction.gains import GainPlanner, Window
-from hf_hybrid.prediction.imagination import ImaginedGain
-from hf_hybrid.prediction.rssm import RSSM, load_weights
+from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.imagination import ImaginedGain
+from hf_hybrid.world_model.rssm import RSSM, load_weights
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 WINDOWS = 20

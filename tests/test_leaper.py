@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.divergence import DivergenceMonitor
+from hf_hybrid.leaps.gains import FixedGain, GainPlanner
+from hf_hybrid.leaps.leaper import Leaper
+from hf_hybrid.leaps.leaps import LeapPlanner
+from hf_hybrid.leaps.record import RunRecord
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
-from hf_hybrid.prediction.directions.registry import direction_factory
-from hf_hybrid.prediction.divergence import DivergenceMonitor
-from hf_hybrid.prediction.gains import FixedGain, GainPlanner
-from hf_hybrid.prediction.leaper import Leaper
-from hf_hybrid.prediction.leaps import LeapPlanner
-from hf_hybrid.prediction.trajectory import Trajectory
-from hf_hybrid.records import RunRecord
 
 SEEN = {"unprobed", "kept", "extended", "shrunk"}
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.memory import low_bit
-from hf_hybrid.memory.low_bit import AdamW8bit, stochastic_round_
+from hf_hybrid.streaming import low_bit
+from hf_hybrid.streaming.low_bit import AdamW8bit, stochastic_round_
 
 torch.set_num_threads(1)
 pytest.importorskip("bitsandbytes")

@@ -8,9 +8,8 @@ from conftest import assert_same_weights, config_values, hybrid_config, tiny_mod
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.memory.fit import PlanError
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PhasePlugin
+from hf_hybrid.phases import Phase, PhasePlugin
+from hf_hybrid.plan.fit import PlanError
 
 LAYERS = 4
 

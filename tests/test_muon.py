@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.memory.accounting import ModelShape, Unit, storage_bytes
-from hf_hybrid.memory.fit import PlanError, plan
-from hf_hybrid.memory.layers import find_layers
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
+from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
+from hf_hybrid.plan.fit import PlanError, plan
+from hf_hybrid.streaming.layers import find_layers
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, PhasePlugin
-from hf_hybrid.memory.guard import is_out_of_memory
+from hf_hybrid.guard import is_out_of_memory
+from hf_hybrid.leaps import trajectory as trajectory_module
+from hf_hybrid.leaps.directions.orthogonal import Orthogonal
+from hf_hybrid.leaps.residuals import DisplacementResiduals
 from hf_hybrid.micro_batches import RandomStates, UnsplittableBatchError, split_batch
-from hf_hybrid.prediction import trajectory as trajectory_module
-from hf_hybrid.prediction.directions.orthogonal import Orthogonal
-from hf_hybrid.prediction.residuals import DisplacementResiduals
 from hf_hybrid.recovery import RECOVERY_NAME, UnrecoveredMemoryError
 
 TEXT = ByteText(400)

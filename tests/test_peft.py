@@ -72,7 +72,7 @@ def test_leaps_move_what_is_trainable_and_nothing_else(trained):
 
 def test_no_leap_touches_the_base(trained, tmp_path, monkeypatch):
     """Right behind each leap: of all parameters, those that it wrote are the trainable ones."""
-    from hf_hybrid.prediction.trajectory import Trajectory
+    from hf_hybrid.leaps.trajectory import Trajectory
 
     method, _, _ = trained
     model, original, seen = adapted(method), Trajectory.leap, []

@@ -13,8 +13,8 @@ from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
-from hf_hybrid.planning.models import Blueprint, read_config
-from hf_hybrid.planning.plans import CONTEXT_BYTES, plan_memory
+from hf_hybrid.plan.models import Blueprint, read_config
+from hf_hybrid.plan.plans import CONTEXT_BYTES, plan_memory
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "model_configs"
 

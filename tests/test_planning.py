@@ -13,17 +13,17 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.memory.accounting import measure_held
-from hf_hybrid.memory.layers import find_layers
-from hf_hybrid.memory.low_bit import AdamW8bit
-from hf_hybrid.planning.adapters import add_adapters, lora_config, packed_bytes
-from hf_hybrid.planning.models import Blueprint, on_cpu, read_config
-from hf_hybrid.planning.plans import Planner, plan_memory, recommended
-from hf_hybrid.planning.replay import activations, replay
-from hf_hybrid.planning.setups import Setup, checkpointing_option
-from hf_hybrid.planning.sizes import parse_size
-from hf_hybrid.planning.step import StepOptions, enable_checkpointing, state_bytes, trace_step
-from hf_hybrid.planning.tracker import CATEGORIES
+from hf_hybrid.plan.accounting import measure_held
+from hf_hybrid.plan.adapters import add_adapters, lora_config, packed_bytes
+from hf_hybrid.plan.models import Blueprint, on_cpu, read_config
+from hf_hybrid.plan.plans import Planner, plan_memory, recommended
+from hf_hybrid.plan.replay import activations, replay
+from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.plan.sizes import parse_size
+from hf_hybrid.plan.step import StepOptions, enable_checkpointing, state_bytes, trace_step
+from hf_hybrid.plan.tracker import CATEGORIES
+from hf_hybrid.streaming.layers import find_layers
+from hf_hybrid.streaming.low_bit import AdamW8bit
 
 GIB = 2**30
 SIZES = {

@@ -6,7 +6,8 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.memory.precision import (
+from hf_hybrid.leaps.probing import SequenceLosses
+from hf_hybrid.phase_memory.precision import (
     Precisions,
     WeightPrecision,
     held_precision,
@@ -14,10 +15,8 @@ from hf_hybrid.memory.precision import (
     precision_plugins,
     resolve,
 )
-from hf_hybrid.memory.quantize import Int8Predict, layer_linears
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PhasePlugin, PluginContext, PluginList
-from hf_hybrid.probing import SequenceLosses
+from hf_hybrid.phase_memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 
 
 def by_phase(warmup, full, predict, correct):
@@ -274,7 +273,7 @@ def test_failure_half_way_restores(monkeypatch):
             raise torch.OutOfMemoryError("no")
         return torch.nn.Parameter(master.detach().to(dtype))
 
-    monkeypatch.setattr("hf_hybrid.memory.precision._working_copy", failing)
+    monkeypatch.setattr("hf_hybrid.phase_memory.precision._working_copy", failing)
     with pytest.raises(torch.OutOfMemoryError):
         plugin.before_forward(Phase.FULL)
     assert all(before[name] is p for name, p in model.named_parameters())

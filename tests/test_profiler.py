@@ -12,7 +12,7 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
+from hf_hybrid.report.profiler import MemoryProfilerCallback
 
 MIB = 2**20
 
@@ -267,7 +267,7 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from conftest import *
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
+from hf_hybrid.report.profiler import MemoryProfilerCallback
 
 class Kill(TrainerCallback):
     def on_log(self, args, state, control, **kwargs):

@@ -12,12 +12,12 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.profiling import callback as callback_module
-from hf_hybrid.profiling import out_of_memory
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
-from hf_hybrid.profiling.run_log import RunLog
-from hf_hybrid.profiling.snapshots import DeviceMemory, DriverMemory, HostMemory, MemoryProbes
-from hf_hybrid.profiling.totals import RunTotals, Spread, table
+from hf_hybrid.report import out_of_memory
+from hf_hybrid.report import profiler as callback_module
+from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.report.run_log import RunLog
+from hf_hybrid.report.snapshots import DeviceMemory, DriverMemory, HostMemory, MemoryProbes
+from hf_hybrid.report.totals import RunTotals, Spread, table
 
 MIB = 2**20
 

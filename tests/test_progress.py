@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_hybrid import HybridConfig, HybridTrainer, callbacks
 from hf_hybrid.callbacks import HybridProgressCallback, memory_in_use, short_logs
-from hf_hybrid.summaries import RunPosition
+from hf_hybrid.report.summary import RunPosition
 
 ROOT = Path(__file__).parent.parent
 STEPS = 15
@@ -170,7 +170,7 @@ def drawn(request, monkeypatch):
         shown.append(html.data)
         return Shown()
 
-    for name in ("transformers.utils.notebook", "hf_hybrid.notebooks"):
+    for name in ("transformers.utils.notebook", "hf_hybrid.report.notebooks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     if request.param == "ipython":
         module = pytest.importorskip("IPython.display")
@@ -186,7 +186,7 @@ def drawn(request, monkeypatch):
     notebook = importlib.import_module("transformers.utils.notebook")
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     yield shown
-    for name in ("transformers.utils.notebook", "hf_hybrid.notebooks"):
+    for name in ("transformers.utils.notebook", "hf_hybrid.report.notebooks"):
         sys.modules.pop(name, None)
 
 
@@ -213,7 +213,7 @@ def test_table_in_a_notebook(evaluates, drawn, tmp_path):
 def test_table_without_phases_is_trainers(drawn, tmp_path):
     make(tmp_path, logging_steps=5, enable_predict=False).train()
     assert table(drawn[-1])[0] == ["Step", "Training Loss"] and "phase=" not in "".join(drawn)
-    assert "hf_hybrid.notebooks" not in sys.modules
+    assert "hf_hybrid.report.notebooks" not in sys.modules
 
 
 def test_first_cell_installs_from_where_the_notebook_is():

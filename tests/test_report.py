@@ -11,10 +11,10 @@ from run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.profiling.callback import MemoryProfilerCallback
-from hf_hybrid.profiling.findings import PROFILER_HINT, findings, wilson_interval
-from hf_hybrid.profiling.report import compare, write_report
-from hf_hybrid.profiling.run_folder import load_run, phases_by_step, runs_of
+from hf_hybrid.report.findings import PROFILER_HINT, findings, wilson_interval
+from hf_hybrid.report.pages import compare, write_report
+from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.report.run_folder import load_run, phases_by_step, runs_of
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from conftest import ByteText, config_values, tiny_model
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.prediction.rescue import LearningRateRescue
+from hf_hybrid.leaps.rescue import LearningRateRescue
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):

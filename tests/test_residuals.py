@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from hf_hybrid.prediction.residuals import (
+from hf_hybrid.leaps.residuals import (
     SAMPLE,
     DisplacementResiduals,
     GainCorrection,

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.prediction.divergence import DivergenceMonitor, Level, TrainingDivergedError
-from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.leaps.divergence import DivergenceMonitor, Level, TrainingDivergedError
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.state_io import VALUES_NAME, load_hybrid_state, save_hybrid_state
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from synthetic_runs import SIGNAL, make_run
 
-from hf_hybrid.prediction.forecasts import (
+from hf_hybrid.world_model.forecasts import (
     HISTORY,
     TOLERANCE,
     LossHistory,
@@ -18,7 +18,7 @@ from hf_hybrid.prediction.forecasts import (
     student_t_nll,
     student_t_quantile,
 )
-from hf_hybrid.prediction.rssm import (
+from hf_hybrid.world_model.rssm import (
     FEATURES,
     OBSERVATION,
     RSSM,
@@ -28,7 +28,7 @@ from hf_hybrid.prediction.rssm import (
     load_weights,
     save_weights,
 )
-from hf_hybrid.prediction.rssm_records import (
+from hf_hybrid.world_model.rssm_records import (
     Record,
     calibrate,
     forecast_errors,
@@ -37,7 +37,7 @@ from hf_hybrid.prediction.rssm_records import (
     sequences_of,
     train_on_records,
 )
-from hf_hybrid.prediction.rssm_training import FREE_NATS, kl_loss, rssm_loss
+from hf_hybrid.world_model.rssm_training import FREE_NATS, kl_loss, rssm_loss
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
 

@@ -3,8 +3,8 @@ import json
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid.leaps.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
 from hf_hybrid.phases import Phase
-from hf_hybrid.prediction.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
 
 
 def step(index, **overrides):

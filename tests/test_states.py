@@ -8,11 +8,10 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from torch import nn
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.memory import states
-from hf_hybrid.memory.low_bit import AdamW8bit
-from hf_hybrid.memory.states import OptimizerStatePlacement, QuantizedTensor
-from hf_hybrid.phases import Phase
-from hf_hybrid.plugins import PluginContext
+from hf_hybrid.phase_memory import states
+from hf_hybrid.phase_memory.states import OptimizerStatePlacement, QuantizedTensor
+from hf_hybrid.phases import Phase, PluginContext
+from hf_hybrid.streaming.low_bit import AdamW8bit
 
 torch.set_num_threads(1)
 STEPS = 40

@@ -10,8 +10,8 @@ from conftest import CHECKPOINTING, ByteText, assert_same_weights, config_values
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.memory.fit import PlanError
-from hf_hybrid.memory.layers import NoLayerListError
+from hf_hybrid.plan.fit import PlanError
+from hf_hybrid.streaming.layers import NoLayerListError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from architectures import build_model  # noqa: E402

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_hybrid.prediction.tail import TailAverage
+from hf_hybrid.leaps.tail import TailAverage
 
 
 def tail(parameters, share=0.5):

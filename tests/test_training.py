@@ -10,9 +10,9 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, PhasePlugin
-from hf_hybrid.clocks import LeapClock
+from hf_hybrid.leaps.clocks import LeapClock
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.phases import Phase
-from hf_hybrid.prediction.trajectory import Trajectory
 
 
 class Recorder(TrainerCallback):
@@ -377,8 +377,8 @@ def test_padding_does_not_count_in_probes(tmp_path):
 
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Padded(400))
     trainer.train()
-    from hf_hybrid.plugins import PluginList
-    from hf_hybrid.probing import SequenceLosses
+    from hf_hybrid.leaps.probing import SequenceLosses
+    from hf_hybrid.phases import PluginList
 
     losses = SequenceLosses(trainer, PluginList())
     batch = next(iter(trainer.get_eval_dataloader(trainer.probe_dataset)))
@@ -443,7 +443,7 @@ def test_without_leaps_the_metrics_are_those_of_trainer(tmp_path):
 
 def test_the_clock_waits_for_the_device_and_tells_leaps_from_probes(monkeypatch):
     now, waited = [0.0], []
-    monkeypatch.setattr("hf_hybrid.clocks.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_hybrid.leaps.clocks.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
 
     def work(seconds):

@@ -6,8 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from hf_hybrid.prediction.directions.preconditioners import preconditioner_of
-from hf_hybrid.prediction.trajectory import Trajectory
+from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.trajectory import Trajectory
 
 
 class Toy:

@@ -31,7 +31,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.micro_batches import parts_of  # noqa: E402
-from hf_hybrid.plugins import PluginList  # noqa: E402
+from hf_hybrid.phases import PluginList  # noqa: E402
 
 NAMES = sorted(topics.topics)
 CHATS = Dataset.from_list(

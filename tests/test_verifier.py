@@ -3,10 +3,10 @@ import math
 
 import pytest
 
-from hf_hybrid.prediction.gains import GainPlanner
-from hf_hybrid.prediction.leaps import LeapPlanner
-from hf_hybrid.prediction.trajectory import LeapShape
-from hf_hybrid.prediction.verifier import (
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.leaps import LeapPlanner
+from hf_hybrid.leaps.trajectory import LeapShape
+from hf_hybrid.leaps.verifier import (
     HeldOutProbe,
     Paired,
     Residual,
@@ -204,7 +204,7 @@ def test_rejections_back_off_exponentially_and_are_forgotten():
     assert skipped == [1, 2, 4, 8]
     low = p.confidence
     assert low < planner().confidence
-    from hf_hybrid.prediction.divergence import Level
+    from hf_hybrid.leaps.divergence import Level
 
     for _ in range(500):
         p.observe_step(Level.NORMAL)

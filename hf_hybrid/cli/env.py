@@ -85,7 +85,7 @@ def _cpu() -> str:
 
 def _ram() -> str:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    from hf_hybrid.memory.accounting import host_memory
+    from hf_hybrid.plan.accounting import host_memory
 
     return f"{total:.1f} GiB, {host_memory() / 2**30:.1f} GiB available"
 

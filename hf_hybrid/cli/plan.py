@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_hybrid.planning.plans import Planner, TrainingPlan
+    from hf_hybrid.plan.plans import Planner, TrainingPlan
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations", "other")
@@ -101,9 +101,9 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.planning.adapters import adapters_installed, lora_config
-        from hf_hybrid.planning.floors import machine_rates
-        from hf_hybrid.planning.plans import Planner, recommended
+        from hf_hybrid.plan.adapters import adapters_installed, lora_config
+        from hf_hybrid.plan.floors import machine_rates
+        from hf_hybrid.plan.plans import Planner, recommended
 
         self.args, self.rates = args, machine_rates()
         self.vram, self.vram_said = _device_limit(args.vram)
@@ -175,7 +175,7 @@ class _Report:
         return text if floor is None else f"{text}{floor:>10.2f}"
 
     def _floor(self, plan: TrainingPlan) -> float | None:
-        from hf_hybrid.planning.floors import floor_seconds
+        from hf_hybrid.plan.floors import floor_seconds
 
         planner = self.planner
         tokens = planner.batch_size * planner.sequence_length * planner.micro_batches
@@ -226,8 +226,8 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _device_limit(given: str | None) -> tuple[int | None, str]:
-    from hf_hybrid.memory.accounting import device_memory
-    from hf_hybrid.planning.sizes import parse_size
+    from hf_hybrid.plan.accounting import device_memory
+    from hf_hybrid.plan.sizes import parse_size
 
     if given is not None:
         size = parse_size(given, "vram")
@@ -237,8 +237,8 @@ def _device_limit(given: str | None) -> tuple[int | None, str]:
 
 
 def _host_limit(given: str | None) -> tuple[int, str]:
-    from hf_hybrid.memory.accounting import host_memory
-    from hf_hybrid.planning.sizes import parse_size
+    from hf_hybrid.plan.accounting import host_memory
+    from hf_hybrid.plan.sizes import parse_size
 
     size = host_memory() if given is None else parse_size(given, "ram")
     return size, f"{size / GIB:.2f} GiB ({'available on this machine' if given is None else '--ram'})"

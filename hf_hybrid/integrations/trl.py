@@ -11,10 +11,10 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.data import check_probe_set
+from hf_hybrid.leaps.data import check_probe_set
+from hf_hybrid.leaps.probing import SequenceLosses
 from hf_hybrid.memory_setup import LossSwitch
-from hf_hybrid.plugins import PluginList
-from hf_hybrid.probing import SequenceLosses
+from hf_hybrid.phases import PluginList
 from hf_hybrid.trainer import HybridTrainerMixin
 
 try:

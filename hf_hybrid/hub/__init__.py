@@ -1,1 +1,0 @@
-"""What goes to the Hub with a model: its card, and how pushing it is reported."""

@@ -1,0 +1,127 @@
+"""`linear` and `rre`: published extrapolations of the sequence of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_hybrid.leaps import sums
+from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.leaps.directions.history import STATES, HistoryDirection
+
+Tensor = torch.Tensor
+
+RRE_REGULARIZATION = 0.1
+
+
+class Linear(HistoryDirection):
+    """
+    Linefit: per weight, the least-squares slope of its last states over the learning rates added up (Kamarthi and
+    Pittner, 1999, "Accelerating neural network training using weight extrapolations"; a baseline of NiNo's authors).
+    """
+
+    name = "linear"
+    _coefficients: Sequence[Sequence[float] | None] = ()
+
+    def prepare(self) -> None:
+        super().prepare()
+        groups = range(len(self.context.optimizer.param_groups))
+        self._coefficients = [slope_coefficients(self.rates(group)) for group in groups]
+
+    def displacement(self, index: int, out: Tensor) -> Tensor | None:
+        coefficients = self._coefficients[self.context.groups[index]]
+        return None if coefficients is None else self.combine(index, coefficients, out)
+
+
+class ReducedRank(HistoryDirection):
+    """
+    Reduced rank extrapolation (Eddy, 1979; Mesina, 1977): of all affine combinations of the last states the one whose
+    residual is smallest, over all weights together. Exact for a linear iteration with few modes.
+
+    Args:
+        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
+        states (`int`): States to look back on: one more than increments.
+        spacing (`int`, *optional*): Real steps between them.
+        regularization (`float`): Tikhonov's, relative to the mean square norm of the increments: the noisier they are
+            the more it takes.
+    """
+
+    name = "rre"
+    least_increments = 2
+
+    def __init__(
+        self,
+        context: DirectionContext,
+        states: int = STATES,
+        spacing: int | None = None,
+        regularization: float = RRE_REGULARIZATION,
+    ):
+        super().__init__(context, states, spacing)
+        self.regularization = regularization
+        self._coefficients: list[float] | None = None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        super().prepare()
+        slots = self.increments
+        self._coefficients = rre_coefficients(self._gram(slots), self.regularization) if self.ready else None
+
+    def _gram(self, slots: list[int]) -> Tensor:
+        count = len(slots)
+        pairs = [(i, j) for i in range(count) for j in range(i + 1)]
+        dots = [
+            sums.gather([sums.dot(history[slots[i]], history[slots[j]]) for i, j in pairs]).double()
+            for history in self.buffers["history"]
+        ]
+        total = torch.stack([dot.to(dots[0].device) for dot in dots]).sum(0).tolist()
+        gram = torch.empty(count, count, dtype=torch.float64)
+        for (i, j), value in zip(pairs, total):
+            gram[i, j] = gram[j, i] = value
+        return gram
+
+    def displacement(self, index: int, out: Tensor) -> Tensor | None:
+        lr_sum = self.context.lr_sum(index)
+        if self._coefficients is None or lr_sum <= 0:
+            return None
+        return self.combine(index, [coefficient / lr_sum for coefficient in self._coefficients], out)
+
+
+def slope_coefficients(lengths: Sequence[float]) -> list[float] | None:
+    """
+    What the increments of a sequence are to be multiplied by so that their sum is its least-squares slope.
+
+    Args:
+        lengths (`Sequence[float]`): How far each increment goes along the axis that the slope is over.
+
+    Returns:
+        `list[float]`: One coefficient per increment; `None` if there is no way along the axis.
+    """
+    places = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    mean = sum(places) / len(places)
+    spread = sum((place - mean) ** 2 for place in places)
+    if not spread > 0:
+        return None
+    # An increment is part of every state behind it.
+    return [sum(place - mean for place in places[i + 1 :]) / spread for i in range(len(lengths))]
+
+
+def rre_coefficients(gram: Tensor, regularization: float) -> list[float] | None:
+    """
+    What `k` increments, oldest first, are to be multiplied by to get from the last state to the extrapolated one.
+
+    Args:
+        gram (`torch.Tensor`): Their inner products, `[k, k]`, fp64.
+        regularization (`float`): Added to the diagonal, times `trace / k`.
+
+    Returns:
+        `list[float]`: The coefficients; `None` if nothing moved, or what moved is not finite.
+    """
+    count, trace = len(gram), gram.trace()
+    if not (torch.isfinite(gram).all() and trace > 0):
+        return None
+    identity = torch.eye(count, dtype=gram.dtype)
+    damped = gram + identity * trace * max(regularization / count, torch.finfo(gram.dtype).eps)
+    shares = torch.linalg.solve(damped, torch.ones(count, dtype=gram.dtype))
+    # Shares of the states that the increments start from: of each increment, those before and at it are taken back.
+    return (-(shares / shares.sum()).cumsum(0)).tolist()

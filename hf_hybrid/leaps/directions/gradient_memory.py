@@ -1,0 +1,121 @@
+"""`gradient_memory`: a slow average of the gradients, passed through the optimizer's own preconditioner."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hf_hybrid.leaps import sums
+from hf_hybrid.leaps.directions.base import Direction, DirectionContext
+from hf_hybrid.leaps.directions.preconditioners import (
+    Preconditioner,
+    muon,
+    orthogonalisation_flops,
+    preconditioner_of,
+)
+
+Tensor = torch.Tensor
+
+SAMPLES = 4096
+"""Coordinates of a tensor that its length of way is estimated from, where the optimizer's rule is not known."""
+
+
+class GradientMemory(Direction):
+    """
+    The slow momentum of AdEMAMix (Pagliardini et al., 2024, arXiv 2409.03137), taken out of the step and into a leap.
+
+    Adam-type optimizers, SGD, Muon and Adafactor make a step of the memory by their own rule
+    ([`~hf_hybrid.leaps.directions.preconditioners.preconditioner_of`]). For any other optimizer (Lion, 8-bit
+    states, Schedule-Free ...) the memory is scaled, per tensor, to the length of the way that the weights really went
+    in the last block per unit of learning rate, estimated from at most 4096 evenly spaced coordinates.
+    """
+
+    name = "gradient_memory"
+    ORTHOGONALISING: tuple[Preconditioner, ...] = (muon,)
+    """Rules that cost matrix products."""
+
+    def __init__(self, context: DirectionContext):
+        super().__init__(context)
+        self.buffers["memory"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
+        self.buffers["sample"] = []
+        self._scales: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        # A running mean until the memory is full: no bias to correct, right from the first step.
+        weight = 1.0 / min(self.context.clock.steps_seen, self.context.memory_steps)
+        memories, gradients = self.buffers["memory"], [p.grad for p in self.context.parameters]
+        is_plain = all(g is not None and g.dtype == torch.float32 and not g.is_sparse for g in gradients)
+        if not self.context.host and is_plain:
+            torch._foreach_lerp_(memories, gradients, weight)
+            return
+        for memory, gradient in zip(memories, gradients):
+            memory.mul_(1.0 - weight)
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                memory.add_(dense.to(memory.device, torch.float32), alpha=weight)
+
+    @property
+    def block_is_open(self) -> bool:
+        # Before the first update no optimizer says what it keeps.
+        if self.context.clock.steps_seen != 1 or self.buffers["sample"]:
+            return True
+        self.context.settle()
+        return not any(self._is_sampled(index) for index in range(len(self.context.parameters)))
+
+    def _preconditioner(self, index: int) -> Preconditioner | None:
+        context = self.context
+        shape = context.parameters[index].shape
+        return preconditioner_of(context.optimizer, context.state(index), context.group(index), shape)
+
+    def _is_sampled(self, index: int) -> bool:
+        """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""
+        updated = len(self.context.state(index)) > 0 or not self.context.optimizer.state
+        return updated and self._preconditioner(index) is None
+
+    def prepare(self) -> None:
+        self._scales = {}
+        for index, then in enumerate(self.buffers["sample"]):
+            lr_sum = self.context.lr_sum(index)
+            if then.numel() and lr_sum > 0:
+                parameter, memory = self.context.parameters[index], self.buffers["memory"][index]
+                now = _sample(parameter).to(then.device, torch.float32)
+                way = sums.square(now - then).sqrt() * math.sqrt(parameter.numel() / then.numel()) / lr_sum
+                norm = sums.square(memory).sqrt()
+                self._scales[index] = torch.where(norm > 0, -way / norm, torch.zeros_like(norm))
+
+    def displacement(self, index: int, out: Tensor) -> Tensor | None:
+        memory, rule = self.buffers["memory"][index], self._preconditioner(index)
+        if rule is not None:
+            return rule(memory, self.context.state(index), self.context.group(index), out)
+        scale = self._scales.get(index)
+        return None if scale is None else torch.mul(memory, scale, out=out)
+
+    def flops(self) -> float:
+        found = [(self._preconditioner(index), p.shape) for index, p in enumerate(self.context.parameters)]
+        return sum(orthogonalisation_flops(shape) for rule, shape in found if rule in self.ORTHOGONALISING)
+
+    def predicted_gradient(self, index: int) -> Tensor | None:
+        return self.buffers["memory"][index]
+
+    def block_begins(self, *, undoable: bool) -> None:
+        sampled = [self._is_sampled(index) for index in range(len(self.context.parameters))]
+        if not any(sampled):
+            self.buffers["sample"] = []
+            return
+        self.context.settle()
+        self.buffers["sample"] = []
+        for is_sampled, parameter in zip(sampled, self.context.parameters):
+            values = _sample(parameter) if is_sampled else parameter.detach().reshape(-1)[:0]
+            buffer = self.context.buffer(parameter, shape=values.shape)
+            self.buffers["sample"].append(buffer.copy_(values))
+
+    def reset(self) -> None:
+        for memory in self.buffers["memory"]:
+            memory.zero_()
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]

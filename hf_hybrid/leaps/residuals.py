@@ -1,0 +1,231 @@
+"""
+What became of a leap: predicted against realised displacement, and the gradient's projection on it.
+
+Both are estimated from at most `SAMPLE` evenly spaced coordinates of every parameter, so that they cost neither a
+buffer nor a pass over the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_hybrid.leaps import sums
+
+Tensor = torch.Tensor
+
+SAMPLE = 4096
+
+
+def group_of(name: str) -> str:
+    """The same kind of parameter in different layers is one group: `model.layers.*.mlp.up_proj.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """At most `SAMPLE` evenly spaced elements, as a view where the tensor is contiguous."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, math.ceil(flat.numel() / SAMPLE))]
+
+
+@dataclass(frozen=True)
+class GroupResidual:
+    """
+    One group of parameters, or all of them, over one leap.
+
+    `cosine` of the leap with what the real steps of Correct did; `norm_ratio` realised over predicted, each per unit of
+    learning rate; `slope_before` and `slope_after`: projection of the gradient on the leap (nats per leap), as
+    predicted before it (`None` for directions that predict no gradient) and as met in Correct. Negative leads downhill.
+    """
+
+    cosine: float
+    norm_ratio: float
+    slope_before: float | None
+    slope_after: float
+
+    @property
+    def decrease(self) -> float:
+        """Fall of the training loss along the leap, by the slopes at its ends (nats)."""
+        if self.slope_before is None:
+            return -self.slope_after
+        return -(self.slope_before + self.slope_after) / 2
+
+
+def secant_minimum(slope_before: float, slope_after: float) -> float | None:
+    """
+    Where along the leap the loss is lowest, in leaps, by the secant through the slopes at both ends.
+
+    1 where the leap went just far enough, less where it went too far; `None` where the slopes do not turn upwards.
+    """
+    bend = slope_after - slope_before
+    return -slope_before / bend if bend > 0 and slope_before < 0 else None
+
+
+class GainCorrection:
+    """
+    Factors on the gain, one per group of parameters, from what the last leaps met: the averaged secant.
+
+    Args:
+        groups (`Sequence[str]`): See [`group_of`].
+    """
+
+    LEAST, MOST = 0.5, 1.5
+    DECAY = 0.9
+
+    def __init__(self, groups: Sequence[str]):
+        self.slopes: dict[str, list[float]] = {group: [0.0, 0.0] for group in groups}
+
+    def learn(self, residuals: dict[str, GroupResidual]) -> None:
+        """Take in one leap."""
+        for group, residual in residuals.items():
+            if residual.slope_before is None:
+                continue
+            before, after = self.slopes[group]
+            self.slopes[group] = [
+                self.DECAY * before + (1 - self.DECAY) * residual.slope_before,
+                self.DECAY * after + (1 - self.DECAY) * residual.slope_after,
+            ]
+
+    def factor(self, group: str) -> float:
+        """For the next leap's gain; 1 while nothing is known."""
+        before, after = self.slopes[group]
+        if before == after == 0.0:
+            return 1.0
+        minimum = secant_minimum(before, after)
+        if minimum is None:
+            minimum = self.MOST if before < 0 else self.LEAST  # still falling at its end, or never fell
+        return min(max(minimum, self.LEAST), self.MOST)
+
+    def state_dict(self) -> dict:
+        return {"slopes": self.slopes}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.slopes = {group: list(state["slopes"].get(group, [0.0, 0.0])) for group in self.slopes}
+
+
+class DisplacementResiduals:
+    """
+    Watches one leap at a time: [`leap_made`], [`observe_gradients`] at every real step of Correct, then [`judge`].
+
+    Args:
+        names (`Sequence[str]`), parameters (`Sequence[torch.nn.Parameter]`): The trainable parameters.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]):
+        self.names, self.parameters = list(names), list(parameters)
+        self.groups = list(dict.fromkeys(group_of(name) for name in names))
+        self._members = {group: [i for i, name in enumerate(names) if group_of(name) == group] for group in self.groups}
+        self.leap: list[Tensor] = []
+        self.start: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self.slopes_before: Tensor | None = None
+        self.gradient_steps = 0
+        self.leap_rate = 0.0
+
+    @property
+    def watching(self) -> bool:
+        return bool(self.start)
+
+    @torch.no_grad()
+    def leap_made(self, rate: float, before: Sequence[Tensor], predicted: Sequence[Tensor | None]) -> None:
+        """
+        A leap is in the weights and stays for now.
+
+        Args:
+            rate (`float`): Its gain times the learning rates that it stands on: what its length is measured by.
+            before (`Sequence[torch.Tensor]`): The weights before it.
+            predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
+        """
+        self.forget()
+        self.start = [sample(p).float().clone() for p in self.parameters]
+        self.leap = [start - sample(b).to(start.device).float() for start, b in zip(self.start, before)]
+        self.leap_rate = rate
+        if all(gradient is not None for gradient in predicted):
+            self.slopes_before = self._by_group([sample(gradient).float() for gradient in predicted], self.leap)
+
+    def _by_group(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """Inner products over whole groups, estimated from their samples; fp32 of shape `[groups]`."""
+        dots = []
+        for a, b, parameter in zip(first, second, self.parameters):
+            dots.append(sums.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1)))
+        return torch.stack([sums.gather([dots[i] for i in members]).sum() for members in self._members.values()])
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        """Take in the gradients of a real step of Correct."""
+        if not self.watching:
+            return
+        if not self.gradients:
+            self.gradients = [torch.zeros_like(start) for start in self.start]
+        for total, parameter in zip(self.gradients, self.parameters):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                total.add_(sample(parameter.grad).to(total.device))
+        self.gradient_steps += 1
+
+    @torch.no_grad()
+    def judge(self, rate: float) -> tuple[GroupResidual | None, dict[str, GroupResidual]]:
+        """
+        Compare; one host synchronisation. What was remembered is dropped.
+
+        Args:
+            rate (`float`): Learning rates of the real steps since the leap, added up.
+
+        Returns:
+            Over all parameters (`None` if nothing was watched or moved), and by group.
+        """
+        if not self.watching or not self.gradient_steps or rate <= 0:
+            self.forget()
+            return None, {}
+        realised = [sample(p).to(s.device).float() - s for p, s in zip(self.parameters, self.start)]
+        before = self.slopes_before
+        columns = [
+            self._by_group(self.leap, realised),
+            self._by_group(self.leap, self.leap),
+            self._by_group(realised, realised),
+            self._by_group(self.gradients, self.leap) / self.gradient_steps,
+        ]
+        columns.append(torch.zeros_like(columns[0]) if before is None else before.to(columns[0].device))
+        rows = torch.stack(columns, dim=1).tolist()
+        whole = self._residual([sum(column) for column in zip(*rows)], rate)
+        groups = {group: found for group, row in zip(self.groups, rows) if (found := self._residual(row, rate))}
+        self.forget()
+        return whole, groups
+
+    def _residual(self, row: list[float], rate: float) -> GroupResidual | None:
+        dot, leap2, realised2, after, before = row
+        if not (leap2 > 0 and realised2 > 0) or not all(map(math.isfinite, row)):
+            return None
+        lengths = math.sqrt(realised2) / rate, math.sqrt(leap2) / max(self.leap_rate, 1e-20)
+        return GroupResidual(
+            cosine=dot / math.sqrt(leap2 * realised2),
+            norm_ratio=lengths[0] / lengths[1],
+            slope_before=None if self.slopes_before is None else before,
+            slope_after=after,
+        )
+
+    def forget(self) -> None:
+        """Nothing is watched any more."""
+        self.leap, self.start, self.gradients, self.gradient_steps = [], [], [], 0
+        self.slopes_before = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for saving in the middle of a Correct phase."""
+        kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
+        found = {f"{kind}.{name}": t for kind, values in kinds.items() for name, t in zip(self.names, values)}
+        return found if self.slopes_before is None else {**found, "slopes_before": self.slopes_before}
+
+    def state_dict(self) -> dict:
+        return {"gradient_steps": self.gradient_steps, "leap_rate": self.leap_rate}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], state: dict) -> None:
+        """Restore what `tensors` and `state_dict` returned."""
+        for kind in ("leap", "start", "gradients"):
+            saved = [(tensors.get(f"{kind}.{name}"), p.device) for name, p in zip(self.names, self.parameters)]
+            found = [value.to(device, copy=True) for value, device in saved if value is not None]
+            setattr(self, kind, found if len(found) == len(self.names) else [])
+        self.slopes_before = tensors.get("slopes_before")
+        self.gradient_steps, self.leap_rate = state["gradient_steps"], state["leap_rate"]

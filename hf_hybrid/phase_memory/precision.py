@@ -1,0 +1,242 @@
+"""Weight precision by phase: what may be asked for, what it comes to, and low-precision working copies of weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from hf_hybrid.phase_memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHOICES = ("auto", *DTYPES, "int8")
+
+
+def parse_precision(text: str) -> dict[Phase, str]:
+    """
+    Read `"auto"`, `"bf16"` or `"full=bf16,correct=fp32,predict=int8"`; phases that are not named are `"auto"`.
+
+    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`.
+
+    Raises:
+        ValueError: If a phase or a precision is not known, is given twice, or is `int8` outside Predict.
+    """
+    given: dict[str, str] = {}
+    for part in text.lower().split(","):
+        phase, equals, precision = (word.strip() for word in part.partition("="))
+        if not equals:
+            phase, precision = "", phase
+        elif phase not in list(Phase):
+            _refuse("phase", phase, [p.value for p in Phase], text)
+        if precision not in _CHOICES:
+            _refuse("precision", precision, _CHOICES, text)
+        if precision == "int8" and phase != Phase.PREDICT.value:
+            raise ValueError(
+                f"`int8` in `{text}` is for forward-only probes: write `predict=int8`. Nothing trains in it."
+            )
+        if phase in given:
+            raise ValueError(
+                f"`{text}` gives a precision for {f'`{phase}`' if phase else 'all phases'} twice. Keep one."
+            )
+        given[phase] = precision
+    return {phase: given.get(phase.value, given.get("", "auto")) for phase in Phase}
+
+
+def _refuse(kind: str, word: str, choices, text: str) -> None:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
+    hint = f" Did you mean `{close[0]}`?" if close else ""
+    raise ValueError(f"`{word}` in `{text}` is not a {kind}: choose one of {', '.join(choices)}.{hint}")
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """What a request comes to for one model: a precision per phase, and whether probes go through int8."""
+
+    by_phase: dict[Phase, str]
+    int8: str
+    """`"off"`, `"on"`, or `"auto"`: where measured noise allows it, else `by_phase[Phase.PREDICT]` holds."""
+
+
+def resolve(
+    precisions: Mapping[Phase, str], *, weights: str, autocast: str | None = None, device: str = "cpu"
+) -> Precisions:
+    """
+    Turn a request into a choice for weights that are held in `weights`.
+
+    `auto` leaves the weights of real phases, and of Predict, as they are: a working copy under autocast gives the same
+    bits and saves next to nothing. On an accelerator, Predict also tries int8, which frees memory there.
+
+    Args:
+        precisions (`Mapping[Phase, str]`): From [`parse_precision`].
+        weights (`str`): What the layers' weights are held in, from [`held_precision`].
+        autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast.
+        device (`str`): Type of the device that the weights are on.
+
+    Raises:
+        ValueError: If a precision would need other weights or another autocast; the message says which.
+    """
+    by_phase, int8 = {}, "off"
+    for phase in Phase:
+        asked = precisions.get(phase, "auto")
+        if phase is Phase.PREDICT:
+            int8 = {"int8": "on", "auto": "off" if device == "cpu" else "auto"}.get(asked, "off")
+        by_phase[phase] = weights if asked in ("auto", "int8") else asked
+        _check(phase, by_phase[phase], weights, autocast)
+    return Precisions(by_phase, int8)
+
+
+def _check(phase: Phase, precision: str, weights: str, autocast: str | None) -> None:
+    request = f"`{phase.value}={precision}`"
+    if precision == weights:
+        return
+    if weights != "fp32":
+        raise ValueError(
+            f"{request} needs the weights of the layers' `nn.Linear` modules in fp32, found: {weights}. Load the model "
+            f"with `dtype=torch.float32`, or ask for `{phase.value}=auto`."
+        )
+    if autocast != precision and (autocast is not None or phase is not Phase.PREDICT):
+        found = f"it is on with {autocast}" if autocast else "it is off"
+        raise ValueError(
+            f"{request} needs autocast in that precision, since activations have to match, but {found}. "
+            f"Set `{precision}=True` in the training arguments, or ask for `{phase.value}=auto`."
+        )
+
+
+def held_precision(model: nn.Module) -> str:
+    """What the weights of the layers' plain `nn.Linear` modules are held in: `"fp32"`, `"bf16 and fp32"`, `"none"`."""
+    return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
+
+
+def precision_plugins(
+    text: str, model: nn.Module, *, autocast: str | None = None, engine: str = "torch"
+) -> list[PhasePlugin]:
+    """
+    The plugins that a request needs for a model whose layers are resident; none where nothing changes.
+
+    Raises:
+        ValueError: If the request cannot be read, or cannot be met with this model.
+    """
+    device = next(model.parameters()).device.type
+    weights = held_precision(model)
+    chosen = resolve(parse_precision(text), weights=weights, autocast=autocast, device=device)
+    plugins: list[PhasePlugin] = []
+    if any(precision != weights for precision in chosen.by_phase.values()):
+        plugins.append(WeightPrecision(chosen.by_phase, autocast=autocast))
+    if chosen.int8 != "off":
+        plugins.append(Int8Predict(chosen.int8, engine=engine))
+    return plugins
+
+
+class WeightPrecision(PhasePlugin):
+    """
+    Runs chosen phases on low-precision working copies of the layers' `nn.Linear` weights.
+
+    The copies stand in the modules only between `before_forward` and `after_backward` of a micro-batch, or for the
+    length of a probe. Gradients arrive on the fp32 masters, in fp32, as soon as autograd has finished with a layer, and
+    add up there over an accumulation window; optimizer, clipping, saving and evaluation see nothing but masters.
+
+    What it is good for: probes in half precision in a run without autocast, with smaller activations and faster where
+    the hardware is. In real phases it changes no bit of what autocast computes, and `fp32` there is no more than what
+    autocast gives, which multiplies every weight in its own precision. What is saved are the casts that autocast
+    repeats where layers are recomputed. The price is two bytes per weight of the layers while a window is open;
+    autocast holds as much in a forward pass, so that the peak hardly changes.
+
+    Args:
+        precisions (`Mapping[Phase, str]`): Per phase, as [`parse_precision`] or [`resolve`] give them. `int8` means
+            nothing here: see [`Int8Predict`].
+        autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
+            Predict can have a lower precision, and its probes then run under an autocast of their own.
+    """
+
+    name = "weight_precision"
+
+    def __init__(self, precisions: Mapping[Phase, str], *, autocast: str | None = None):
+        self.precisions, self.autocast = dict(precisions), autocast
+        self._dtypes: dict[Phase, torch.dtype | None] = {}
+        self._linears: list[nn.Linear] = []
+        self._masters: list[tuple[nn.Linear, nn.Parameter]] = []
+        self._window = ExitStack()
+
+    def on_train_begin(self, context: PluginContext) -> None:
+        """
+        Raises:
+            ValueError: If a precision cannot be had with this model, this autocast or several processes.
+        """
+        held = held_precision(context.model)
+        chosen = resolve(self.precisions, weights=held, autocast=self.autocast).by_phase
+        lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
+        if lower and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError(
+                f"`{lower[0]}={chosen[Phase(lower[0])]}` works in one process only: gradients of working copies are "
+                "not reduced. Leave real phases at `auto` under several processes: autocast computes the same."
+            )
+        self._dtypes = {phase: DTYPES.get(precision) for phase, precision in chosen.items()}
+        self._linears = layer_linears(context.model)
+
+    def before_forward(self, phase: Phase) -> None:
+        self._open(phase)
+
+    def after_backward(self, phase: Phase) -> None:
+        self._close()
+
+    def before_probe(self) -> None:
+        self._open(Phase.PREDICT)
+        if self._masters and self.autocast is None:
+            copy = self._masters[0][0].weight
+            self._window.enter_context(torch.autocast(copy.device.type, copy.dtype))
+
+    def after_probe(self) -> None:
+        self._close()
+
+    def before_export(self) -> None:
+        self._close()  # still open where a forward or backward pass was broken off
+
+    def on_train_end(self) -> None:
+        self._close()
+        self._linears = []
+
+    def _open(self, phase: Phase) -> None:
+        self._close()
+        dtype = self._dtypes[phase]
+        copies: dict[int, nn.Parameter] = {}
+        try:
+            for module in self._linears:
+                master = module.weight
+                if dtype is None or master.dtype == dtype:
+                    continue
+                if id(master) not in copies:
+                    copies[id(master)] = _working_copy(master, dtype)
+                self._masters.append((module, master))
+                module.weight = copies[id(master)]
+        except BaseException:  # out of memory half-way
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._window.close()
+        while self._masters:
+            module, master = self._masters.pop()
+            module.weight = master
+
+
+def _working_copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
+    if copy.requires_grad:
+        copy.register_post_accumulate_grad_hook(partial(_hand_over, master))
+    return copy
+
+
+def _hand_over(master: nn.Parameter, copy: nn.Parameter) -> None:
+    """The gradient of a copy is whole: add it to the master's, as autograd would have done, and let go of it."""
+    gradient, copy.grad = copy.grad, None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)

@@ -1,0 +1,298 @@
+"""Int8 weights for forward-only probes, whose noise is measured before they are trusted."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+from hf_hybrid.streaming.int8_rows import dequantize_rows, quantize_rows
+
+logger = logging.getLogger(__name__)
+
+Losses = list[float]
+Tensor = torch.Tensor
+
+
+def layer_linears(model: nn.Module, min_features: int = 1) -> list[nn.Linear]:
+    """
+    The plain `nn.Linear` modules inside repeated layers: not the embeddings, not the head, not adapters of peft.
+
+    Left out as well are subclasses (quantised or parametrised elsewhere), sharded weights, modules whose `forward` was
+    replaced, those narrower than `min_features` on either side, and weights that a module outside shares.
+    """
+    found = [m for m in _inside_layers(model) if _is_plain(m) and min(m.weight.shape) >= min_features]
+    chosen = set(map(id, found))
+    outside = {id(p) for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
+    return [module for module in found if id(module.weight) not in outside]
+
+
+def _inside_layers(module: nn.Module, inside: bool = False) -> Iterator[nn.Linear]:
+    adapters = getattr(module, "adapter_layer_names", ())  # peft: what a wrapped layer holds besides its base
+    for name, child in module.named_children():
+        if name in adapters:
+            continue
+        if inside and type(child) is nn.Linear:
+            yield child
+        else:
+            yield from _inside_layers(child, inside or isinstance(module, nn.ModuleList))
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    weight = module.weight
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta
+    return plain and weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and "forward" not in vars(module)
+
+
+def added_noise(
+    full_before: Sequence[float], full_after: Sequence[float], int8_before: Sequence[float], int8_after: Sequence[float]
+) -> float:
+    """
+    Variance that int8 adds to a paired probe, relative to the probe's own: 0.1 means ten per cent more.
+
+    A verdict rests on the mean of the paired differences and its standard error. Int8 rounds the same weights for every
+    sequence, so most of its error shifts all differences alike, which no spread over sequences shows and no number of
+    sequences averages out. Hence the squared shift of the mean counts, and the squared standard error of that shift on
+    top, so that a shift which is small by luck does not pass for none.
+
+    Takes the losses of the same sequences before and after a leap, in full precision and through int8. Infinite where
+    int8 gave a loss that is not finite, or changed something where the leap did not.
+
+    Raises:
+        ValueError: If the four do not hold the same number of sequences, or fewer than two.
+    """
+    lengths = [len(losses) for losses in (full_before, full_after, int8_before, int8_after)]
+    if len(set(lengths)) > 1 or lengths[0] < 2:
+        raise ValueError(f"Noise is measured on the same two or more sequences four times, got {lengths} of them.")
+    full = [before - after for before, after in zip(full_before, full_after)]
+    error = [before - after - difference for before, after, difference in zip(int8_before, int8_after, full)]
+    shift, added = _mean_and_error(error)
+    _, own = _mean_and_error(full)
+    square = shift**2 + added**2
+    if math.isfinite(square) and own > 0:
+        return square / own**2
+    return 0.0 if square == 0 else math.inf
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def worth_it(noises: Sequence[float], limit: float = 0.1) -> bool:
+    """Whether int8 probes may be used: on average over the measured leaps they add less variance than `limit`."""
+    return len(noises) > 0 and sum(noises) / len(noises) < limit
+
+
+class NoiseMeter:
+    """
+    Measures the noise of int8 over a few looks, decides, and measures anew later.
+
+    A look is what is evaluated between two real steps: the sequences before a leap and again after it. A decision
+    changes only between looks, since a pair of which one half is int8 would compare nothing. It is not for ever: the
+    smaller the leaps, the more of their effect int8 hides.
+    """
+
+    LOOKS = 3
+    HOLD = 16
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.int8 = False
+        self.noises: list[float] = []
+        self.hold = 0
+        self.extra_passes = 0  # forward passes for measuring, on top of the probe's own
+        self.looked = False  # a batch was evaluated since the last real step
+        self._pairs: dict[int, list[tuple[Losses, Losses]]] = {}
+
+    @property
+    def measuring(self) -> bool:
+        return self.hold == 0
+
+    def add(self, key: int, full: Losses, int8: Losses) -> None:
+        """The same batch (`key`), at the same weights, in both precisions."""
+        self.extra_passes += 1
+        self._pairs.setdefault(key, []).append((full, int8))
+
+    def close_look(self) -> None:
+        """A real step begins, or the state is saved: what was seen since the last is complete."""
+        self.hold, self.looked = max(self.hold - self.looked, 0), False
+        pairs = [seen[:2] for seen in self._pairs.values() if len(seen) > 1]
+        self._pairs.clear()
+        losses = [[loss for pair in pairs for loss in pair[when][which]] for which in (0, 1) for when in (0, 1)]
+        before, after = losses[:2]
+        # A leap that changed nothing, or broke the model in full precision too, says nothing about int8.
+        if len(before) < 2 or before == after or not all(map(math.isfinite, before + after)):
+            return
+        self.noises.append(added_noise(*losses))
+        if len(self.noises) >= self.LOOKS:
+            self.int8 = worth_it(self.noises, self.limit)
+            verdict = "used" if self.int8 else "not used"
+            logger.info("int8 adds %s of a probe's variance (limit %g): it is %s.", self.noises, self.limit, verdict)
+            self.noises, self.hold = [], self.HOLD
+
+    def state_dict(self) -> dict:
+        self.close_look()
+        return {name: getattr(self, name) for name in ("int8", "noises", "hold", "extra_passes")}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.int8, self.hold, self.extra_passes = state["int8"], state["hold"], state["extra_passes"]
+        self.noises = [float(noise) for noise in state["noises"]]  # an infinity is saved as a string
+
+
+class Int8Predict(PhasePlugin):
+    """
+    Forward-only probes with int8 weights in the layers' `nn.Linear` modules; training weights are never rounded.
+
+    Quantised anew at every probed batch, since a leap moves the weights in between, and undone after it: the same
+    parameters with the same bits. Worth it where a probe would not fit beside gradients and optimizer states; it saves
+    no time by itself, and with `offload_master` the weights travel to the host and back each time.
+
+    Args:
+        mode (`str`): `"on"`, or `"auto"`: only while int8 is measured to add little noise to the paired differences.
+            That needs [`probe_losses`] around what evaluates a probe's batch; without it `"auto"` never uses int8.
+        engine (`str`): `"torch"` expands each matrix to the dtype of the computation while it is used: only the weights
+            are rounded. `"bitsandbytes"` multiplies int8 by int8, so the inputs of every layer are rounded as well:
+            for hardware with fast int8 units; noisier by an order of magnitude.
+        offload_master (`bool`): Park the weights in host memory during the probe; without it int8 comes on top of them.
+        min_features (`int`): Matrices narrower than this on either side stay as they are.
+        noise_limit (`float`): Added variance below which `"auto"` uses int8, relative to the probe's own.
+    """
+
+    name = "int8_predict"
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        *,
+        engine: str = "torch",
+        offload_master: bool = True,
+        min_features: int = 256,
+        noise_limit: float = 0.1,
+    ):
+        for name, value, choices in (("mode", mode, ("auto", "on")), ("engine", engine, ("torch", "bitsandbytes"))):
+            if value not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
+        if not noise_limit > 0:
+            raise ValueError(f"`noise_limit` must be greater than 0, got `{noise_limit}`; 0.1 is 10 % more variance.")
+        self.mode, self.offload_master, self.min_features = mode, offload_master, min_features
+        self._forward = _expanded_linear if engine == "torch" else partial(_int8_linear, _int8_matmul())
+        self.meter = NoiseMeter(noise_limit)
+        self._linears: list[nn.Linear] = []
+        self._parked: list[tuple[nn.Parameter, Tensor]] = []
+        self._forced = False
+
+    def on_train_begin(self, context: PluginContext) -> None:
+        self._linears = layer_linears(context.model, self.min_features)
+        if not self._linears and self.mode == "on":
+            raise ValueError(
+                f'`Int8Predict(mode="on")` found no `nn.Linear` of at least `min_features={self.min_features}` in the '
+                "layers of the model. Lower `min_features`, or train without it."
+            )
+
+    def stored_bytes(self) -> tuple[int, int]:
+        """Bytes of the quantised modules' weights as they are stored for a probe, and as they would be in bf16."""
+        weights = {id(module.weight): module.weight for module in self._linears}.values()
+        stored = sum(weight.numel() + 4 * weight.shape[0] for weight in weights)
+        return stored, sum(2 * weight.numel() for weight in weights)
+
+    def probe_losses(self, evaluate: Callable[[object], Losses]) -> Callable[[object], Losses]:
+        """Wrap what evaluates one batch to a loss per sequence: while measuring it runs twice and returns the full."""
+
+        def losses(batch) -> Losses:
+            result = evaluate(batch)
+            self.meter.looked = True
+            if self.mode == "auto" and self.meter.measuring and self._linears:
+                self._forced = True
+                try:
+                    self.meter.add(id(batch), result, evaluate(batch))
+                finally:
+                    self._forced = False
+            return result
+
+        return losses
+
+    def before_forward(self, phase: Phase) -> None:
+        self.meter.close_look()
+
+    def before_probe(self) -> None:
+        if self.mode == "on" or self._forced or (self.meter.int8 and not self.meter.measuring):
+            try:
+                self._quantize()
+            except BaseException:  # out of memory half-way: the caller has not begun, so it will not end
+                self.after_probe()
+                raise
+
+    def after_probe(self) -> None:
+        for module in self._linears:
+            vars(module).pop("forward", None)
+        while self._parked:
+            weight, host = self._parked[-1]
+            weight.data = host.to(weight.device, non_blocking=True)
+            self._parked.pop()
+
+    def on_train_end(self) -> None:
+        self.after_probe()
+        self._linears = []
+
+    def state_dict(self) -> dict:
+        return self.meter.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.meter.load_state_dict(state)
+
+    def _quantize(self) -> None:
+        stored: dict[int, tuple[Tensor, Tensor]] = {}
+        for module in self._linears:
+            weight = module.weight
+            if id(weight) not in stored:
+                stored[id(weight)] = quantize_rows(weight)
+                if self.offload_master:
+                    self._park(weight)
+            module.forward = partial(self._forward, module, *stored[id(weight)])
+
+    def _park(self, weight: nn.Parameter) -> None:
+        host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.device.type == "cuda")
+        host.copy_(weight.data)
+        self._parked.append((weight, host))
+        # One NaN seen as the whole matrix: its shape and dtype can be asked for, but nobody can use it unnoticed.
+        weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What `F.linear` would compute in: a replaced forward must give the dtype that the real one gives."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+    weight = torch.empty(codes.shape, dtype=_compute_dtype(x), device=codes.device)
+    return F.linear(x, dequantize_rows(codes, scales, weight), module.bias)
+
+
+def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+    dtype = _compute_dtype(x)
+    # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
+    inputs, steps = quantize_rows(x.to(dtype).reshape(-1, x.shape[-1]))
+    out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
+    if module.bias is not None:
+        out += module.bias
+    return out.to(dtype).view(*x.shape[:-1], -1)
+
+
+def _int8_matmul() -> Callable:
+    try:
+        return importlib.import_module("bitsandbytes.functional").int8_linear_matmul
+    except ImportError as error:
+        raise ImportError(
+            '`engine="bitsandbytes"` needs bitsandbytes: `pip install "hf-hybrid[quantization]"`. '
+            'Or use `engine="torch"`, which needs nothing.'
+        ) from error

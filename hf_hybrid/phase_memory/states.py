@@ -1,0 +1,318 @@
+"""Where optimizer states live in Predict, which steps no optimizer: in place, on the host, in 8 bits, nowhere."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
+from hf_hybrid.streaming.transfers import Fetched, Transfers, host_buffer
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+def is_big(value: Any) -> bool:
+    """Whether an entry of a parameter's state is worth moving: not a step counter."""
+    return torch.is_tensor(value) and value.numel() > 1
+
+
+def in_host_memory(tensor: Tensor) -> bool:
+    """Whether moving a tensor to the host would free nothing."""
+    return tensor.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """
+    A tensor in block-wise 8 bits.
+
+    Of tensors without negative values (second moments) the square root is stored: that halves the orders of magnitude
+    the codes have to span, nothing comes back negative, and only zero comes back as zero, which a step divides by.
+    """
+
+    codes: Tensor
+    absmax: Tensor
+    rooted: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> QuantizedTensor:
+        """Quantise; `tensor` is left as it is."""
+        flat = tensor.reshape(-1)
+        rooted = bool(flat.min() >= 0)
+        codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+        absmax = torch.empty(math.ceil(flat.numel() / BLOCK), dtype=torch.float32, device=flat.device)
+        values_of_codes = dynamic_map(not rooted, flat.device)
+        for start in range(0, flat.numel(), CHUNK):
+            part = flat[start : start + CHUNK].float()
+            part = part.sqrt() if rooted else part
+            code, scale = bitsandbytes_functional().quantize_blockwise(part, code=values_of_codes, blocksize=BLOCK)
+            if rooted:
+                code.masked_fill_((code == 0) & (part > 0), 1).masked_fill_(part == 0, 0)
+            else:
+                clear_false_zeros_(code)
+            codes[start : start + CHUNK] = code
+            absmax[start // BLOCK :][: scale.absmax.numel()] = scale.absmax
+        return cls(codes.view(tensor.shape), absmax, rooted, tensor.dtype)
+
+    def restore(self) -> Tensor:
+        """A new tensor of the old dtype."""
+        result = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
+        flat, codes = result.view(-1), self.codes.view(-1)
+        values_of_codes = dynamic_map(not self.rooted, codes.device)
+        for start in range(0, flat.numel(), CHUNK):
+            part = codes[start : start + CHUNK]
+            absmax = self.absmax[start // BLOCK :][: math.ceil(part.numel() / BLOCK)]
+            values = bitsandbytes_functional().dequantize_blockwise(
+                part, absmax=absmax, code=values_of_codes, blocksize=BLOCK
+            )
+            flat[start : start + CHUNK] = values.square_() if self.rooted else values
+        return result
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.absmax.nbytes
+
+
+class QuantizedState(dict):
+    """State of one parameter with tensors in 8 bits; callbacks that read one in Predict get it restored."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return value.restore() if isinstance(value, QuantizedTensor) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+
+class _Stay:
+    """States stay where they are."""
+
+    bytes_moved = 0
+
+    def send(self, states: States) -> None:
+        """Predict begins."""
+
+    def bring(self, states: States) -> None:
+        """Predict is over, or states are about to be saved."""
+
+    def wait(self) -> None:
+        """What is computed from here on reads the states."""
+
+    def on_host(self, parameter: Tensor, key: str) -> bool:
+        """Whether an entry was sent to the host."""
+        return False
+
+    def idle_bytes(self) -> int:
+        """Host memory that is kept while the states are at home."""
+        return 0
+
+
+class _Host(_Stay):
+    """Copies in pageable memory."""
+
+    def __init__(self):
+        self.bytes_moved = 0
+        self._home: dict[tuple[Tensor, str], torch.device] = {}
+
+    def send(self, states: States) -> None:
+        for parameter, state in states.items():
+            for key, tensor in list(state.items()):
+                if is_big(tensor) and not in_host_memory(tensor):
+                    self._home[parameter, key] = tensor.device
+                    self.bytes_moved += tensor.nbytes
+                    state[key] = self._to_host((parameter, key), tensor)
+
+    def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
+    def bring(self, states: States) -> None:
+        for (parameter, key), device in self._home.items():
+            tensor = states[parameter][key]
+            self.bytes_moved += tensor.nbytes
+            states[parameter][key] = tensor.to(device, copy=True)
+        self._home.clear()
+
+    def on_host(self, parameter: Tensor, key: str) -> bool:
+        return (parameter, key) in self._home
+
+
+class _Pinned(_Host):
+    """Page-locked buffers that are kept for the run; the way back overlaps with the first real step."""
+
+    def __init__(self):
+        super().__init__()
+        self._buffers: dict[tuple[Tensor, str], Tensor] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._coming: dict[tuple[Tensor, str], tuple[dict, Fetched]] = {}
+
+    def send(self, states: States) -> None:
+        self.wait()
+        super().send(states)
+        for transfers in self._transfers.values():
+            transfers.finish_sending()  # the memory that they leave is wanted now
+
+    def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
+        if tensor.device not in self._transfers:
+            self._transfers[tensor.device] = Transfers(tensor.device)
+        transfers = self._transfers[tensor.device]
+        if entry not in self._buffers:
+            buffer = host_buffer(tensor.nbytes, pin=transfers.on_gpu)
+            self._buffers[entry] = buffer.view(tensor.dtype).view(tensor.shape)
+        transfers.send(tensor, self._buffers[entry])
+        return self._buffers[entry]
+
+    def bring(self, states: States) -> None:
+        for (parameter, key), device in self._home.items():
+            if (parameter, key) not in self._coming:
+                state = states[parameter]
+                self.bytes_moved += state[key].nbytes
+                self._coming[parameter, key] = state, self._transfers[device].fetch(state[key])
+
+    def wait(self) -> None:
+        for (parameter, key), (state, fetched) in self._coming.items():
+            state[key] = fetched.take()
+            del self._home[parameter, key]
+        self._coming.clear()
+
+    def idle_bytes(self) -> int:
+        return 0 if self._home else sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class _EightBit(_Stay):
+    """Element-wise states in 8 bits where they are; what comes back is rounded."""
+
+    def send(self, states: States) -> None:
+        for parameter, state in states.items():
+            states[parameter] = QuantizedState(
+                {
+                    key: QuantizedTensor.of(value) if self._is_moment(value, parameter) else value
+                    for key, value in state.items()
+                }
+            )
+
+    @staticmethod
+    def _is_moment(value: Any, parameter: Tensor) -> bool:
+        return is_big(value) and value.is_floating_point() and value.shape == parameter.shape
+
+    def bring(self, states: States) -> None:
+        for parameter, state in states.items():
+            if isinstance(state, QuantizedState):
+                states[parameter] = {key: state[key] for key in state}
+
+
+class _Drop(_Stay):
+    """Nothing is kept."""
+
+    def send(self, states: States) -> None:
+        states.clear()
+
+
+_STRATEGIES = {"stay": _Stay, "host": _Host, "pinned": _Pinned, "8bit": _EightBit, "drop": _Drop}
+
+
+class OptimizerStatePlacement(PhasePlugin):
+    """
+    Puts optimizer states elsewhere while steps are predicted, which need none.
+
+    - `"stay"`: nothing is done.
+    - `"host"`: moved to host memory; `"pinned"`: to page-locked buffers that are kept, and back beside the first real
+      step. The run is the same to the last bit. States that are in host memory already stay there.
+    - `"8bit"`: quantised in place, a quarter of the memory. Lossy: second moments come back within a few percent.
+    - `"drop"`: deleted. The optimizer starts anew after every Predict, Adam's bias correction and step counter
+      included, and a checkpoint saved in Predict holds no states, just as the run that goes on.
+
+    They leave after the leap, which reads them. Whenever something is exported (evaluated, saved, pushed), they come
+    home first and stay until the next Predict. It pays only if something else uses the memory meanwhile: predicted
+    steps take no time, the way out and back does.
+
+    Args:
+        placement (`str`): One of the above.
+
+    Attributes:
+        bytes_moved (`int`): Between device and host, both ways.
+        seconds (`float`): The run was held up by it.
+
+    Raises:
+        ValueError: If `placement` is none of the above.
+        ImportError: If `"8bit"` is asked for without bitsandbytes.
+    """
+
+    name = "optimizer_state_placement"
+
+    def __init__(self, placement: str = "host"):
+        if placement not in _STRATEGIES:
+            choices = ", ".join(f"`{choice}`" for choice in _STRATEGIES)
+            raise ValueError(f"`placement` must be one of {choices}, got `{placement}`.")
+        if placement == "8bit":
+            bitsandbytes_functional()
+        self.placement = placement
+        self.seconds = 0.0
+        self._strategy = _STRATEGIES[placement]()
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._strategy.bytes_moved
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Exact bytes of all optimizer states: `device` is where their parameters are, `host` where they were put."""
+        result = {"device": 0, "host": self._strategy.idle_bytes()}
+        states = {} if self._optimizer is None else self._optimizer.state
+        for parameter, state in states.items():
+            for key, value in state.items():
+                if torch.is_tensor(value) or isinstance(value, QuantizedTensor):
+                    away = value.device != parameter.device or self._strategy.on_host(parameter, key)
+                    result["host" if away else "device"] += value.nbytes
+        return result
+
+    def on_train_begin(self, context: PluginContext) -> None:
+        self._optimizer = context.optimizer
+        self._strategy = _STRATEGIES[self.placement]()
+        self.seconds = 0.0
+        if self.placement in ("host", "pinned") and not torch.accelerator.is_available():
+            logger.debug("`placement=%s`: all states are in host memory already and stay there.", self.placement)
+
+    def on_phase_change(self, old: Phase, new: Phase) -> None:
+        if old is Phase.PREDICT:
+            self._come_home()
+        if new is Phase.PREDICT:
+            with self._clock():
+                self._strategy.send(self._optimizer.state)
+
+    def after_backward(self, phase: Phase) -> None:
+        self._strategy.wait()
+
+    def before_export(self) -> None:
+        self._come_home()
+        self._strategy.wait()
+
+    def on_train_end(self) -> None:
+        self._come_home()
+        self._strategy.wait()
+
+    def _come_home(self) -> None:
+        if self._optimizer is not None:
+            with self._clock():
+                self._strategy.bring(self._optimizer.state)
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start

@@ -1,0 +1,310 @@
+"""
+The optimizer step of streamed units, exact and put off until a unit is needed again.
+
+Gradients of a window wait on the host. When the window is over, its global norm is known, so clipping is exact; the
+step of each unit then runs on a thread of its own while other units compute, at the latest when the unit is brought in
+for the next forward. Nothing is approximated: every parameter sees the gradient, learning rate and state that it would
+see without.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_hybrid.streaming.storage import Piece
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.transfers import Fetched, host_buffer
+from hf_hybrid.streaming.units import Unit
+
+Tensor = torch.Tensor
+
+SEPARABLE = (
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adafactor",
+    "Muon",
+    "AdamW8bit",
+    "MuonAdamW",
+)
+"""Optimizers that step every parameter by itself, so that units may be stepped at different times."""
+
+
+class UnsupportedOptimizerError(ValueError):
+    """The optimizer couples parameters, or steps them in a way that cannot be split by unit."""
+
+
+def check_separable(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        UnsupportedOptimizerError: If the optimizer is not known to step each parameter by itself.
+    """
+    name = type(optimizer).__name__
+    known = type(optimizer).__module__.partition(".")[0] in ("torch", "transformers", "hf_hybrid")
+    if name not in SEPARABLE or not known:
+        raise UnsupportedOptimizerError(
+            f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
+            "layers need. Choose `optim=adamw_torch_fused`, `optim=muon`, `optimizer_states=8bit`, or one of torch's "
+            f"{', '.join(n for n in SEPARABLE if n not in ('AdamW8bit', 'MuonAdamW'))}; or `memory=off`."
+        )
+
+
+@dataclass
+class _Pending:
+    """What a unit's step needs to know of the window that just ended."""
+
+    optimizer: torch.optim.Optimizer
+    scale: Tensor | None
+    """What gradients are still to be multiplied by (clipping), `None` for nothing."""
+
+
+class LazyOptimizer(torch.optim.Optimizer):
+    """
+    Stands in for an optimizer whose parameters are partly streamed: same groups, same state, same state dict.
+
+    In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
+    that reads `state` find what they expect. [`step`] steps what is resident and schedules the rest.
+
+    Args:
+        base (`torch.optim.Optimizer`): Made over the model's parameters, as usual.
+        streamer (`LayerStreamer`): Whose units are stepped late.
+        on_device (`bool`): Step units on the device as they are brought in, with gradients and states streamed too,
+            instead of on the host.
+
+    Raises:
+        UnsupportedOptimizerError: If `base` cannot be stepped unit by unit.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, streamer: LayerStreamer, *, on_device: bool = False):
+        check_separable(base)
+        self.base, self.streamer, self.on_device = base, streamer, on_device
+        for group in base.param_groups:
+            group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+        # Not Optimizer.__init__: groups and state are those of `base`, not copies.
+        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+                     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+                     "_optimizer_load_state_dict_post_hooks"):  # fmt: skip
+            setattr(self, name, getattr(base, name))
+        self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
+        self._pending: dict[Unit, _Pending] = {}
+        self._scale: Tensor | None = None
+        self._checked = False
+        self._worker = ThreadPoolExecutor(
+            1, "lazy_update", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
+        self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
+        streamer.before_read = self.flush
+        if on_device:
+            streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        master = self.streamer.counterpart(parameter)
+        if master is not parameter and parameter in self.base.state:
+            self.base.state[master] = self.base.state.pop(parameter)
+        return master
+
+    # A window ends.
+
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it over the same list."""
+        norm = torch.nn.utils.get_total_norm(self._gradients(parameters), foreach=None)
+        if not self._checked:
+            self._checked = True
+            unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
+            if unused and not torch.isfinite(norm):
+                raise RuntimeError(
+                    f"The weights of `{unused[0]}` are used, but its `forward` is never called: they were "
+                    "placeholders. This model cannot be streamed. Train it with `memory=off`."
+                )
+        return norm
+
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
+        """
+        Clip by the global norm, exactly as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            parameters (`Iterable[nn.Parameter]`): The model's, in its order.
+            max_norm (`float`): Threshold.
+            now (`bool`): Scale the waiting gradients at once, because somebody reads them before the step; otherwise
+                that is left to the thread that steps.
+
+        Returns:
+            `torch.Tensor`: The norm before clipping.
+        """
+        parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
+        norm = self.total_norm(parameters)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        waiting = [p for p in parameters if id(p) in self._unit_of and p.grad is not None]
+        for parameter in parameters:
+            if parameter.grad is not None and (now or id(parameter) not in self._unit_of):
+                parameter.grad.mul_(scale.to(parameter.grad.device))
+        self._scale = None if now or not waiting else scale.to(waiting[0].grad.device)
+        return norm
+
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        self.streamer.gradients_arrived()
+        counterparts = [self.streamer.counterpart(parameter) for parameter in parameters]
+        return [parameter.grad for parameter in counterparts if parameter.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Step what is resident; schedule the units' steps with the learning rates of now."""
+        self.streamer.gradients_arrived()
+        groups: dict[Unit | None, list[dict]] = {}
+        for group in self.param_groups:
+            by_unit: dict[Unit | None, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_unit.setdefault(self._unit_of.get(id(parameter)), []).append(parameter)
+            for unit, parameters in by_unit.items():
+                groups.setdefault(unit, []).append({**group, "params": parameters})
+        scale, self._scale = self._scale, None
+        if None in groups:
+            self._optimizer_over(groups.pop(None)).step()
+        # Forward order: the unit that is needed first is stepped first.
+        order = {unit: index for index, unit in enumerate(self.streamer.units)}
+        for unit in sorted(groups, key=order.__getitem__):
+            self._schedule(unit, _Pending(self._optimizer_over(groups[unit]), scale))
+        for unit in self.streamer.layers[: self.streamer.ahead + 1]:
+            self.streamer.fetch(unit)
+
+    def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
+        """The same optimizer over some of the parameters, with the same state."""
+        clone = type(self.base)(groups)
+        clone.state = self.state
+        return clone
+
+    def _schedule(self, unit: Unit, pending: _Pending) -> None:
+        self.streamer.forget(unit)
+        if self.on_device:
+            self._pending[unit] = pending
+        else:
+            unit.update = self._worker.submit(functools.partial(self._step_on_host, unit, pending))
+
+    @torch.no_grad()
+    def _step_on_host(self, unit: Unit, pending: _Pending) -> None:
+        masters = [p for group in pending.optimizer.param_groups for p in group["params"]]
+        _scale_gradients(masters, pending.scale)
+        pending.optimizer.step()
+        for master in masters:
+            master.grad = None
+        unit.storage.refresh()
+
+    def _fetch_for_step(self, unit: Unit) -> None:
+        """Gradients and states start to travel beside the weights."""
+        fetch = self.streamer.transfers.fetch
+        if unit in self._pending:
+            for group in self._pending[unit].optimizer.param_groups:
+                for master in group["params"]:
+                    if id(master) in self._coming:
+                        continue
+                    state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if _is_big(value)}
+                    self._coming[id(master)] = fetch(master.grad), state
+
+    @torch.no_grad()
+    def _step_in_slot(self, unit: Unit) -> None:
+        """Step a unit where it lies on the device; weights and states go back to the host."""
+        pending = self._pending.pop(unit, None)
+        if pending is None:
+            return
+        pieces = {id(piece.master): piece for piece in unit.trainable}
+        for group in pending.optimizer.param_groups:
+            masters, group["params"] = group["params"], []
+            for master in masters:
+                self._step_one(pieces[id(master)], group, pending)
+        unit.slot.sent = unit.storage.written
+
+    def _step_one(self, piece: Piece, group: dict, pending: _Pending) -> None:
+        master, transfers = piece.master, self.streamer.transfers
+        storage = self._unit_of[id(master)].storage
+        gradient, states = self._coming.pop(id(master))
+        weights = piece.parameter.data
+        if weights.dtype != master.dtype:
+            weights = transfers.fetch(master.data).take()
+        on_device = nn.Parameter(weights)
+        on_device.grad = gradient.take()
+        if pending.scale is not None:
+            on_device.grad.mul_(pending.scale.to(on_device.device))
+        stepper = type(self.base)([{**group, "params": [on_device]}])
+        host_state = self.state.get(master, {})
+        # A step counter of one element stays where the optimizer keeps it: on the host.
+        stepper.state[on_device] = {k: states[k].take() if k in states else v for k, v in host_state.items()}
+        stepper.step()
+        for name, value in stepper.state[on_device].items():
+            if _is_big(value):
+                if name not in host_state:
+                    size = value.numel() * value.element_size()
+                    host_state[name] = host_buffer(size, pin=transfers.on_gpu).view(value.dtype).view(value.shape)
+                transfers.send(value, host_state[name])
+            else:
+                host_state[name] = value
+        self.state[master] = host_state
+        storage.written = transfers.send(on_device.data, master.data)
+        if piece.parameter.data is not weights:
+            piece.parameter.data.copy_(weights)
+            storage.written = transfers.send(piece.parameter.data, piece.view_of_packed(storage))
+        master.grad = None
+
+    # Nothing is left pending.
+
+    def flush(self) -> None:
+        """Finish every scheduled step. After it the masters are the weights."""
+        for unit in self.streamer.units:
+            if unit.update is not None:
+                unit.update.result()
+                unit.update = None
+        for unit in [unit for unit in self.streamer.units if unit in self._pending]:
+            self.streamer.bring_in(unit, backward=False)
+            self.streamer.release(unit)
+        self.streamer.transfers.finish_sending()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that no step used (the step was withheld)."""
+        scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self._pending}
+        for unit in self.streamer.units:
+            if unit not in scheduled:
+                for piece in unit.trainable:
+                    piece.master.grad = None
+        self._scale = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of what is resident; those of units go with their step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._unit_of:
+                    parameter.grad = None
+
+    def state_dict(self) -> dict:
+        """As the plain optimizer's, with every scheduled step done."""
+        self.flush()
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes what the plain optimizer saved; states of streamed parameters stay on the host."""
+        self.flush()
+        self.base.load_state_dict(state_dict)
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+def _scale_gradients(parameters: list[nn.Parameter], scale: Tensor | None) -> None:
+    if scale is None or scale.item() == 1.0:  # times one is what it was
+        return
+    for parameter in parameters:
+        parameter.grad.mul_(scale)
+
+
+def _is_big(value) -> bool:
+    return torch.is_tensor(value) and value.numel() > 1

@@ -1,0 +1,416 @@
+"""
+Trains models whose layers do not fit: weights live on the host and are on the device only while they compute.
+
+A unit (a decoder layer; embeddings and head where they do not fit either) is brought in for its forward, again for its
+backward, and leaves its gradients on the host. Every streamed unit is checkpointed: otherwise autograd would keep the
+weights that it saw in the forward pass alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_hybrid.streaming.slots import SlotPool
+from hf_hybrid.streaming.storage import Piece
+from hf_hybrid.streaming.transfers import Transfers
+from hf_hybrid.streaming.units import Unit, make_units
+
+Tensor = torch.Tensor
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class LayerStreamer:
+    """
+    Streams the units of one model. Built detached: the model's parameters are then ordinary host tensors.
+
+    Args:
+        model (`nn.Module`): The model, on the host.
+        layers (`Iterable[tuple[str, nn.Module]]`): Decoder layers to stream, in the order of their execution.
+        ends (`Iterable[tuple[str, list[nn.Module]]]`): Embeddings and head as units, see `embeddings_and_head`; those
+            that stay on the device are not named.
+        device (`torch.device`): Where the model computes; may be the host itself.
+        ahead (`int`): Layers fetched ahead.
+        kept (`int`): Layers that stay on the device after use, least-recently-needed out first.
+        dtype_of (`Callable`): Dtype of a parameter on the device; default its own.
+        int8 (`bool`): Hold and transport frozen matrices of the layers as int8.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[tuple[str, nn.Module]],
+        ends: Iterable[tuple[str, list[nn.Module]]] = (),
+        *,
+        device: torch.device,
+        ahead: int = 1,
+        kept: int = 0,
+        dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        int8: bool = False,
+    ):
+        self.model, self.device, self.ahead, self.kept = model, device, ahead, kept
+        self.transfers = Transfers(device)
+        self.seconds_waited = 0.0
+        self.walk = None
+        """Set while a window is walked layer by layer: it then runs the layers."""
+        self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
+        """Weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
+        self.before_read: Callable[[], None] = lambda: None
+        """Called before somebody reads masters: finishes their updates."""
+        self.on_load: Callable[[Unit], None] | None = None
+        """Called when a unit's weights begin to travel, for whoever needs more of it on the device."""
+        self.before_forward: Callable[[Unit], None] | None = None
+        """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
+        self.layers, self.ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.on_gpu)
+        self.units = [unit for unit in self.layers + self.ends if unit.storage.pieces]
+        self.layers = [unit for unit in self.layers if unit.storage.pieces]
+        self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
+        self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
+        self._position = {unit: index for index, unit in enumerate(self.layers)}
+        self._in_backward: Unit | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        self._pools: list[SlotPool] = []
+        self._expanded = torch.empty(0)
+
+    # In place of the model's own weights, and back.
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._undo)
+
+    def attach(self) -> None:
+        """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
+        if self.attached:
+            return
+        self._make_pools()
+        for unit in self.units:
+            unit.storage.pack()
+            for module in unit.modules:
+                self._wrap(unit, module)
+                self._undo.append(module.register_state_dict_post_hook(functools.partial(self._show, unit)).remove)
+            for piece in unit.storage.pieces:
+                piece.parameter.data = self._placeholder(piece)
+                if piece.parameter.requires_grad:
+                    handle = piece.parameter.register_post_accumulate_grad_hook(
+                        functools.partial(self._on_gradient, piece)
+                    )
+                    self._undo.append(handle.remove)
+        self._move_rest(self.device)
+
+    def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
+        """
+        Give the model its weights back, on the host.
+
+        Args:
+            for_good (`bool`): Also move back what is not streamed; otherwise the model is only read for a moment.
+            expand (`bool`): Expand an int8 base; otherwise its parameters stay placeholders.
+        """
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._in_backward = None
+        for unit in self.units:
+            unit.slot, unit.loaded, unit.bound = None, False, False
+            unit.storage.restore(for_good=expand)
+        self._pools.clear()
+        self._expanded = torch.empty(0)
+        if for_good:
+            self._move_rest(torch.device("cpu"))
+
+    def _make_pools(self) -> None:
+        self._pools = []
+        for units, ahead, kept in ((self.layers, self.ahead, self.kept), (self.ends, 0, 0)):
+            units = [unit for unit in units if unit.storage.pieces]
+            if units:
+                size = max(unit.storage.packed_bytes for unit in units)
+                pool = SlotPool(size, ahead=ahead, kept=kept, device=self.device)
+                self._pools.append(pool)
+                for unit in units:
+                    unit.pool = pool
+        expanded = max((unit.storage.expanded_bytes for unit in self.units), default=0)
+        self._expanded = torch.empty(expanded, dtype=torch.uint8, device=self.device)
+
+    def _wrap(self, unit: Unit, module: nn.Module) -> None:
+        own, original = module.__dict__.get("forward"), module.forward
+
+        @functools.wraps(original)
+        def forward(*args, **kwargs):
+            return self._call(unit, module, original, args, kwargs)
+
+        def restore():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+        module.forward = forward
+        self._undo.append(restore)
+
+    def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
+        """Whoever asks for a state dict meanwhile (a callback that saves) gets weights, not placeholders."""
+        self.before_read()
+        for name, parameter in module.named_parameters():
+            piece = self.streamed.get(id(parameter))
+            if piece is not None and piece.master is not None and prefix + name in state:
+                state[prefix + name] = piece.master.data
+
+    def _placeholder(self, piece: Piece) -> Tensor:
+        # One element seen as many: the parameter keeps shape, dtype and device. NaN: nobody computes with it unnoticed.
+        if piece.dtype not in self._nothing:
+            value = float("nan") if piece.dtype.is_floating_point else 0
+            self._nothing[piece.dtype] = torch.full((), value, dtype=piece.dtype, device=self.device)
+        return self._nothing[piece.dtype].expand(piece.shape)
+
+    def _move_rest(self, device: torch.device) -> None:
+        for parameter in self.model.parameters():
+            if id(parameter) not in self.streamed:
+                parameter.data = parameter.data.to(device)
+            elif getattr(parameter, "quant_state", None) is not None:
+                parameter.quant_state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def checkpoint_alone(self) -> None:
+        """Switch transformers' own checkpointing of the units off: they are checkpointed here, and once is enough."""
+        # Not when they are called: layers of older transformers ask before their `forward` begins.
+        for unit in self.units:
+            for module in unit.modules:
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+
+    # A unit computes.
+
+    def _call(self, unit: Unit, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
+        unit.calls += 1
+        # An embedding's backward reads no weights; nor does a head's that computed its loss, and gradients, in chunks.
+        reads_once = isinstance(module, nn.Embedding) or kwargs.get("targets") is not None
+        if not torch.is_grad_enabled() or reads_once:
+            with self._for_forward(unit):
+                return original(*args, **kwargs)
+        kwargs = _without_cache(module, kwargs)
+        if self.walk is not None and unit in self._position:
+            return self.walk.call(unit, original, args, kwargs)
+        contexts = functools.partial(self._contexts, unit)
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _contexts(self, unit: Unit):
+        return self._for_forward(unit), self._for_backward(unit)
+
+    @contextlib.contextmanager
+    def _for_forward(self, unit: Unit) -> Iterator[None]:
+        self.bring_in(unit)
+        try:
+            with without_autocast_cache(self.device):
+                yield
+        finally:
+            self.release(unit)
+
+    @contextlib.contextmanager
+    def _for_backward(self, unit: Unit) -> Iterator[None]:
+        """Around the recomputation of a unit. Its weights stay until the backward pass has left the unit."""
+        if self._in_backward is not unit:
+            self.end_backward()
+            self.bring_in(unit, backward=True)
+            self._in_backward = unit
+        with without_autocast_cache(self.device):
+            yield
+
+    def end_backward(self) -> None:
+        """The backward pass has left the unit that was recomputed last."""
+        if self._in_backward is not None:
+            self.release(self._in_backward)
+
+    # Weights come and go.
+
+    def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
+        """Let the unit's parameters be its weights, on the device; fetch the next units of this direction."""
+        if unit.slot is None:
+            self._reserve(unit)
+        if unit.update is not None:
+            started = time.perf_counter()
+            unit.update.result()
+            self.seconds_waited += time.perf_counter() - started
+            unit.update = None
+        self._load(unit)
+        self.transfers.await_arrival(unit.slot)
+        unit.storage.bind(unit.slot.buffer, self._expanded)
+        unit.bound = True
+        if not backward:
+            if self.before_forward is not None:
+                self.before_forward(unit)
+            self._add_overlay(unit)
+        if unit in self._position:
+            self._fetch_ahead(unit, -1 if backward else 1)
+
+    def _reserve(self, unit: Unit) -> None:
+        known = unit.pool.find(unit) is not None
+        slot = unit.pool.take(unit)
+        if slot is None:
+            for other in self.layers:  # fetched ahead for a turn that was not taken
+                if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
+                    self.release(other)
+            slot = unit.pool.take(unit)
+        unit.slot, unit.loaded = slot, known
+
+    def _load(self, unit: Unit) -> None:
+        with unit.lock:
+            if unit.slot is not None and not unit.loaded:
+                self.transfers.load(unit.slot, unit.storage.packed, after=unit.storage.written)
+                unit.loaded = True
+                unit.loads += 1
+                if self.on_load is not None:
+                    self.on_load(unit)
+
+    def _fetch_ahead(self, unit: Unit, direction: int) -> None:
+        for distance in range(1, self.ahead + 1):
+            index = self._position[unit] + direction * distance
+            if 0 <= index < len(self.layers):
+                self.fetch(self.layers[index])
+
+    def fetch(self, unit: Unit) -> None:
+        """Start bringing a unit in, as soon as its update is done; nothing happens if there is no room."""
+        if unit.slot is not None:
+            return
+        known = unit.pool.find(unit) is not None
+        unit.slot, unit.loaded = unit.pool.take(unit), known
+        if unit.slot is None:
+            return
+        if unit.update is None:
+            self._load(unit)
+        else:
+            unit.update.add_done_callback(lambda _: self._load(unit))
+
+    def release(self, unit: Unit) -> None:
+        """Let the unit's parameters be placeholders again."""
+        if unit is self._in_backward:
+            self._in_backward = None
+        for piece in unit.storage.pieces:
+            piece.parameter.data = self._placeholder(piece)
+        unit.bound = False
+        with unit.lock:
+            slot, unit.slot = unit.slot, None
+        if slot is None:
+            return
+        self.transfers.release(slot)
+        unit.pool.give_back(unit)
+        if unit.altered:
+            unit.altered = False
+            unit.pool.forget(unit)
+
+    def weights_changed(self, unit: Unit) -> None:
+        """The masters of the unit changed: what the device still holds of it is old."""
+        unit.storage.refresh()
+        self.forget(unit)
+
+    def forget(self, unit: Unit) -> None:
+        """Do not use what the device still holds of the unit."""
+        with unit.lock:
+            unit.loaded = False
+        if unit.pool is not None:
+            unit.pool.forget(unit)
+
+    def _add_overlay(self, unit: Unit) -> None:
+        if self.overlay is None:
+            return
+        for piece in unit.trainable:
+            weights = self.overlay(piece.master)
+            if weights is not None:
+                piece.parameter.data.copy_(weights)
+                unit.altered = True
+
+    # Gradients leave.
+
+    def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
+        if self.walk is None or id(piece) not in self.walk.collecting:
+            self.collect(piece)
+
+    def collect(self, piece: Piece) -> None:
+        """Move the gradient of a streamed parameter into, or add it to, its master's."""
+        gradient, piece.parameter.grad = piece.parameter.grad, None
+        if gradient is None:
+            return
+        master = piece.master
+        if master.grad is None:
+            piece.allocate_gradient(pin=self.transfers.on_gpu)
+            master.grad = piece.gradient
+        elif self.transfers.on_gpu:
+            self.transfers.finish_sending()
+            gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad).take())
+        else:
+            self.transfers.bytes_out += gradient.numel() * gradient.element_size()
+            master.grad.add_(gradient)
+            return
+        self.transfers.send(gradient, master.grad)
+
+    def gradients_arrived(self) -> None:
+        """Return when the gradients of everything computed so far are on the host."""
+        self.end_backward()
+        self.transfers.finish_sending()
+
+    # Telling.
+
+    def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates: the master of a streamed parameter, any other parameter itself."""
+        piece = self.streamed.get(id(parameter))
+        return parameter if piece is None or piece.master is None else piece.master
+
+    def statistics(self) -> dict:
+        """Loads, bytes each way, and seconds that computation stood still for an update."""
+        return {
+            "loads": sum(unit.loads for unit in self.units),
+            "bytes_in": self.transfers.bytes_in,
+            "bytes_out": self.transfers.bytes_out,
+            "seconds_waited": self.seconds_waited,
+            "streamed_units": len(self.units),
+            "kept_units": self.kept,
+        }
+
+    def tensors_held(self) -> dict[str, list[Tensor]]:
+        """The engine's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
+        pieces = [piece for unit in self.units for piece in unit.storage.pieces]
+        return {
+            "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
+            "expanded": [self._expanded],
+            "host_weights": [unit.storage.packed for unit in self.units if unit.storage.packed is not None]
+            + [piece.master.data for unit in self.units for piece in unit.storage.rounded],
+            "host_gradients": [piece.gradient for piece in pieces if piece.gradient is not None],
+        }
+
+    def bytes_held(self) -> dict[str, int]:
+        """Exact bytes: slots on the device, weights and gradients on the host."""
+        pieces = [piece for unit in self.units for piece in unit.storage.pieces]
+        return {
+            "device_weights": sum(pool.nbytes for pool in self._pools) + self._expanded.numel(),
+            "host_weights": sum(unit.storage.host_bytes() for unit in self.units),
+            "host_gradients": sum(
+                p.gradient.numel() * p.gradient.element_size() for p in pieces if p.gradient is not None
+            ),
+        }
+
+
+def without_autocast_cache(device: torch.device):
+    """The autocast state as it is, without its cache of cast weights: that would keep every layer on the device."""
+    return torch.autocast(
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )
+
+
+def _without_cache(module: nn.Module, kwargs: dict) -> dict:
+    """A cache would be appended to a second time by the recomputation; transformers' own checkpointing drops it too."""
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return kwargs
+    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs

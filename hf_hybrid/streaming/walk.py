@@ -1,0 +1,450 @@
+"""
+Walks an accumulation window layer by layer: each layer computes all micro-batches before the next layer is brought in.
+
+Weights then travel twice per optimizer step, not twice per micro-batch. Every micro-batch runs the model's own forward,
+on a thread that waits at each streamed layer until the others have arrived there; one thread runs at a time. So nothing
+has to be known about inputs, masks or losses, and micro-batches may differ in length.
+
+The graph is cut at the layers: a layer runs without gradients, its outputs enter the rest of the model as leaves. The
+loss's own backward, inside the micro-batch's turn, ends at those leaves. Then the layers are recomputed and
+differentiated one after the other, last call first, each for all micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_hybrid.streaming.streamer import LayerStreamer, without_autocast_cache
+from hf_hybrid.streaming.transfers import Fetched, HostBuffers, Transfers
+from hf_hybrid.streaming.units import Unit
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+
+class CannotWalkError(RuntimeError):
+    """This model's layers cannot be walked for several micro-batches at once."""
+
+
+class _Abandoned(BaseException):
+    """Unwinds the other micro-batches after one failed."""
+
+
+class _Output:
+    """
+    One output of a layer, as the rest of the model sees it: a leaf, where its gradient arrives.
+
+    While it is parked on the host, the leaf lives only if somebody besides the next layer holds it.
+    """
+
+    def __init__(self, leaf: Tensor):
+        self.leaf: Tensor | None = leaf
+        self._reference = weakref.ref(leaf)
+        self._parked: Tensor | None = None
+        self._coming: Fetched | None = None
+
+    def park(self, transfers: Transfers, buffers: HostBuffers) -> None:
+        if self.leaf is not None:
+            self._parked = buffers.take(self.leaf)
+            transfers.send(self.leaf.detach(), self._parked)
+            self.leaf = None
+
+    def fetch(self, transfers: Transfers) -> None:
+        """Start bringing it back."""
+        if self.leaf is None and self._coming is None:
+            self._coming = transfers.fetch(self._parked)
+
+    def bring_back(self, transfers: Transfers, buffers: HostBuffers) -> Tensor:
+        """A tensor to compute with; its gradient counts for the output."""
+        if self.leaf is not None:
+            return self.leaf
+        self.fetch(transfers)
+        self.leaf = self._coming.take().requires_grad_()
+        buffers.give_back(self._parked)
+        return self.leaf
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of all who used it."""
+        original = self._reference()
+        parts = [self.leaf.grad] if self.leaf is not None else []
+        if original is not None and original is not self.leaf:
+            parts.append(original.grad)
+        parts = [part for part in parts if part is not None]
+        return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def forget_gradient(self) -> None:
+        for leaf in (self.leaf, self._reference()):
+            if leaf is not None:
+                leaf.grad = None
+
+
+@dataclass
+class _Call:
+    """One call of one layer by one micro-batch."""
+
+    unit: Unit
+    function: Callable
+    inputs: tuple[tuple, dict]
+    """Outputs of earlier layers stand for themselves in it, so that they can be parked."""
+    outputs: list[_Output]
+    cuts: list[tuple[Tensor, Tensor]]
+    """Tensors computed between layers, and the leaves that stand for them from this call on."""
+    random_state: _RandomState
+    autocast: dict
+
+
+class _MicroBatch(threading.Thread):
+    """Runs one micro-batch up to the next streamed layer whenever it is its turn."""
+
+    def __init__(self, function: Callable[[], Any], device: torch.device):
+        super().__init__(daemon=True)
+        self.function, self.device = function, device
+        self.calls: list[_Call] = []
+        self.waiting_for: Unit | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """By the leaf that stands for it."""
+        self.cuts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self._context = contextvars.copy_context()
+        self._threads = torch.get_num_threads()
+
+    def advance(self) -> None:
+        """Let it run until it waits at a layer, or is done."""
+        if not self.is_alive():
+            self.start()
+        self._turn.release()
+        self._parked.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        self._turn.acquire()
+        torch.set_num_threads(self._threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            if not self.abandoned:
+                self.result = self._context.run(self.function)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.waiting_for = None
+        self._parked.release()
+
+    def wait_at(self, unit: Unit) -> None:
+        """Called on this thread: hand over, and return when it is this micro-batch's turn again."""
+        self.waiting_for = unit
+        self._parked.release()
+        self._turn.acquire()
+        if self.abandoned:
+            raise _Abandoned
+
+
+@dataclass
+class LayerWalk:
+    """
+    Walks windows through the layers of one streamer.
+
+    Args:
+        streamer (`LayerStreamer`): Attached to the model.
+        parking (`HostBuffers`, *optional*): Where the activations between layers wait; `None` leaves them on the
+            device.
+    """
+
+    streamer: LayerStreamer
+    parking: HostBuffers | None = None
+    collecting: set = field(default_factory=set)
+    """Parameters whose gradients add up on the device until the last micro-batch."""
+
+    def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
+        """
+        Compute every micro-batch and its gradients.
+
+        Args:
+            functions (`list[Callable]`): One per micro-batch: forward, loss and its backward.
+
+        Returns:
+            `list`: What they returned.
+
+        Raises:
+            CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
+                something that is neither tensor nor plain value. Nothing was accumulated then.
+            RuntimeError: If that shows only when a micro-batch is through.
+        """
+        jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
+        self.streamer.walk = self
+        try:
+            self._forward(jobs)
+            self._backward(jobs)
+        finally:
+            self.streamer.walk = None
+            for job in jobs:
+                if job.is_alive():
+                    job.abandoned = True
+                    with contextlib.suppress(BaseException):
+                        job.advance()
+        return [job.result for job in jobs]
+
+    def _forward(self, jobs: list[_MicroBatch]) -> None:
+        for job in jobs:
+            job.advance()
+        while any(job.waiting_for is not None for job in jobs):
+            unit = jobs[0].waiting_for
+            if any(job.waiting_for is not unit for job in jobs):
+                self._part(jobs)
+            try:
+                for job in jobs:
+                    if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
+                        self.streamer.bring_in(unit)
+                    job.advance()
+            finally:
+                self.streamer.release(unit)
+            if self.parking is not None:
+                self._each_input(jobs, lambda output: output.park(self.streamer.transfers, self.parking))
+        self.streamer.end_backward()
+
+    @staticmethod
+    def _part(jobs: list[_MicroBatch]) -> None:
+        """The micro-batches want different layers."""
+        why = "The micro-batches of a window do not call the same layers in the same order."
+        if any(job.waiting_for is None for job in jobs):
+            # Its loss has left gradients already: starting anew would count them twice.
+            raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
+        raise CannotWalkError(why)
+
+    @staticmethod
+    def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
+        """For the outputs of earlier layers that went into the last call."""
+        for job in jobs:
+            for value in tree_leaves(job.calls[-1].inputs) if job.calls else ():
+                if isinstance(value, _Output):
+                    do(value)
+
+    # A layer is called (on a micro-batch's thread).
+
+    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
+        """In place of the layer's forward."""
+        job = threading.current_thread()
+        cuts: list[tuple[Tensor, Tensor]] = []
+        inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
+        _refuse_side_channels(unit, (args, kwargs))
+        job.wait_at(unit)
+        state, autocast = _RandomState.now(self.streamer.device), _autocast_now(self.streamer.device)
+        with torch.no_grad(), without_autocast_cache(self.streamer.device):
+            outputs = function(*inputs[0], **inputs[1])
+        own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
+        needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
+            parameter.requires_grad for module in unit.modules for parameter in module.parameters()
+        )
+        made: list[_Output] = []
+
+        def enter(tensor: Tensor) -> Tensor:
+            if id(tensor) in own or not tensor.is_floating_point() or not needs_gradient:
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            made.append(_Output(leaf))
+            job.outputs[leaf] = made[-1]
+            return leaf
+
+        outputs = tree_map_only(Tensor, enter, outputs)
+        if made:
+            inputs = tree_map_only(Tensor, lambda tensor: job.outputs.get(tensor, tensor), inputs)
+            job.calls.append(_Call(unit, function, inputs, made, cuts, state, autocast))
+        return outputs
+
+    @staticmethod
+    def _cut(job: _MicroBatch, tensor: Tensor, cuts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        if id(tensor) not in job.cuts:
+            job.cuts[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+            cuts.append(job.cuts[id(tensor)])
+        return job.cuts[id(tensor)][1]
+
+    # Backward, on the caller's thread.
+
+    def _backward(self, jobs: list[_MicroBatch]) -> None:
+        before: list[list[tuple[Tensor, Tensor]]] = [[] for _ in jobs]
+        while jobs[0].calls:
+            calls = [job.calls.pop() for job in jobs]
+            unit = calls[0].unit
+            self.streamer.bring_in(unit, backward=True)
+            self._each_input(jobs, lambda output: output.fetch(self.streamer.transfers))
+            self.collecting = set(map(id, unit.trainable))
+            try:
+                for job, call, early in zip(jobs, calls, before):
+                    self._differentiate(call)
+                    early.extend(self._differentiate_between(job, call))
+                for piece in unit.trainable:
+                    self.streamer.collect(piece)
+            finally:
+                self.collecting = set()
+                self.streamer.release(unit)
+        for early in before:
+            # What came before the first layer (embeddings): once, when all layers have contributed.
+            _backward_through([(tensor, leaf) for tensor, leaf in early if leaf.grad is not None])
+
+    def _differentiate(self, call: _Call) -> None:
+        gradients = [output.gradient for output in call.outputs]
+        bring_back = functools.partial(_Output.bring_back, transfers=self.streamer.transfers, buffers=self.parking)
+        args, kwargs = tree_map_only(_Output, bring_back, call.inputs)
+        if all(gradient is None for gradient in gradients):
+            return
+        own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        with call.random_state.again(), torch.enable_grad(), torch.autocast(**call.autocast):
+            results = tree_leaves(call.function(*args, **kwargs))
+        results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
+        reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
+        torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
+        for output in call.outputs:
+            output.forget_gradient()
+
+    def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
+        """Differentiate what was computed between this call and earlier ones; returns what depends on no layer."""
+        between, early = [], []
+        for tensor, leaf in call.cuts:
+            (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
+        _backward_through([(tensor, leaf) for tensor, leaf in between if leaf.grad is not None])
+        return early
+
+
+class Window:
+    """
+    The micro-batches of one optimizer step, in the order that the option asks for.
+
+    Args:
+        streamer (`LayerStreamer`): Whose layers they pass.
+        order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
+        park (`bool`): Keep the activations between layers on the host meanwhile.
+        obstacle (`str`, *optional*): Why this model cannot be walked by layer, if that is known before.
+
+    Raises:
+        CannotWalkError: If there is an obstacle, and `order` is `"layer"`.
+    """
+
+    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
+        self.streamer, self.order = streamer, order
+        self.parking = HostBuffers(pin=streamer.transfers.on_gpu) if park else None
+        self._can_walk = True
+        if obstacle is not None and (order != "micro_batch" or park):
+            self._cannot_walk(obstacle)
+        self._inputs: list = []
+        self._results: list = []
+
+    def begin(self, inputs: list) -> None:
+        """A window begins; `inputs` are its micro-batches."""
+        self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
+        self._inputs, self._results = list(inputs), []
+
+    def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
+        """Compute a micro-batch with `step`, or the whole window at its first; returns this micro-batch's result."""
+        window, self._inputs = self._inputs, []
+        if self.order == "micro_batch":
+            window = [inputs]
+        if self._can_walk and (len(window) > 1 or (window and self.parking is not None)):
+            self._results = self._walk(step, window)
+        if self._results:
+            return self._results.pop(0)
+        result = step(inputs)
+        self.streamer.end_backward()
+        return result
+
+    def _walk(self, step: Callable[[Any], Any], window: list) -> list:
+        try:
+            walk = LayerWalk(self.streamer, self.parking)
+            return walk.run([functools.partial(step, inputs) for inputs in window])
+        except CannotWalkError as error:
+            self._cannot_walk(str(error))
+            return []
+
+    def _cannot_walk(self, why: str) -> None:
+        if self.order == "layer":
+            raise CannotWalkError(f"{why} Set `accumulation_walk=micro_batch`.")
+        logger.warning(
+            "%s Windows are walked micro-batch by micro-batch, with the activations between layers on the device.", why
+        )
+        self._can_walk = False
+
+
+def _backward_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        # Kept: parts of the graph may be shared with what a later call still has to differentiate.
+        torch.autograd.backward([t for t, _ in pairs], [leaf.grad for _, leaf in pairs], retain_graph=True)
+
+
+def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
+    seen, stack = set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and variable in leaves:
+            return True
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
+PLAIN = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
+    """Layers that write into an object they are given (a cache, a dictionary) pass tensors around the graph."""
+    args, kwargs = inputs
+    for value in (*args, *kwargs.values()):
+        mutable = isinstance(value, (dict, list)) and value
+        for part in tree_leaves(value):
+            if mutable or not isinstance(part, PLAIN):
+                raise CannotWalkError(
+                    f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
+                )
+
+
+def _autocast_now(device: torch.device) -> dict:
+    return {
+        "device_type": device.type,
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
+        "cache_enabled": False,
+    }
+
+
+@dataclass
+class _RandomState:
+    """The random generators as they were, so that dropout drops the same again."""
+
+    host: Tensor
+    device: Tensor | None
+    place: torch.device
+
+    @classmethod
+    def now(cls, place: torch.device) -> _RandomState:
+        on_gpu = place.type == "cuda"
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(place) if on_gpu else None, place)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with torch.random.fork_rng([self.place] if self.device is not None else []):
+            torch.set_rng_state(self.host)
+            if self.device is not None:
+                torch.cuda.set_rng_state(self.device, self.place)
+            yield

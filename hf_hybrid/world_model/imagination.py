@@ -1,0 +1,174 @@
+"""Gains chosen by a world model of training: the loss imagined with leaps against the loss imagined without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.forecasts import SCORED
+
+Tensor = torch.Tensor
+
+
+class ImaginedGain(GainPlanner):
+    """
+    After every window imagines multiples of the schedule over the next windows, and no leaps, and takes what is best.
+
+    The comparison is at the far end of the imagined stretch, not at once: leaps that pay often look neutral at first.
+    Where the model sees no difference the schedule is followed.
+
+    Args:
+        peak, power, worth: See [`GainPlanner`].
+        dynamics (`DynamicsModel`): What imagines.
+        rate_at (`Callable[[float], float]`): Learning rate at a progress of the run, over its peak.
+        window_share (`float`): Share of the run that a window is.
+    """
+
+    MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
+    PLANNED = 5
+    """Windows that a choice is imagined to last; after them the schedule."""
+    AHEAD = 20
+    """Windows imagined."""
+    LEAST = 1e-4
+    """Difference in log loss below which the schedule is as good."""
+    LEARN_FIRST = 3
+    """Windows before the first choice."""
+
+    def __init__(
+        self,
+        peak: float,
+        power: float,
+        worth: float,
+        *,
+        dynamics: DynamicsModel,
+        rate_at: Callable[[float], float],
+        window_share: float,
+    ):
+        super().__init__(peak, power, worth)
+        self.dynamics, self.rate_at, self.window_share = dynamics, rate_at, window_share
+        self.multiple = 1.0
+        self.believed = 1.0
+        self.imagined_worth: float | None = None
+        self.choices: list[dict] = []
+        """After every window: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
+
+    def gain(self, progress: float) -> float:
+        return self.multiple * super().gain(progress)
+
+    def worth_of(self, gain: float, real_steps: int) -> float:
+        """As imagined, where something was, between nothing and twice the schedule's prior."""
+        prior = super().worth_of(gain, real_steps)
+        if self.imagined_worth is None:
+            return prior
+        return min(max(self.imagined_worth * real_steps, 0.0), 2.0 * prior)
+
+    @property
+    def confidence(self) -> float:
+        """1 while leaping is imagined to be as good as not leaping or better, down to 0 where it surely is worse."""
+        return self.believed
+
+    def observe(self, window: Window) -> None:
+        if not math.isfinite(window.loss):
+            return
+        action = [window.gain, window.horizon, window.progress, window.rate]
+        self.dynamics.observe_window(window.features, action, window.loss)
+        ahead = min(self.AHEAD, int((1.0 - window.progress) / self.window_share + 1e-6))
+        if ahead < 1:
+            return
+        choice = self.MULTIPLES.index(1.0)
+        if self.dynamics.windows >= self.LEARN_FIRST:
+            choice = self._choose(self._candidates(window, ahead))
+        self.multiple = self.MULTIPLES[choice]
+        self.dynamics.forecast(self._plan(window, ahead, self.multiple), keep=True)
+        values = {"multiple": self.multiple, "imagined_worth": self.imagined_worth, "confidence": self.believed}
+        self.choices.append({"progress": window.progress, **values})
+
+    def _candidates(self, window: Window, ahead: int) -> Tensor:
+        """
+        Actions `[multiples, ahead, 4]`, all at the same progress and without predicted steps: what leaps move is
+        compared, not what a schedule earns that ends sooner.
+        """
+        progress = [min(window.progress + (k + 1) * self.window_share, 1.0) for k in range(ahead)]
+        known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
+        return torch.tensor(
+            [
+                [
+                    [gain * (multiple if k < self.PLANNED else 1.0), 0.0, p, rate]
+                    for k, (gain, p, rate) in enumerate(known)
+                ]
+                for multiple in self.MULTIPLES
+            ]
+        )
+
+    def _plan(self, window: Window, ahead: int, multiple: float) -> Tensor:
+        """What will be done, `[up to ahead, 4]`: predicted steps bring the end of the run nearer."""
+        actions, progress = [], window.progress
+        for k in range(ahead):
+            gain = super().gain(progress) * (multiple if k < self.PLANNED else 1.0)
+            horizon = self.worth_of(gain, 1)
+            progress += (1.0 + horizon) * self.window_share
+            if progress > 1.0 + 1e-6 and actions:
+                break
+            progress = min(progress, 1.0)
+            actions.append([gain, horizon, progress, self.rate_at(progress)])
+        return torch.tensor(actions)
+
+    def _choose(self, candidates: Tensor) -> int:
+        scheduled = self.MULTIPLES.index(1.0)
+        difference, disagreement = self.dynamics.compare(candidates, candidates[scheduled : scheduled + 1])
+        # Nothing is gained by a change that the members do not agree on.
+        score = (difference + disagreement)[:, -1].tolist()
+        best = min(range(len(score)), key=score.__getitem__)
+        if score[best] > -self.LEAST:
+            best = scheduled
+        leap = best or scheduled
+        better = self.dynamics.probability_better(candidates[leap], candidates[0], candidates.shape[1]).item()
+        self.believed = min(1.0, 2.0 * better)
+        # What not leaping would lose for sure: less what the members disagree on.
+        gained = difference[0] - difference[leap] - disagreement[0]
+        self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
+        return best
+
+    def _worth(self, gained: float, without: Tensor) -> float | None:
+        """Predicted steps per real step: what leaps gain in log loss over the imagined fall per step at the far end."""
+        mean = [0.0, *self.dynamics.forecast(without).mean]
+        stretch = min(self.PLANNED, len(mean) - 1)
+        fall = (mean[-1 - stretch] - mean[-1]) / stretch
+        if fall <= 0:
+            return None
+        return max(gained, 0.0) / fall / stretch
+
+    def summary(self) -> dict:
+        """
+        What was chosen, and what it cost.
+
+        Returns:
+            `dict`: `choices` by window; `updates` and `seconds` of the world model; and by windows ahead the mean
+            absolute error in log loss of its forecasts, of persistence and of the power law, as `errors`.
+        """
+        errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
+        names = ("model", "persistence", "power_law")
+        return {
+            "choices": self.choices,
+            "updates": self.dynamics.updates,
+            "seconds": self.dynamics.seconds,
+            "errors": {k: dict(zip(names, found)) for k, found in errors.items() if found is not None},
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.dynamics.state_dict()[0]
+
+    def state_dict(self) -> dict:
+        values = {"multiple": self.multiple, "believed": self.believed, "imagined_worth": self.imagined_worth}
+        values["choices"] = list(self.choices)
+        return {**values, "dynamics": self.dynamics.state_dict()[1]}
+
+    def load_state_dict(self, tensors: dict, state: dict) -> None:
+        for name in ("multiple", "believed", "imagined_worth"):
+            setattr(self, name, state[name])
+        self.choices = list(state["choices"])
+        self.dynamics.load_state_dict(tensors, state["dynamics"])

@@ -1,0 +1,366 @@
+"""
+The world model of training: a recurrent state-space model (Hafner et al., 2023, arXiv 2301.04104), as an ensemble.
+
+Parameters carry a leading member dimension, so that one batched product serves the whole ensemble. Shapes: M members,
+N sequences, W or K windows. Nothing here draws from the global random generators.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_hybrid.leaps.signals import FEATURE_NAMES, LIMIT
+from hf_hybrid.world_model.forecasts import HISTORY, SCORED, interpolated, power_law
+
+Tensor = torch.Tensor
+
+FEATURES = len(FEATURE_NAMES)
+OBSERVATION = FEATURES + len(HISTORY)
+"""An observation is the 64 features after a window and what `LossHistory` knows then."""
+ACTIONS = ("gain", "horizon", "progress", "rate")
+"""
+Of a window: displacement by leaps in units of what its real steps moved; predicted steps per real step; share of the
+run done at its end; learning rate at its end over the peak of the run.
+"""
+LINEAR = OBSERVATION + 5
+"""Inputs of the linear part: normalised observation, 1, and of each window ahead: its progress and rate, the mean rate
+on the way there, and what the power law expects."""
+LINEAR_HORIZON = 20
+"""Windows ahead for which the linear part has weights; those after have the weights of the last."""
+LINEAR_LIMIT = 3.0
+"""Bound of its normalised inputs: nothing is extrapolated from one that is unheard of."""
+UNIFORM = 0.01
+"""Share of the uniform distribution in every categorical, so that no class dies out."""
+
+
+class State(NamedTuple):
+    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; more dimensions where windows are."""
+
+    deterministic: Tensor
+    stochastic: Tensor
+
+
+class LossHead(NamedTuple):
+    """Predictive Student-t of the change of the log loss: location and log scale, `[M, N, K]`."""
+
+    mean: Tensor
+    log_scale: Tensor
+
+
+class EnsembleLinear(nn.Module):
+    """
+    One linear map per member, `[M, N, inputs] -> [M, N, outputs]`.
+
+    Args:
+        members, inputs, outputs (`int`): Sizes.
+        generator (`torch.Generator`): Where the weights come from.
+        gain (`float`): Standard deviation of outputs for inputs of unit variance.
+        bias (`bool`): Whether there is one; without, what is added to the product comes with the input.
+    """
+
+    def __init__(
+        self,
+        members: int,
+        inputs: int,
+        outputs: int,
+        generator: torch.Generator,
+        gain: float = 1.0,
+        bias: bool = True,
+    ):
+        super().__init__()
+        values = torch.randn(members, inputs, outputs, generator=generator)
+        self.weight = nn.Parameter(values * (gain / inputs**0.5))
+        self.bias = nn.Parameter(torch.zeros(members, 1, outputs)) if bias else None
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return torch.baddbmm(self.bias if add is None else add, x, self.weight)
+
+
+class RSSM(nn.Module):
+    """
+    Recurrent state-space ensemble over windows of training.
+
+    The loss is modelled around the power law of the past, which enters with learned trust, and a linear forecast, which
+    is zero unless fitted offline. The heads add a drift per window, the effect of leaps in proportion to their gain,
+    and two kinds of uncertainty: noise of the window itself, and a walk that adds up over windows. Everything that
+    depends on gain or horizon starts at exactly zero: a leap of which the model knows nothing is worth nothing.
+
+    Args:
+        members (`int`): Size of the ensemble.
+        deterministic (`int`): Units of the GRU.
+        groups, classes (`int`): Categorical variables of the stochastic state and their classes.
+        hidden (`int`): Width of the hidden layers.
+        seed (`int`): Of the initial weights.
+    """
+
+    _DRIFT = 0.05
+    """Log-loss units of a head's output of 1."""
+    _EXPOSURE = 0.1
+    """Difference in actions that futures have at least, as far as the error of their difference goes."""
+
+    def __init__(
+        self,
+        members: int = 3,
+        deterministic: int = 256,
+        groups: int = 4,
+        classes: int = 8,
+        hidden: int = 96,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.members, self.deterministic, self.groups, self.classes = members, deterministic, groups, classes
+        self.stochastic = groups * classes
+        generator = torch.Generator().manual_seed(seed)
+
+        def linear(inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> EnsembleLinear:
+            return EnsembleLinear(members, inputs, outputs, generator, gain, bias)
+
+        latent = deterministic + self.stochastic
+        self.gates_action = linear(len(ACTIONS), 3 * deterministic)
+        self.gates = linear(latent, 3 * deterministic, bias=False)
+        self.encoder = linear(OBSERVATION, hidden)
+        self.posterior_hidden = linear(deterministic, hidden)
+        self.posterior_out = linear(hidden, self.stochastic)
+        self.prior_hidden = linear(deterministic, hidden)
+        self.prior_out = linear(hidden, self.stochastic)
+        self.decoder_hidden, self.decoder_out = linear(latent, hidden), linear(hidden, FEATURES)
+        self.loss_hidden, self.loss_out = linear(latent, hidden), linear(hidden, 4, gain=0.1)
+        self.loss_context = linear(hidden, hidden)
+        self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
+        self.pair_scale = nn.Parameter(torch.tensor([-4.0, 0.5]).repeat(members, 1))
+        """Log scale of the error of a difference between two futures: see [`pair_log_scale`]."""
+        self.register_buffer("feature_mean", torch.zeros(FEATURES))
+        self.register_buffer("feature_scale", torch.ones(FEATURES))
+        self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
+        self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
+        """Added to log scales 1, 5 and 20 windows ahead, and interpolated between: calibration on runs not learned."""
+        self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
+        """Offset and slope of the logit of the confidence: calibration on runs not learned."""
+        with torch.no_grad():
+            self.gates_action.weight[:, :2] = 0.0
+            self.loss_out.weight[:, :, 1] = 0.0
+            self.loss_out.bias[:, 0, 2:] = torch.tensor([-3.5, -4.5])
+
+    # Inputs.
+
+    def initial(self, count: int) -> State:
+        """State before the first window of `count` sequences."""
+        zeros = self.feature_mean.new_zeros(self.members, count, self.deterministic + self.stochastic)
+        return State(zeros[..., : self.deterministic], zeros[..., self.deterministic :])
+
+    def normalised(self, features: Tensor) -> Tensor:
+        """Features in units of how they usually vary, bounded."""
+        return ((features - self.feature_mean) / self.feature_scale).clamp(-2 * LIMIT, 2 * LIMIT)
+
+    def embed(self, observations: Tensor) -> Tensor:
+        """Observations `[N, 69]`, as they come, to what the posterior reads, `[M, N, hidden]`."""
+        inputs = self.scaled(observations)
+        return self.encoder(inputs.expand(self.members, *inputs.shape))
+
+    def scaled(self, observations: Tensor) -> Tensor:
+        """Observations in units of how they usually vary, bounded."""
+        features, history = observations[..., :FEATURES], observations[..., FEATURES:]
+        change, residual, exponent, window, noise = history.unbind(-1)
+        scaled = torch.stack(
+            (10 * change, 10 * residual, 5 * exponent, window.clamp_min(1).log() - 3, noise.clamp_min(1e-5).log() + 4),
+            -1,
+        ).clamp(-2 * LIMIT, 2 * LIMIT)
+        return torch.cat((self.normalised(features), scaled), -1)
+
+    def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the linear part: those that all windows ahead share, `[N, 70]`, and of each, `[N, K, 4]`."""
+        shared = self.scaled(observation).clamp(-LINEAR_LIMIT, LINEAR_LIMIT)
+        back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
+        progress, rate = actions[..., 2], actions[..., 3]
+        ahead = torch.arange(1, actions.shape[1] + 1, device=actions.device)
+        law = (back + increments.cumsum(-1)).clamp(-LINEAR_LIMIT, LINEAR_LIMIT)
+        own = torch.stack((progress, rate, rate.cumsum(-1) / ahead, law), -1)
+        return torch.cat((shared, torch.ones_like(shared[:, :1])), -1), own
+
+    def _linear_forecast(self, observation: Tensor, actions: Tensor) -> Tensor:
+        shared, own = self.linear_inputs(observation, actions)
+        columns = torch.arange(actions.shape[1], device=actions.device).clamp_max(LINEAR_HORIZON - 1)
+        weights, split = self.linear[..., columns], shared.shape[-1]
+        product = torch.matmul(shared, weights[:, :split])
+        return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
+
+    def _steer(self, actions: Tensor) -> tuple[Tensor, ...]:
+        """What actions `[N, W, 4]` add to the GRU's gates in each window, W times `[M, N, 3 * D]`."""
+        inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
+        gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
+        return gates.unflatten(1, actions.shape[:2]).unbind(2)
+
+    # One window.
+
+    def _recur(self, state: State, steer: Tensor) -> Tensor:
+        reset, update, candidate = self.gates(torch.cat(state, -1), steer).chunk(3, -1)
+        candidate = torch.tanh(torch.sigmoid(reset) * candidate)
+        # The update gate starts nearly closed, so that the state remembers many windows from the start.
+        return torch.lerp(state.deterministic, candidate, torch.sigmoid(update - 1.0))
+
+    def _distribution(self, logits: Tensor) -> Tensor:
+        probabilities = logits.unflatten(-1, (self.groups, self.classes)).softmax(-1)
+        return (1 - UNIFORM) * probabilities + UNIFORM / self.classes
+
+    def prior(self, deterministic: Tensor) -> Tensor:
+        """Probabilities of the stochastic state before the window is seen, `[M, N, groups, classes]`."""
+        return self._distribution(self.prior_out(F.silu(self.prior_hidden(deterministic))))
+
+    def posterior(self, deterministic: Tensor, embedded: Tensor) -> Tensor:
+        """Probabilities of the stochastic state once the window is seen, `[M, N, groups, classes]`."""
+        return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
+
+    @staticmethod
+    def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+        """One-hot sample with the gradient of its probabilities (straight through), groups flattened."""
+        flat = probabilities.detach().flatten(0, -2)
+        index = torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
+        hard = F.one_hot(index, probabilities.shape[-1]).to(probabilities.dtype)
+        return (hard + probabilities - probabilities.detach()).flatten(-2)
+
+    def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
+        """
+        State after a window, from its mean probabilities: the same on every process, whatever the generators.
+
+        Args:
+            state (`State`): Before the window.
+            observation (`torch.Tensor`): `[N, 69]` after it.
+            action (`torch.Tensor`): `[N, 4]`, what was done in it.
+        """
+        deterministic = self._recur(state, self._steer(action[:, None])[0])
+        return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
+
+    # Many windows.
+
+    def unroll(
+        self, state: State, observations: Tensor, actions: Tensor, generator: torch.Generator
+    ) -> tuple[State, Tensor]:
+        """
+        Observe sequences with sampled states, for training.
+
+        Args:
+            state (`State`): Before the first window.
+            observations (`torch.Tensor`), actions (`torch.Tensor`): `[N, W, 69]`, `[N, W, 4]`.
+            generator (`torch.Generator`): Where samples come from.
+
+        Returns:
+            `tuple[State, Tensor]`: States `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
+        """
+        count, windows = actions.shape[:2]
+        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, (count, windows))
+        deterministic, stochastic, posteriors = [], [], []
+        for steer, seen in zip(self._steer(actions), embedded.unbind(2)):
+            hidden = self._recur(state, steer)
+            posterior = self.posterior(hidden, seen)
+            state = State(hidden, self.sample(posterior, generator))
+            deterministic.append(state.deterministic)
+            stochastic.append(state.stochastic)
+            posteriors.append(posterior)
+        return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2)), torch.stack(posteriors, 2)
+
+    def imagine(self, state: State, actions: Tensor, generator: torch.Generator | None = None) -> State:
+        """
+        Roll the prior forward, with nothing to observe.
+
+        Args:
+            state (`State`): Where to start.
+            actions (`torch.Tensor`): `[N, K, 4]`, what will be done.
+            generator (`torch.Generator`, *optional*): Samples states; without, states are mean probabilities.
+
+        Returns:
+            `State`: After each window, `[M, N, K, ...]`.
+        """
+        deterministic, stochastic = [], []
+        for steer in self._steer(actions):
+            hidden = self._recur(state, steer)
+            prior = self.prior(hidden)
+            state = State(hidden, prior.flatten(-2) if generator is None else self.sample(prior, generator))
+            deterministic.append(state.deterministic)
+            stochastic.append(state.stochastic)
+        return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2))
+
+    # Heads.
+
+    def reconstruct(self, states: State) -> Tensor:
+        """Normalised features that states `[M, N, ...]` stand for, `[M, N, 64]`."""
+        return self.decoder_out(F.silu(self.decoder_hidden(torch.cat(states, -1))))
+
+    def predict_loss(self, start: State, imagined: State, observation: Tensor, actions: Tensor) -> LossHead:
+        """
+        Change of the log loss from the start to every imagined window.
+
+        The last observation is read beside the latent states: a few categoricals hold what matters in the long run, but
+        not every feature that says what a leap does.
+
+        Args:
+            start (`State`): `[M, N, ...]`, where imagination began.
+            imagined (`State`): `[M, N, K, ...]`.
+            observation (`torch.Tensor`): `[N, 69]` at the start.
+            actions (`torch.Tensor`): `[N, K, 4]`, as imagined.
+        """
+        embedded = self.embed(observation)
+        latents = torch.cat(imagined, -1)
+        hidden = self.loss_hidden(latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        hidden = hidden + self.loss_context(F.silu(embedded))[:, :, None]
+        out = self.loss_out(F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
+        at_start = self.start_out(F.silu(self.start_hidden(torch.cat(start, -1)) + embedded))
+        back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
+        trust = torch.sigmoid(at_start[..., :2])
+        offset = trust[..., :1] * back + self._DRIFT * at_start[..., 2:]
+        drift, effect = self._DRIFT * out[..., 0], self._DRIFT * out[..., 1]
+        steps = trust[..., 1:] * increments + drift + torch.asinh(actions[..., 0]) * effect
+        mean = offset + steps.cumsum(-1) + self._linear_forecast(observation, actions)
+        noise, walk = (2 * out[..., 2]).exp(), (2 * out[..., 3]).exp().cumsum(-1)
+        return LossHead(mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.scale_shift, actions.shape[1]))
+
+    def forecast(self, state: State, observation: Tensor, actions: Tensor) -> LossHead:
+        """Imagine and predict, deterministically; see [`predict_loss`] for the arguments."""
+        return self.predict_loss(state, self.imagine(state, actions), observation, actions)
+
+    def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
+        """
+        Log scale of the error of a difference between two futures: it grows as a power of what they do differently.
+
+        Args:
+            first (`torch.Tensor`), second (`torch.Tensor`): Actions, `[P, K, 4]`.
+
+        Returns:
+            `torch.Tensor`: `[M, P, K]`.
+        """
+        exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
+        offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
+        return offset + power * (exposure + self._EXPOSURE).log()
+
+
+def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write an ensemble as safetensors in this `dtype`, as start weights of later runs; they are read as float32."""
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, str(path))
+
+
+def load_weights(model: RSSM, path: str | Path) -> None:
+    """
+    Read what [`save_weights`] wrote into an ensemble of the same sizes.
+
+    Raises:
+        ValueError: If there is no such file, or it does not fit.
+    """
+    try:
+        model.load_state_dict(load_file(str(path)))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"`start` is {str(path)!r}, which cannot be read ({error}). Name a file of start weights, or pass `None` "
+            "to begin with random weights."
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"`start` is {str(path)!r}, whose weights are of an ensemble of other sizes. Use the sizes that it was "
+            "trained with, or pass `None` to begin with random weights."
+        ) from error
