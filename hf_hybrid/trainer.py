@@ -12,7 +12,7 @@ import torch
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid.assembly import build_engine, make_direction_factory
-from hf_hybrid.callbacks import HookRouter, install_progress, memory_in_use
+from hf_hybrid.callbacks import HookRouter
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.clocks import LeapClock
 from hf_hybrid.leaps.data import BatchFeed, check_probe_set, hold_out, tokens_of
@@ -27,6 +27,7 @@ from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
 from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.report.progress import install_progress, memory_in_use
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.summary import HybridSummary, RunPosition
 from hf_hybrid.resuming import restore, resume_values, tell

@@ -12,12 +12,18 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.report import out_of_memory
-from hf_hybrid.report import profiler as callback_module
-from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_log import RunLog
-from hf_hybrid.report.snapshots import DeviceMemory, DriverMemory, HostMemory, MemoryProbes
-from hf_hybrid.report.totals import RunTotals, Spread, table
+from hf_hybrid.report import profiler as profiler_module
+from hf_hybrid.report.profiler import (
+    DeviceMemory,
+    DriverMemory,
+    HostMemory,
+    MemoryProbes,
+    MemoryProfilerCallback,
+    RunTotals,
+    Spread,
+    table,
+)
+from hf_hybrid.report.run_folder import RunLog
 
 MIB = 2**20
 
@@ -79,7 +85,7 @@ def fake(monkeypatch):
             self.device, self.driver = device, FakeDriver()
 
     # What lives on the CPU is, for this test, on the device.
-    held_bytes = callback_module.held_bytes
+    held_bytes = profiler_module.held_bytes
 
     def on_device(*args):
         found = held_bytes(*args)
@@ -87,8 +93,8 @@ def fake(monkeypatch):
             found._bytes[category, "device"], found._bytes[category, "host"] = host, 0
         return found
 
-    monkeypatch.setattr(callback_module, "MemoryProbes", Probes)
-    monkeypatch.setattr(callback_module, "held_bytes", on_device)
+    monkeypatch.setattr(profiler_module, "MemoryProbes", Probes)
+    monkeypatch.setattr(profiler_module, "held_bytes", on_device)
     return device
 
 
@@ -203,8 +209,8 @@ def test_a_spike_of_the_update_says_so():
 def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monkeypatch):
     """With a clock that the test moves: counting takes 1 s, a step 10 s."""
     now = [0.0]
-    monkeypatch.setattr(callback_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
-    held_bytes = callback_module.held_bytes
+    monkeypatch.setattr(profiler_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
+    held_bytes = profiler_module.held_bytes
 
     def slow(*args):
         now[0] += 1.0
@@ -214,7 +220,7 @@ def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monk
         def on_step_begin(self, args, state, control, **kwargs):
             now[0] += 10.0
 
-    monkeypatch.setattr(callback_module, "held_bytes", slow)
+    monkeypatch.setattr(profiler_module, "held_bytes", slow)
     profiler = MemoryProfilerCallback()
     run(tmp_path, Steps(), profiler, max_steps=90)
     counted = [r["step"] for r in lines(tmp_path) if r["held"] is not None]
@@ -227,8 +233,8 @@ def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monk
 
 def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
     observers, dumped = [], []
-    monkeypatch.setattr(out_of_memory, "_attached", False)
-    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(profiler_module, "_attached", False)
+    monkeypatch.setattr(profiler_module, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
 
     def dump(path):
@@ -249,11 +255,11 @@ def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
                 observers[0](0, 456, 1000, 7)
 
     profiler = MemoryProfilerCallback(memory_history=True)
-    monkeypatch.setattr(callback_module, "record_history", lambda on: None)
+    monkeypatch.setattr(profiler_module, "record_history", lambda on: None)
 
     def begin(self, args, state, control, **kwargs):
         MemoryProfilerCallback.on_train_begin(self, args, state, control, **kwargs)
-        assert out_of_memory.listen(self._about_to_raise)
+        assert profiler_module.listen(self._about_to_raise)
 
     monkeypatch.setattr(profiler, "on_train_begin", types.MethodType(begin, profiler))
     run(tmp_path, FakeSteps(fake), profiler, Full(), gradient_accumulation_steps=2)
@@ -276,8 +282,8 @@ def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monk
     stats = {name: {"all": {"current": 3, "peak": 4}} for name in ("allocated_bytes", "reserved_bytes")}
     properties = types.SimpleNamespace(name="A GPU", total_memory=80, uuid="abc")
     observers, history = [], []
-    monkeypatch.setattr(out_of_memory, "_attached", False)
-    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(profiler_module, "_attached", False)
+    monkeypatch.setattr(profiler_module, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: history.append(kwargs))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
@@ -310,8 +316,8 @@ def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monk
 
 def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, caplog):
     observers = []
-    monkeypatch.setattr(out_of_memory, "_attached", False)
-    monkeypatch.setattr(out_of_memory, "_listener", None)
+    monkeypatch.setattr(profiler_module, "_attached", False)
+    monkeypatch.setattr(profiler_module, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
 
     class Listener:
@@ -319,12 +325,12 @@ def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, 
             raise OSError("disk full")
 
     listener = Listener()
-    out_of_memory.listen(listener.hear)
+    profiler_module.listen(listener.hear)
     observers[0](0, 1, 2, 3)
     assert "disk full" in caplog.text
     caplog.clear()
     gone = Listener()
-    out_of_memory.listen(gone.hear)
+    profiler_module.listen(gone.hear)
     del gone
     gc.collect()
     observers[0](0, 1, 2, 3)
@@ -334,8 +340,8 @@ def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, 
 def test_history_is_recorded_with_python_stacks(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
-    out_of_memory.record_history(True)
-    out_of_memory.record_history(False)
+    profiler_module.record_history(True)
+    profiler_module.record_history(False)
     assert calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}]
 
 

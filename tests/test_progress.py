@@ -16,8 +16,8 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
-from hf_hybrid import HybridConfig, HybridTrainer, callbacks
-from hf_hybrid.callbacks import HybridProgressCallback, memory_in_use, short_logs
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.report.progress import HybridProgressCallback, PositionBar, memory_in_use, short_logs
 from hf_hybrid.report.summary import RunPosition
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def console(text: str) -> list[str]:
 
 
 def test_one_bar_says_phase_loss_and_memory(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(callbacks._PositionBar, "__init__", drawn_at_every_step(callbacks._PositionBar.__init__))
+    monkeypatch.setattr(PositionBar, "__init__", drawn_at_every_step(PositionBar.__init__))
     make(tmp_path, logging_steps=4).train()
     bars = [part for part in console(capfd.readouterr().err) if f"/{STEPS} [" in part]
     first = [bar for bar in bars if re.search(rf"\D0/{STEPS} ", bar)]
@@ -65,9 +65,9 @@ def drawn_at_every_step(original):
 def test_memory_is_read_when_the_bar_is_drawn(tmp_path, capfd, monkeypatch):
     read = []
     monkeypatch.setattr("hf_hybrid.trainer.memory_in_use", lambda device: read.append(device) or 3 << 30)
-    original = callbacks._PositionBar.__init__
+    original = PositionBar.__init__
     slow = {"mininterval": 3600, "maxinterval": 7200}
-    monkeypatch.setattr(callbacks._PositionBar, "__init__", lambda self, *a, **k: original(self, *a, **k, **slow))
+    monkeypatch.setattr(PositionBar, "__init__", lambda self, *a, **k: original(self, *a, **k, **slow))
     make(tmp_path, logging_steps=100).train()
     assert "gib=3.0" in capfd.readouterr().err
     assert len(read) < STEPS // 2
@@ -170,8 +170,7 @@ def drawn(request, monkeypatch):
         shown.append(html.data)
         return Shown()
 
-    for name in ("transformers.utils.notebook", "hf_hybrid.report.notebooks"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "transformers.utils.notebook", raising=False)
     if request.param == "ipython":
         module = pytest.importorskip("IPython.display")
         monkeypatch.setattr(module, "display", display)
@@ -186,8 +185,7 @@ def drawn(request, monkeypatch):
     notebook = importlib.import_module("transformers.utils.notebook")
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     yield shown
-    for name in ("transformers.utils.notebook", "hf_hybrid.report.notebooks"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("transformers.utils.notebook", None)
 
 
 def table(html: str) -> list[list[str]]:
@@ -213,7 +211,6 @@ def test_table_in_a_notebook(evaluates, drawn, tmp_path):
 def test_table_without_phases_is_trainers(drawn, tmp_path):
     make(tmp_path, logging_steps=5, enable_predict=False).train()
     assert table(drawn[-1])[0] == ["Step", "Training Loss"] and "phase=" not in "".join(drawn)
-    assert "hf_hybrid.report.notebooks" not in sys.modules
 
 
 def test_first_cell_installs_from_where_the_notebook_is():

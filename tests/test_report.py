@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.report.findings import PROFILER_HINT, findings, wilson_interval
-from hf_hybrid.report.pages import compare, write_report
+from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
 from hf_hybrid.report.run_folder import load_run, phases_by_step, runs_of
 

@@ -11,8 +11,8 @@ import pytest
 from run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
 from hf_hybrid.cli.main import main
-from hf_hybrid.report.drawing import PALETTE, running_mean, thinned
-from hf_hybrid.report.pages import write_comparison, write_report
+from hf_hybrid.report.page import write_comparison, write_report
+from hf_hybrid.report.plots import PALETTE, running_mean, thinned
 from hf_hybrid.report.summary import HybridSummary, format_bytes, format_number, format_seconds
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

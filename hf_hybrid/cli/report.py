@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         `int`: 0; 1 if there is nothing to report on, which is said on the standard error stream. That plots need
         matplotlib, where it is missing, is a warning in the log.
     """
-    from hf_hybrid.report.pages import write_comparison, write_report
+    from hf_hybrid.report.page import write_comparison, write_report
 
     try:
         if args.other is None:
