@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hybrid.phase_memory.checkpointing import BoundaryOffload, saved_for_backward
-from hf_hybrid.phase_memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.phase_memory.activations import BoundaryOffload, saved_for_backward
+from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.streaming.loss import linear_cross_entropy
 
 

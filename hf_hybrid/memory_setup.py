@@ -154,74 +154,6 @@ class StreamedTraining(WeightStore):
         )
 
 
-BIG_VOCABULARY = 32_000
-
-
-class LossSwitch:
-    """Whether the loss is computed in chunks: where it is asked for, possible, and agrees with the model's own."""
-
-    def __init__(self):
-        self._chunked = None
-        self._agreed: bool | None = None
-        self._required = False
-
-    def install(self, trainer) -> None:
-        """
-        Prepare the trainer's model for a run.
-
-        Raises:
-            ValueError: If `chunked_loss=on` and the model cannot.
-        """
-        options = trainer.hybrid_args
-        # Where the logits are small, the model's own loss is kept, to the last bit.
-        vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
-        pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
-        wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
-        if not wanted or self._chunked is not None:
-            return
-        from hf_hybrid.streaming.loss import ChunkedCausalLoss
-
-        self._required, self._agreed = options.chunked_loss == "on", None
-        reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
-        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-            reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
-        if reason is None:
-            self._chunked = ChunkedCausalLoss(trainer.model).install()
-        else:
-            self._refuse(reason)
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        if self._chunked is not None:
-            self._chunked.remove()
-            self._chunked = None
-
-    def applies(self, model, inputs, items) -> bool:
-        """Whether this loss is computed in chunks; the first batch decides by comparing."""
-        labels = inputs.get("labels")
-        if self._chunked is None or labels is None or (self._agreed is None and not labels.ne(-100).any()):
-            return False
-        if self._agreed is None:
-            self._agreed = self._chunked.agrees(model, inputs, items)
-            if not self._agreed:
-                self._refuse(self._chunked.disagreement)
-        return self._agreed
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the last batches were computed so."""
-        return self._chunked is not None and bool(self._agreed)
-
-    def active(self, inputs):
-        """Around the forward pass whose loss is computed in chunks."""
-        return self._chunked.active(inputs)
-
-    def _refuse(self, reason: str) -> None:
-        if self._required:
-            raise ValueError(f"`chunked_loss=on` cannot be used: {reason}. Set `chunked_loss=off`.")
-        logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
-
-
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
     """
     Refuse what streaming cannot be combined with, before anything is built.
@@ -285,7 +217,7 @@ def memory_plugins(trainer) -> list[PhasePlugin]:
     if trainer.streaming is not None:
         return plugins
     if options.checkpoint_phases is not None or options.offload_activations:
-        from hf_hybrid.phase_memory.checkpointing import ActivationCheckpointing
+        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))
@@ -293,8 +225,7 @@ def memory_plugins(trainer) -> list[PhasePlugin]:
         from hf_hybrid.phase_memory.precision import precision_plugins
 
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        text, engine = options.weight_precision, options.int8_engine
-        plugins += precision_plugins(text, trainer.model, autocast=autocast, engine=engine)
+        plugins += precision_plugins(options.weight_precision, trainer.model, autocast=autocast)
     if options.predict_states != "stay":
         from hf_hybrid.phase_memory.states import OptimizerStatePlacement
 

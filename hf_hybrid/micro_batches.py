@@ -1,13 +1,10 @@
-"""Parts of a micro-batch, and the random generators as they were before it was computed."""
+"""Parts of a micro-batch."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -82,32 +79,3 @@ def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
         return [batch] if most is None or sequences_in(batch, blocks) <= most else split_batch(batch, most, blocks)
     except UnsplittableBatchError:
         return [batch]
-
-
-@dataclass
-class RandomStates:
-    """The random generators that a training step may draw from: Python's, NumPy's, torch's on host and device."""
-
-    python: tuple
-    numpy: dict
-    host: torch.Tensor
-    device: torch.Tensor | None
-    place: torch.device
-
-    @classmethod
-    def now(cls, place: torch.device) -> RandomStates:
-        """As they are; `place` is the device that computes."""
-        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
-        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
-
-    def restore(self) -> None:
-        """Let them be as they were."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
-
-
-def _which(place: torch.device) -> tuple[torch.device, ...]:
-    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from hf_hybrid.guard import drop_tensors_of, free_memory, is_out_of_memory
-from hf_hybrid.micro_batches import RandomStates, UnsplittableBatchError, parts_of, sequences_in, split_batch
-from hf_hybrid.phase_memory.checkpointing import ActivationCheckpointing
+from hf_hybrid.micro_batches import UnsplittableBatchError, parts_of, sequences_in, split_batch
+from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 from hf_hybrid.phases import Phase, PluginContext
 from hf_hybrid.state_io import write_json
+from hf_hybrid.streaming.walk import RandomStates
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.memory_setup import LossSwitch, StreamedTraining, check_streamable, set_up_memory
+from hf_hybrid.memory_setup import StreamedTraining, check_streamable, set_up_memory
 from hf_hybrid.optimizers import MuonAdamW, check_hidden_matrices, muon_groups
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
+from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 
 class StreamedTrainerMixin:
@@ -30,7 +31,7 @@ class StreamedTrainerMixin:
     def __init__(self, *args, device_map: dict | None = None, **kwargs):
         self.streaming: StreamedTraining | None = None
         self._device_map, self._planned = device_map, False
-        self._loss = LossSwitch()
+        self._loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
         super().__init__(*args, **kwargs)
         self.hybrid_args: HybridArguments = self.args if isinstance(self.args, HybridArguments) else HybridArguments()

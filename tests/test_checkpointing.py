@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_hybrid import HybridTrainer, PhasePlugin
-from hf_hybrid.phase_memory.checkpointing import ActivationCheckpointing, BoundaryOffload, saved_for_backward
+from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload, saved_for_backward
 from hf_hybrid.phases import Phase, PluginContext
 
 LAYERS = 8

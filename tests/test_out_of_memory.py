@@ -16,8 +16,9 @@ from hf_hybrid.guard import is_out_of_memory
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
 from hf_hybrid.leaps.residuals import DisplacementResiduals
-from hf_hybrid.micro_batches import RandomStates, UnsplittableBatchError, split_batch
+from hf_hybrid.micro_batches import UnsplittableBatchError, split_batch
 from hf_hybrid.recovery import RECOVERY_NAME, UnrecoveredMemoryError
+from hf_hybrid.streaming.walk import RandomStates
 
 TEXT = ByteText(400)
 

@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probing import SequenceLosses
-from hf_hybrid.phase_memory.quantize import (
+from hf_hybrid.phase_memory.int8 import (
     Int8Predict,
     NoiseMeter,
     added_noise,
@@ -40,7 +40,7 @@ def test_rows_are_off_by_half_a_step_at_most(shape, dtype):
 def test_rows_are_the_same_in_chunks(monkeypatch):
     weight = torch.randn(6, 9, 11)
     whole = quantize_rows(weight)
-    monkeypatch.setattr("hf_hybrid.streaming.int8_rows._CHUNK", 40)
+    monkeypatch.setattr("hf_hybrid.streaming.low_bit.ROWS_CHUNK", 40)
     assert all(torch.equal(a, b) for a, b in zip(whole, quantize_rows(weight)))
     transposed = weight.transpose(0, 1)
     assert torch.equal(quantize_rows(transposed)[0], whole[0].transpose(0, 1))
@@ -192,7 +192,7 @@ def test_failure_half_way_restores(monkeypatch):
             raise torch.OutOfMemoryError("no")
         return quantize_rows(weight)
 
-    monkeypatch.setattr("hf_hybrid.phase_memory.quantize.quantize_rows", failing)
+    monkeypatch.setattr("hf_hybrid.phase_memory.int8.quantize_rows", failing)
     with pytest.raises(torch.OutOfMemoryError):
         plugin.before_probe()
     assert_same_weights(weights(model), before)
@@ -261,7 +261,7 @@ def test_training_with_int8_probes(tmp_path, bf16):
 @pytest.mark.parametrize("limit, used", [(1e9, True), (1e-9, False)])
 def test_measured_noise_decides(tmp_path, caplog, limit, used):
     plugin = Int8Predict("auto", noise_limit=limit)
-    with caplog.at_level(logging.INFO, logger="hf_hybrid.phase_memory.quantize"):
+    with caplog.at_level(logging.INFO, logger="hf_hybrid.phase_memory.int8"):
         _, witness = run(tmp_path, plugin, max_steps=60)
     assert f"it is {'used' if used else 'not used'}" in caplog.text
     assert plugin.meter.int8 == used

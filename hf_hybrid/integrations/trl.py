@@ -13,8 +13,8 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.data import check_probe_set
 from hf_hybrid.leaps.probing import SequenceLosses
-from hf_hybrid.memory_setup import LossSwitch
 from hf_hybrid.phases import PluginList
+from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
 try:
@@ -180,7 +180,7 @@ class PreferenceLosses(_QuietLosses):
         return self._loss(model, dict(inputs)).reshape(1)
 
 
-class _HeadOfTRL(LossSwitch):
+class _HeadOfTRL(ChunkedLossSwitch):
     """TRL computes the loss in chunks itself: nothing is installed."""
 
     def install(self, trainer) -> None:

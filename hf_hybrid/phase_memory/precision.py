@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hf_hybrid.phase_memory.quantize import Int8Predict, layer_linears
+from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -114,9 +114,7 @@ def held_precision(model: nn.Module) -> str:
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
-def precision_plugins(
-    text: str, model: nn.Module, *, autocast: str | None = None, engine: str = "torch"
-) -> list[PhasePlugin]:
+def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = None) -> list[PhasePlugin]:
     """
     The plugins that a request needs for a model whose layers are resident; none where nothing changes.
 
@@ -130,7 +128,7 @@ def precision_plugins(
     if any(precision != weights for precision in chosen.by_phase.values()):
         plugins.append(WeightPrecision(chosen.by_phase, autocast=autocast))
     if chosen.int8 != "off":
-        plugins.append(Int8Predict(chosen.int8, engine=engine))
+        plugins.append(Int8Predict(chosen.int8))
     return plugins
 
 

@@ -14,17 +14,12 @@ import torch
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
-from hf_hybrid.streaming.transfers import Fetched, Transfers, host_buffer
+from hf_hybrid.streaming.transfers import Fetched, Transfers, host_buffer, is_big
 
 logger = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 States = MutableMapping[Tensor, dict[str, Any]]
-
-
-def is_big(value: Any) -> bool:
-    """Whether an entry of a parameter's state is worth moving: not a step counter."""
-    return torch.is_tensor(value) and value.numel() > 1
 
 
 def in_host_memory(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+
+logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 
@@ -323,6 +326,72 @@ class ChunkedCausalLoss:
             return logits.new_zeros(())
         count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         return call.output / (count.to(call.output.device) if torch.is_tensor(count) else count)
+
+
+BIG_VOCABULARY = 32_000
+
+
+class ChunkedLossSwitch:
+    """Whether the loss is computed in chunks: where it is asked for, possible, and agrees with the model's own."""
+
+    def __init__(self):
+        self._chunked = None
+        self._agreed: bool | None = None
+        self._required = False
+
+    def install(self, trainer) -> None:
+        """
+        Prepare the trainer's model for a run.
+
+        Raises:
+            ValueError: If `chunked_loss=on` and the model cannot.
+        """
+        options = trainer.hybrid_args
+        # Where the logits are small, the model's own loss is kept, to the last bit.
+        vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
+        pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
+        wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
+        if not wanted or self._chunked is not None:
+            return
+        self._required, self._agreed = options.chunked_loss == "on", None
+        reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
+        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+            reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
+        if reason is None:
+            self._chunked = ChunkedCausalLoss(trainer.model).install()
+        else:
+            self._refuse(reason)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        if self._chunked is not None:
+            self._chunked.remove()
+            self._chunked = None
+
+    def applies(self, model, inputs, items) -> bool:
+        """Whether this loss is computed in chunks; the first batch decides by comparing."""
+        labels = inputs.get("labels")
+        if self._chunked is None or labels is None or (self._agreed is None and not labels.ne(IGNORE_INDEX).any()):
+            return False
+        if self._agreed is None:
+            self._agreed = self._chunked.agrees(model, inputs, items)
+            if not self._agreed:
+                self._refuse(self._chunked.disagreement)
+        return self._agreed
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the last batches were computed so."""
+        return self._chunked is not None and bool(self._agreed)
+
+    def active(self, inputs):
+        """Around the forward pass whose loss is computed in chunks."""
+        return self._chunked.active(inputs)
+
+    def _refuse(self, reason: str) -> None:
+        if self._required:
+            raise ValueError(f"`chunked_loss=on` cannot be used: {reason}. Set `chunked_loss=off`.")
+        logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
 
 
 def _base_model(model: nn.Module) -> nn.Module:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_hybrid.streaming.storage import Piece
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.transfers import Fetched, host_buffer
-from hf_hybrid.streaming.units import Unit
+from hf_hybrid.streaming.transfers import Fetched, host_buffer, is_big
+from hf_hybrid.streaming.units import Piece, Unit
 
 Tensor = torch.Tensor
 
@@ -211,7 +210,7 @@ class LazyOptimizer(torch.optim.Optimizer):
                 for master in group["params"]:
                     if id(master) in self._coming:
                         continue
-                    state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if _is_big(value)}
+                    state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if is_big(value)}
                     self._coming[id(master)] = fetch(master.grad), state
 
     @torch.no_grad()
@@ -244,7 +243,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         stepper.state[on_device] = {k: states[k].take() if k in states else v for k, v in host_state.items()}
         stepper.step()
         for name, value in stepper.state[on_device].items():
-            if _is_big(value):
+            if is_big(value):
                 if name not in host_state:
                     size = value.numel() * value.element_size()
                     host_state[name] = host_buffer(size, pin=transfers.on_gpu).view(value.dtype).view(value.shape)
@@ -304,7 +303,3 @@ def _scale_gradients(parameters: list[nn.Parameter], scale: Tensor | None) -> No
         return
     for parameter in parameters:
         parameter.grad.mul_(scale)
-
-
-def _is_big(value) -> bool:
-    return torch.is_tensor(value) and value.numel() > 1

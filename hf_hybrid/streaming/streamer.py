@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid.streaming.slots import SlotPool
-from hf_hybrid.streaming.storage import Piece
 from hf_hybrid.streaming.transfers import Transfers
-from hf_hybrid.streaming.units import Unit, make_units
+from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
 Tensor = torch.Tensor
 

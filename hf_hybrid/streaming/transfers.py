@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -30,6 +31,11 @@ def host_buffer(size: int, *, pin: bool) -> Tensor:
     unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
     return whole[start : start + size]
+
+
+def is_big(value: Any) -> bool:
+    """Whether an entry of an optimizer's state is worth moving: a tensor, and not a step counter."""
+    return torch.is_tensor(value) and value.numel() > 1
 
 
 class Slot:

@@ -16,12 +16,14 @@ import contextlib
 import contextvars
 import functools
 import logging
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -103,7 +105,7 @@ class _Call:
     outputs: list[_Output]
     cuts: list[tuple[Tensor, Tensor]]
     """Tensors computed between layers, and the leaves that stand for them from this call on."""
-    random_state: _RandomState
+    random_states: RandomStates
     autocast: dict
 
 
@@ -247,7 +249,7 @@ class LayerWalk:
         inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
         _refuse_side_channels(unit, (args, kwargs))
         job.wait_at(unit)
-        state, autocast = _RandomState.now(self.streamer.device), _autocast_now(self.streamer.device)
+        state, autocast = RandomStates.now(self.streamer.device), _autocast_now(self.streamer.device)
         with torch.no_grad(), without_autocast_cache(self.streamer.device):
             outputs = function(*inputs[0], **inputs[1])
         own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
@@ -309,7 +311,7 @@ class LayerWalk:
         if all(gradient is None for gradient in gradients):
             return
         own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        with call.random_state.again(), torch.enable_grad(), torch.autocast(**call.autocast):
+        with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
             results = tree_leaves(call.function(*args, **kwargs))
         results = [t for t in results if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in own]
         reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
@@ -429,22 +431,39 @@ def _autocast_now(device: torch.device) -> dict:
 
 
 @dataclass
-class _RandomState:
-    """The random generators as they were, so that dropout drops the same again."""
+class RandomStates:
+    """The random generators that a training step may draw from: Python's, NumPy's, torch's on host and device."""
 
-    host: Tensor
-    device: Tensor | None
+    python: tuple
+    numpy: dict
+    host: torch.Tensor
+    device: torch.Tensor | None
     place: torch.device
 
     @classmethod
-    def now(cls, place: torch.device) -> _RandomState:
-        on_gpu = place.type == "cuda"
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(place) if on_gpu else None, place)
+    def now(cls, place: torch.device) -> RandomStates:
+        """As they are; `place` is the device that computes."""
+        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
+
+    def restore(self) -> None:
+        """Let them be as they were."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        with torch.random.fork_rng([self.place] if self.device is not None else []):
-            torch.set_rng_state(self.host)
-            if self.device is not None:
-                torch.cuda.set_rng_state(self.device, self.place)
+        """Compute with them as they were, so that dropout drops the same again; then let them be as they are."""
+        current = RandomStates.now(self.place)
+        self.restore()
+        try:
             yield
+        finally:
+            current.restore()
+
+
+def _which(place: torch.device) -> tuple[torch.device, ...]:
+    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none

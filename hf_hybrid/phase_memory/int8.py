@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
-from hf_hybrid.streaming.int8_rows import dequantize_rows, quantize_rows
+from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 
 logger = logging.getLogger(__name__)
 
