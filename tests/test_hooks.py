@@ -52,8 +52,6 @@ HOOKS = {
     "_load_best_model": "",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
-    "_push_from_checkpoint": "checkpoint_folder",
-    "_finish_current_push": "",
 }
 # Called by users, not by Trainer itself.
 ENTRIES = {"__init__", "train", "predict"}
@@ -79,6 +77,7 @@ EVENTS = {
     "on_evaluate": "",
     "on_predict": "",
     "on_save": "",
+    "on_push_begin": "",
     "on_log": "logs",
 }
 VERSION = f"transformers {transformers.__version__}"
@@ -260,7 +259,6 @@ def test_hooks_are_called_in_a_run(tmp_path, monkeypatch):
 
         monkeypatch.setattr(HybridTrainer, name, listening)
 
-    of_the_hub = {"push_to_hub", "_push_from_checkpoint"}
     for name in HOOKS:
         listen(name)
     args = hybrid_config(
@@ -273,4 +271,4 @@ def test_hooks_are_called_in_a_run(tmp_path, monkeypatch):
     run.predict(held_out)
     run.create_model_card()
     HybridTrainer(tiny_model(), args, train_dataset=ByteText(100), eval_dataset=held_out).train(True)
-    assert called == set(HOOKS) - of_the_hub
+    assert called == set(HOOKS) - {"push_to_hub"}

@@ -1,359 +1,778 @@
-"""The model card: metadata that the Hub accepts, and sections that say what the run knows and nothing else."""
+"""
+The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
+
+The template holds all words and their order; this file says where each value comes from. Three rules:
+
+- What is not known is left out. A card has no empty section, no `None` and no "More information needed".
+- Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.
+- A card is published. Commands and options are shown without secrets and without the user's home ([`clean`]).
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
+import logging
 import math
+import os
+import platform
+import re
+import shlex
+import sys
+import urllib.parse
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils import yaml_dump
+import jinja2
+import psutil
+import torch
+from huggingface_hub import EvalResult, ModelCardData, is_offline_mode
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id, yaml_dump
+from transformers.modelcard import METRIC_TAGS, TASK_MAPPING
+from transformers.utils import hf_api
 
-from hf_hybrid import __version__
-from hf_hybrid.report.facts import DataFacts, RunFacts
-from hf_hybrid.report.limits import limits
-from hf_hybrid.report.markdown import block, bullets, code, join, one_line, table, text
-from hf_hybrid.report.metadata import metadata, unique
-from hf_hybrid.report.provenance import clean, command, hardware, tracker_links, versions
+from hf_hybrid.arguments import hybrid_values
+from hf_hybrid.config import config_values
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
-_HELD = {"states": "optimizer states", "drift": "prediction"}
-_CLASSES = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
+logger = logging.getLogger(__name__)
 
-# As in CITATION.cff, which is not part of the installed package.
-_SOFTWARE = {
-    "title": "hf_hybrid: predicted, verified weight leaps and streamed training for transformers.Trainer",
-    "author": "The hf_hybrid contributors",
-    "license": "Apache-2.0",
-    "version": __version__,
-}
-_MUON = {
-    "Muon: An optimizer for hidden layers in neural networks": "https://kellerjordan.github.io/posts/muon/",
-    "Muon is Scalable for LLM Training": "https://arxiv.org/abs/2502.16982",
-}
-_ADEMAMIX = {"The AdEMAMix Optimizer: Better, Faster, Older": "https://arxiv.org/abs/2409.03137"}
-_OF_DIRECTIONS = {"orthogonal": _MUON, "gradient_memory": _ADEMAMIX}
+# Markdown.
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
 
 
-def render(facts: RunFacts, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> str:
+class Markdown(str):
+    """Text that is Markdown already. Everything else is escaped when the template writes it."""
+
+
+def one_line(value: object) -> str:
+    """A value as text without line breaks and control characters."""
+    return _CONTROL.sub(" ", str(value)).strip()
+
+
+def text(value: object) -> str:
+    """A value as plain text: nothing in it is read as Markdown or HTML."""
+    return value if isinstance(value, Markdown) else Markdown(_SPECIAL.sub(r"\\\1", one_line(value)))
+
+
+def code(value: object) -> Markdown:
+    """A value as inline code, also inside a table."""
+    content = one_line(value)
+    if not content:
+        return Markdown()
+    ticks = "`" * (max(map(len, re.findall("`+", content)), default=0) + 1)
+    space = " " if content.startswith("`") or content.endswith("`") else ""
+    return Markdown(f"{ticks}{space}{content}{space}{ticks}".replace("|", "\\|"))
+
+
+def block(content: str, language: str = "") -> Markdown:
+    """A fenced block whose fence the content cannot close."""
+    fence = "`" * max(3, max(map(len, re.findall("`+", content)), default=0) + 1)
+    return Markdown(f"{fence}{language}\n{content.rstrip()}\n{fence}")
+
+
+def link(name: str, address: str | None = None) -> Markdown:
+    """A link; without an address, to the repository of this name on the Hub."""
+    address = urllib.parse.quote(address or f"https://huggingface.co/{name}", safe=":/?&=#%+,;@~._-")
+    return Markdown(f"[{text(name)}]({address})")
+
+
+def listed(items: Sequence[object]) -> Markdown:
+    """`a`, `a and b`, `a, b and c`."""
+    items = [text(item) for item in items]
+    return Markdown(" and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]])))
+
+
+def table(rows: Iterable[Sequence[object]], *headers: str) -> Markdown:
+    """A table whose columns after the first are aligned to the right; nothing without rows."""
+    lines = [f"| {' | '.join(map(text, row))} |" for row in rows]
+    rule = "|" + "|".join(["---", *["---:"] * (len(headers) - 1)]) + "|"
+    return Markdown("\n".join([f"| {' | '.join(map(text, headers))} |", rule, *lines]) if lines else "")
+
+
+def options_table(options: dict[str, object]) -> Markdown:
+    """Names and values of options as code."""
+    return table(((code(name), code(value)) for name, value in options.items()), "option", "value")
+
+
+def render(facts: dict[str, Any]) -> str:
     """
     The whole card.
 
     Args:
-        facts: Of the run.
-        given: As for [`metadata`].
-        baseline: What another run reached: `name`, `eval_loss`, `backward_passes`, `seconds`, `note`.
+        facts (`dict`): See [`card_facts`]; `metadata` becomes the YAML block at the top.
     """
-    fields, compared = metadata(facts, given), compare(facts, baseline)
-    sections = [
-        f"# {text(facts.name)}",
-        introduction(facts, given),
-        _section("## Results", *results(facts), compared),
-        _section("## Usage", usage(facts)),
-        _section("## Training", *training(facts, given)),
-        _section("## Limits and intended use", bullets(map(text, limits(facts, "license" in fields, bool(compared))))),
-        _section("## Citation", *citations(facts)),
-        _signature(),
-    ]
-    front = yaml_dump(fields, sort_keys=False).strip()
-    return f"---\n{front}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
+    )
+    shown = {"text": text, "code": code, "block": block, "link": link, "listed": listed, "table": table}
+    environment.filters |= {**shown, "options": options_table, "raw": Markdown, "number": format_number}
+    template = (Path(__file__).parent / "card_template.md").read_text(encoding="utf-8")
+    metadata = Markdown(yaml_dump(facts["metadata"], sort_keys=False).strip())
+    page = environment.from_string(template).render({**facts, "metadata": metadata})
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
-def _section(heading: str, *parts: str) -> str:
-    """Nothing to say, no heading."""
-    found = [part for part in parts if part]
-    return "\n\n".join([heading, *found]) if found else ""
+def card_facts(
+    trainer,
+    given: dict[str, Any],
+    baseline: dict[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    finetuned_from: str | None = None,
+    tasks: str | list[str] | None = None,
+) -> dict[str, Any]:
+    """
+    Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
-
-def introduction(facts: RunFacts, given: dict[str, Any]) -> str:
-    """What the model is, what it began with, what it was trained on, with what."""
-    model = facts.model
-    parameters = f"{format_number(model.parameters)} parameters"
-    if model.adapter:
-        what = f"A {text(model.adapter)} adapter for {code(model.class_name)} ({parameters} with it)"
-    else:
-        what = f"A {code(model.class_name)} with {parameters}"
-    if model.base:
-        began = f", {'on' if model.adapter else 'fine-tuned from'} {_hub_link(model.base)}"
-    elif model.base_is_local:
-        began = ", fine-tuned from weights that lay in a local folder"
-    elif model.config_of:
-        began = f", built with the configuration of {_hub_link(model.config_of)} and without its weights"
-    else:
-        began = ", trained from random weights" if not model.adapter else ", on a base that was built from its config"
-    if 0 < model.trainable < model.parameters:
-        share = 100 * model.trainable / model.parameters
-        began += f"; {format_number(model.trainable)} of them ({share:.2g} %) were trained"
-    method = f" by {text(facts.method['name'])}" if "name" in facts.method else ""
-    trained = f"It was trained{method} with {code(facts.trainer)} (`hf_hybrid`)"
-    about = _names_of_data(facts, given)
-    return f"{what}{began}. {trained}{' on ' + about if about else ''}."
-
-
-def _hub_link(name: str, kind: str = "") -> str:
-    return f"[{text(name)}](https://huggingface.co/{kind}{name})"
-
-
-def _names_of_data(facts: RunFacts, given: dict[str, Any]) -> str:
-    ids = given.get("datasets") or unique([facts.train.hub_id])
-    names = given.get("dataset_names")
-    if names and names != ids:
-        return join([text(name) for name in names])
-    return join([_hub_link(name, "datasets/") for name in ids])
-
-
-def results(facts: RunFacts) -> list[str]:
-    """The evaluation: of what, on what, when."""
-    found, parts = facts.evaluation, []
-    if found is not None:
-        metrics = {**found.metrics, **({} if found.perplexity is None else {"perplexity": found.perplexity})}
-        rows = [(text(key.replace("_", " ")), format_number(value)) for key, value in metrics.items()]
-        parts.append(table(("metric", "value"), rows))
-        sets = ", ".join(filter(None, (_described(data, name) for name, data in facts.evaluated.items())))
-        where = f" on {sets}" if sets else ""
-        whose = "" if found.of_final_weights else ": **not of the weights published here**, which are of a later step"
-        about = f"Evaluated{where} at step {found.step:,}{whose}."
-        if found.perplexity is not None:
-            about += " Perplexity is the exponential of the loss."
-        parts.append(about)
-    return parts
-
-
-def _described(data: DataFacts, name: str = "") -> str:
-    parts = [f"{data.sequences:,} sequences" if data.sequences is not None else ""]
-    if data.hub_id:
-        origin = _hub_link(data.hub_id, "datasets/")
-        config = f" (configuration {code(data.config)})" if data.config and data.config != "default" else ""
-        parts.append(f"from {origin}{config}" + (f", split {code(data.split)}" if data.split else ""))
-    described = " ".join(filter(None, parts))
-    return f"{code(name)}: {described}" if name and described else described or code(name)
-
-
-def compare(facts: RunFacts, baseline: dict[str, Any] | None) -> str:
-    """This run beside a baseline: only what both have."""
-    if not baseline:
-        return ""
-    final = facts.evaluation is not None and facts.evaluation.of_final_weights
+    Args:
+        trainer (`Trainer`): Has `hybrid_summary()` and `hybrid_args`.
+        given (`dict`): Metadata that the caller knows: `language`, `license`, `tags`, `datasets` (ids), `dataset_names`
+            (for people) and `dataset_args`.
+        baseline (`dict`, *optional*): What another run reached: `name`, `eval_loss`, `backward_passes`, `seconds`,
+            `note`.
+        name (`str`, *optional*): Of the model. Default: the name of the output folder.
+        finetuned_from (`str`, *optional*): The model that training began with. Default: where the model says it was
+            loaded from.
+        tasks (`str` or `list[str]`, *optional*): The Hub's name of what the model does. Default: from its class.
+    """
+    args, log, summary = trainer.args, trainer.state.log_history, trainer.hybrid_summary()
+    model = model_facts(trainer, finetuned_from, tasks)
+    data = data_facts(trainer.train_dataset)
+    sets = trainer.eval_dataset
+    sets = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
+    evaluated = {key: data_facts(dataset) for key, dataset in sets.items()}
+    found = evaluation_of(trainer, model["task"])
+    ids = given["datasets"] or unique([data["hub_id"], *(dataset["hub_id"] for dataset in evaluated.values())])
+    if given["license"] is None and model["base"]:
+        given = {**given, **license_of(model["base"])}
     own = {
-        "eval_loss": facts.evaluation.metrics.get("loss") if final else None,
-        "backward_passes": facts.summary.get("backward_passes") or None,
-        "seconds": facts.seconds,
+        "eval_loss": found["metrics"].get("loss") if found and found["of_final_weights"] else None,
+        "backward_passes": summary.get("backward_passes") or None,
+        "seconds": next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None),
     }
-    shown = {"eval_loss": ("evaluation loss", "{:.4f}".format), "backward_passes": ("backward passes", format_number)}
-    shown["seconds"] = ("wall time of training", format_seconds)
-    rows = [
-        (label, show(own[key]), show(baseline[key]))
-        for key, (label, show) in shown.items()
-        if own[key] is not None and baseline.get(key) is not None
-    ]
-    if not rows:
+    secrets = tuple(filter(None, (args.hub_token,)))
+    changed, hybrid = config_values(args), hybrid_values(trainer.hybrid_args)
+    settings = settings_of(args)
+    settings |= {key: value for key, value in changed.items() if key not in {**settings, **hybrid} and _is_telling(key)}
+    probes, scale = getattr(trainer, "probe_dataset", None), summary.get("learning_rate_scale", 1.0)
+    facts = {
+        "name": name or Path(args.output_dir).absolute().name or model["base"] or model["class_name"],
+        "model": model,
+        "trainer": type(trainer).__name__,
+        "method": _method_of(trainer),
+        "trained_on": given["dataset_names"] or [_link_to_data(i) for i in given["datasets"] or unique([data["hub_id"]])],
+        "train": described(data),
+        "held_out": len(probes) if hasattr(probes, "__len__") and summary.get("leaps") else None,
+        "evaluation": found,
+        "results": [(key.replace("_", " "), format_number(n)) for key, n in (found or {"metrics": {}})["metrics"].items()],
+        "evaluated": [described(dataset, key) for key, dataset in evaluated.items() if described(dataset, key)],
+        "baseline": baseline,
+        "comparison": comparison(own, baseline),
+        "usage": usage(model, getattr(trainer, "hub_model_id", None) or args.hub_model_id or args.output_dir),
+        "settings": {key: clean(value, secrets) for key, value in settings.items()},
+        "hybrid_options": {key: clean(value, secrets) for key, value in changed.items() if key in hybrid},
+        "summary": summary,
+        "phases": phase_rows(summary),
+        "direction": summary.get("direction"),
+        "leaps": [(VERDICTS.get(key, key), n) for key, n in (summary.get("leaps_by_verdict") or {}).items() if n],
+        "learning_rate_scale": None if math.isclose(scale, 1.0) else f"{scale:.3g}",
+        "history": history_of(log),
+        "trackers": tracker_links(),
+        "memory": memory_of(trainer, summary),
+        "hardware": {**hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
+                     **_time(own["seconds"], summary)},
+        "command": command(secrets),
+        "versions": versions(*["peft"] * (model["adapter"] is not None), *["trl"] * bool(getattr(trainer, "_name", None))),
+        "papers": papers_of(args, summary),
+        "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    metadata = metadata_of(facts, given, ids, evaluated)
+    return {
+        **facts,
+        "metadata": metadata,
+        "limits": limits(facts, trainer.state, own["seconds"], "license" in metadata),
+    }
+
+
+def unique(values: Iterable[str | None]) -> list[str]:
+    """The values that are not empty, each once, in order."""
+    return list(dict.fromkeys(value for value in values if value))
+
+
+# The model, and code that loads it.
+
+
+def is_repo_id(name: object) -> bool:
+    """Whether a name can be that of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str)
+
+
+def model_facts(trainer, finetuned_from: str | None, tasks: str | list[str] | None) -> dict[str, Any]:
+    """
+    What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
+    loaded, `base_is_local` says that they came from a folder (whose name tells others nothing), and `config_of` is the
+    id of a model whose configuration alone was used.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    inner = model.get_base_model() if peft is not None else model
+    name = finetuned_from or getattr(peft, "base_model_name_or_path", None)
+    name = name or getattr(getattr(inner, "config", None), "_name_or_path", None)
+    on_hub = bool(name) and is_repo_id(name) and not os.path.exists(name)
+    # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
+    loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    class_name, parameters = type(inner).__name__, list(model.parameters())
+    return {
+        "class_name": class_name,
+        "in_transformers": type(inner).__module__.startswith("transformers."),
+        "task": tasks[0] if isinstance(tasks, (list, tuple)) else tasks or _task_of(class_name),
+        "parameters": count_parameters(parameters),
+        "trainable": count_parameters(parameter for parameter in parameters if parameter.requires_grad),
+        "base": name if on_hub and loaded else None,
+        "base_is_local": bool(name) and not on_hub and loaded,
+        "config_of": name if on_hub and not loaded else None,
+        "adapter": None if peft is None else str(getattr(peft.peft_type, "value", peft.peft_type)),
+        "has_tokenizer": tokenizer is not None,
+        "is_chat": bool(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+def count_parameters(parameters: Iterable) -> int:
+    """Weights of a model. Those that bitsandbytes packed in 4 bits count as the weights that they stand for."""
+    shapes = (getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape) for parameter in parameters)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _task_of(class_name: str) -> str | None:
+    for task, classes in TASK_MAPPING.items():
+        if class_name in [
+            name for value in classes.values() for name in ([value] if isinstance(value, str) else value)
+        ]:
+            return task
+    return None
+
+
+@functools.lru_cache(maxsize=32)
+def license_of(base: str) -> dict[str, str]:
+    """`license`, `license_name` and `license_link` as a model on the Hub states them; nothing when offline."""
+    if is_offline_mode():
+        return {}
+    try:
+        info = hf_api().model_info(base, timeout=10)
+    except Exception as error:  # a card without a licence is better than no card
+        logger.info("The licence of `%s` could not be looked up: %s", base, error)
+        return {}
+    stated = info.card_data.to_dict() if info.card_data is not None else {}
+    keys = ("license", "license_name", "license_link")
+    tagged = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
+    found = {key: stated[key] for key in keys if isinstance(stated.get(key), str)}
+    return found or ({"license": tagged[0]} if tagged else {})
+
+
+def usage(model: dict[str, Any], location: str) -> str:
+    """Python code that loads the model as it was saved; none for classes that only their author can import."""
+    if not model["in_transformers"]:
         return ""
-    note = f" ({text(baseline['note'])})" if baseline.get("note") else ""
-    caption = f"Against {text(baseline['name'])}, one run each{note}:"
-    return f"{caption}\n\n{table(('', 'this model', text(baseline['name'])), rows)}"
-
-
-def usage(facts: RunFacts) -> str:
-    """Code that loads the model as it was saved; nothing for classes that only their author can import."""
-    model, place = facts.model, one_line(clean(facts.location))
-    if not model.in_transformers:
-        return ""
-    where = json.dumps(place)
-    if model.adapter:
-        return _adapter_usage(facts, where)
-    class_name = _CLASSES.get(model.task or "", model.class_name)
-    lines = [f"model = {class_name}.from_pretrained({where})"]
-    names = [class_name]
-    if model.has_tokenizer:
-        names.append("AutoTokenizer")
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({where})")
-    return block("\n".join([f"from transformers import {', '.join(names)}", "", *lines, *_generation(facts)]), "python")
-
-
-def _adapter_usage(facts: RunFacts, where: str) -> str:
-    model = facts.model
-    names = [] if model.base else [_CLASSES.get(model.task or "", model.class_name)]
-    names += ["AutoTokenizer"] if model.has_tokenizer else []
-    lines = [f"from transformers import {', '.join(names)}"] if names else []
-    if model.base and model.task == "text-generation":
-        lines += ["from peft import AutoPeftModelForCausalLM", ""]
-        lines.append(f"model = AutoPeftModelForCausalLM.from_pretrained({where})  # fetches the base model too")
-        before = ""
-    elif model.base:
-        lines += ["from peft import AutoPeftModel", "", f"model = AutoPeftModel.from_pretrained({where})"]
-        before = ""
-    else:
-        lines += ["from peft import PeftModel", ""]
-        lines.append(f'base = {names[0]}.from_pretrained("path/to/the/base")')
+    is_language_model = model["task"] == "text-generation"
+    auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
+    auto_class, where = auto.get(model["task"], model["class_name"]), json.dumps(one_line(clean(location)))
+    from_peft, lines = [], [f"model = {auto_class}.from_pretrained({where})"]
+    names = [auto_class] + ["AutoTokenizer"] * model["has_tokenizer"]
+    if model["adapter"] and model["base"]:
+        from_peft = ["AutoPeftModelForCausalLM" if is_language_model else "AutoPeftModel"]
+        lines = [f"model = {from_peft[0]}.from_pretrained({where})  # fetches the base model too"]
+        names.remove(auto_class)
+    elif model["adapter"]:
+        from_peft = ["PeftModel"]
+        lines = [f'base = {auto_class}.from_pretrained("path/to/the/base")']
         lines.append(f"model = PeftModel.from_pretrained(base, {where})")
-        before = "The base model is not on the Hub: the adapter is of use only with the weights that it was trained on."
-    if model.has_tokenizer:
+    if model["has_tokenizer"]:
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({where})")
-    code_block = block("\n".join([*lines, *_generation(facts)]), "python")
-    return f"{before}\n\n{code_block}" if before else code_block
+    imports = [("transformers", names), ("peft", from_peft)]
+    lines = [*(f"from {package} import {', '.join(n)}" for package, n in imports if n), "", *lines]
+    if is_language_model and model["has_tokenizer"]:
+        inputs = ['inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)']
+        if model["is_chat"]:
+            options = 'add_generation_prompt=True, return_tensors="pt", return_dict=True'
+            inputs = ['messages = [{"role": "user", "content": "What is a gradient?"}]']
+            inputs.append(f"inputs = tokenizer.apply_chat_template(messages, {options})")
+        lines += ["", *inputs, "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"]
+    return "\n".join(lines)
 
 
-def _generation(facts: RunFacts) -> list[str]:
-    if facts.model.task != "text-generation" or not facts.model.has_tokenizer:
-        return []
-    if facts.model.is_chat:
-        messages = '[{"role": "user", "content": "What is a gradient?"}]'
-        lines = [
-            f"messages = {messages}",
-            'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
-            "return_dict=True)",
-        ]
-    else:
-        lines = ['inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)']
-    return ["", *lines, "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"]
+# The data.
 
 
-# Training.
+def data_facts(dataset) -> dict[str, Any]:
+    """
+    Of a data set: `sequences` and, where `datasets` fetched it from the Hub, `hub_id`, `config` and `split`.
+
+    A `Subset` is looked through to the set that it selects from, which may be a `Subset` itself.
+    """
+    sequences = len(dataset) if hasattr(dataset, "__len__") else None
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    facts = {"sequences": sequences, "hub_id": None, "config": None, "split": None}
+    files = getattr(dataset, "cache_files", None)
+    folders = Path(files[0]["filename"]).parts if files else ()
+    owner, _, name = next((part for part in folders if "___" in part), "").partition("___")
+    hub_id = _downloaded_as(owner, name) if name else None
+    if hub_id is None:
+        return facts
+    split = re.match(r"\w+", str(getattr(dataset, "split", None) or ""))
+    config = getattr(dataset, "config_name", None)
+    return {**facts, "hub_id": hub_id, "config": config, "split": split.group() if split else None}
 
 
-def training(facts: RunFacts, given: dict[str, Any]) -> list[str]:
-    """How the model came to be: data, settings, phases, memory, hardware, command, versions."""
-    secrets = facts.secrets
-    settings = [(code(key), code(clean(value, secrets))) for key, value in facts.settings.items()]
-    made = {**hardware(facts.device, facts.processes, facts.devices), **_time(facts)}
-    started = command(secrets)
-    more = [*(["peft"] if facts.model.adapter else []), *(["trl"] if facts.method else [])]
-    packages = versions(*more)
-    links = [f"[{name}](<{one_line(link)}>)" for name, link in tracker_links().items()]
-    return [
-        _section("### Data", _data(facts)),
-        _section("### Settings", table(("option", "value"), settings)),
-        _section("### Phases", *phases(facts)),
-        _section("### Course of the training", _history(facts), join(links)),
-        _section("### Memory", *memory(facts)),
-        _section("### Hardware and time", table(("", ""), [(key, text(value)) for key, value in made.items()])),
-        _section("### Command", block(started, "bash") if started else ""),
-        _section("### Versions", bullets(f"{name} {text(version)}" for name, version in packages.items())),
-    ]
+def _downloaded_as(owner: str, name: str) -> str | None:
+    """`datasets` stores a set under its name in snake case; the download cache knows the real spelling."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    def plain(spelling: str) -> str:
+        return spelling.replace("_", "").lower()
+
+    for folder in sorted(Path(HF_HUB_CACHE).glob(f"datasets--{owner}--*")):
+        spelling = folder.name.removeprefix(f"datasets--{owner}--")
+        if plain(spelling) == plain(name):
+            return f"{owner}/{spelling}"
+    # Without underscores snake case changed nothing: lower case without separators, or the Hub's own spelling of it.
+    return f"{owner}/{name}" if "_" not in name and is_repo_id(f"{owner}/{name}") else None
 
 
-def _data(facts: RunFacts) -> str:
-    lines = [f"Training: {_described(facts.train)}."] if _described(facts.train) else []
-    if facts.held_out and facts.summary.get("leaps"):
-        lines.append(
-            f"{facts.held_out:,} more sequences were held out to verify leaps on, and so had a say in the training."
-        )
-    return " ".join(lines)
+def _link_to_data(hub_id: str) -> Markdown:
+    return link(hub_id, f"https://huggingface.co/datasets/{hub_id}")
 
 
-def phases(facts: RunFacts) -> list[str]:
-    """Steps and seconds by phase, what became of the leaps, and the options behind them."""
-    summary = facts.summary
-    steps, seconds = summary.get("steps_by_phase") or {}, summary.get("seconds_by_phase") or {}
-    if not sum(steps.values()):
-        return []
-    rows = [
-        (name.capitalize(), format_number(count), format_seconds(seconds.get(name) if count else None))
-        for name, count in steps.items()
-    ]
-    about = [f"Direction of leaps: {code(summary['direction'])}."] if "direction" in summary else []
-    done, avoided = summary["backward_passes"], summary["backward_passes_avoided"]
-    about.append(f"Backward passes: {done:,} done, {avoided:,} avoided.")
-    if summary["leaps"]:
-        verdicts = sorted(summary["leaps_by_verdict"].items())
-        kinds = ", ".join(f"{count:,} {verdict.replace('_', ' ')}" for verdict, count in verdicts)
-        about.append(f"Leaps: {len(summary['leaps']):,} ({kinds}).")
-    if summary["forward_only_passes"]:
-        about.append(f"Forward passes that verified leaps: {summary['forward_only_passes']:,}.")
-    scale = summary.get("learning_rate_scale", 1.0)
-    if not math.isclose(scale, 1.0):
-        about.append(f"The learning rate was multiplied by {scale:.3g} in the end (learning-rate rescue).")
-    tail = summary.get("tail_average")
-    if tail:
-        kept = "took their place" if tail["kept"] else "was not better and was dropped"
-        about.append(f"The mean of the weights over the last {tail['steps']:,} real steps {kept}.")
-    options = [(code(key), code(clean(value, facts.secrets))) for key, value in facts.hybrid_options.items()]
-    parts = [table(("phase", "steps", "time"), rows), " ".join(about)]
-    if options:
-        parts += ["Options of hybrid training that differ from their defaults:", table(("option", "value"), options)]
-    return parts
+def described(data: dict[str, Any], name: str = "") -> Markdown:
+    """A data set in words: its name within the run, its length and where it came from."""
+    parts = [] if data["sequences"] is None else [f"{data['sequences']:,} sequences"]
+    if data["hub_id"]:
+        config = f" (configuration {code(data['config'])})" if data["config"] not in (None, "", "default") else ""
+        split = f", split {code(data['split'])}" if data["split"] else ""
+        parts.append(f"from {_link_to_data(data['hub_id'])}{config}{split}")
+    return Markdown(": ".join(filter(None, [code(name), " ".join(parts)])))
 
 
-def _history(facts: RunFacts) -> str:
-    def number(value: float | None) -> str:
+# The evaluation.
+
+_SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
+
+
+def evaluation_of(trainer, task: str | None) -> dict[str, Any] | None:
+    """
+    The last evaluation in the log, without those of untrained weights: `step`, `metrics`, `perplexity` and whether it is
+    `of_final_weights`.
+
+    Weights are final where the evaluation came after the training, or belongs to the checkpoint that was loaded as the
+    best. An evaluation within the training is of the last weights only if no step followed it.
+    """
+    state, log = trainer.state, trainer.state.log_history
+    trained = max((index for index, entry in enumerate(log) if "train_runtime" in entry), default=-1)
+    best = getattr(state, "best_global_step", None) if trainer.args.load_best_model_at_end else None
+    is_evaluation = [any(key.startswith("eval_") for key in entry) and entry.get("step", 0) > 0 for entry in log]
+    evaluations = [(index, entry) for index, entry in enumerate(log) if is_evaluation[index]]
+    if not evaluations:
+        return None
+    after = [entry for index, entry in evaluations if index > trained >= 0]
+    of_best = [entry for _, entry in evaluations if best and entry["step"] == best]
+    # Several evaluation sets are logged one after the other; a set that is evaluated again replaces its values.
+    chosen: dict[str, Any] = {}
+    for entry in after or of_best or [evaluations[-1][1]]:
+        chosen |= entry
+    metrics = {key.removeprefix("eval_"): value for key, value in chosen.items() if _is_metric(key, value)}
+    loss, is_final = metrics.get("loss"), bool(after or of_best or chosen["step"] == state.global_step)
+    if perplexity := math.exp(loss) if loss is not None and loss < 50 and is_language_loss(trainer, task) else None:
+        metrics["perplexity"] = perplexity
+    return {"step": chosen["step"], "metrics": metrics, "of_final_weights": is_final}
+
+
+def _is_metric(key: str, value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return key.startswith("eval_") and is_number and not key.endswith(_SPEED)
+
+
+def is_language_loss(trainer, task: str | None) -> bool:
+    """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    if trainer.compute_loss_func is not None or args.label_smoothing_factor:
+        return False
+    if getattr(trainer, "_name", "SFT") != "SFT" or getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"):
+        return False  # another method of TRL's, or another loss
+    return task == "text-generation" and not getattr(config, "output_router_logits", False)
+
+
+def comparison(own: dict[str, float | None], baseline: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    """Rows of this run beside a baseline: only what both have."""
+    kinds = (
+        ("eval_loss", "evaluation loss", "{:.4f}".format),
+        ("backward_passes", "backward passes", format_number),
+        ("seconds", "wall time of training", format_seconds),
+    )
+    known = [kind for kind in kinds if own[kind[0]] is not None and (baseline or {}).get(kind[0]) is not None]
+    return [(label, show(own[key]), show(baseline[key])) for key, label, show in known]
+
+
+def history_of(log: list[dict], most: int = 20) -> list[tuple[str, ...]]:
+    """Rows of the evaluations during the training, with the training loss logged last; evenly thinned to `most`."""
+    rows, loss = [], None
+
+    def shown(value: float | None) -> str:
         return "–" if value is None else f"{value:.4f}"
 
-    rows = [
-        (format_number(row["step"]), number(row["epoch"]), number(row["loss"]), number(row["eval_loss"]))
-        for row in facts.history
-    ]
-    return table(("step", "epoch", "training loss", "evaluation loss"), rows)
+    for entry in log:
+        if "train_runtime" in entry:
+            break
+        loss = entry.get("loss", loss)
+        if "eval_loss" in entry:
+            values = (entry.get("epoch"), loss, entry["eval_loss"])
+            rows.append((format_number(entry.get("step")), *map(shown, values)))
+    if len(rows) <= most:
+        return rows
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
 
 
-def memory(facts: RunFacts) -> list[str]:
-    """Measured peaks by phase where a profiler ran, else the bytes held when training ended, by category."""
-    if facts.profile is not None:
-        return [*_profiled(facts.profile), _out_of_memory(facts)]
-    held = (facts.summary.get("memory") or {}).get("held") or {}
-    places = [place for place in ("device", "host") if held.get("total", {}).get(place)]
-    rows = [
-        (text(_HELD.get(name, name)), *(format_bytes(found[place]) for place in places))
-        for name, found in held.items()
-        if any(found[place] for place in places)
-    ]
-    if not rows:
-        return []
-    about = "Bytes held between steps at the end of training, counted from the tensors. Activations and temporary "
-    about += "memory are not among them."
-    if len(places) > 1 and facts.device == "cpu":
-        about += " The device is the CPU, both are RAM."
-    return [about, table(("", *places), rows), _out_of_memory(facts)]
+# How it was trained.
+
+VERDICTS = {
+    "unprobed": "kept without a test",
+    "kept": "kept after a test",
+    "shrunk": "halved after a test",
+    "rejected": "undone after a test",
+    "rolled_back": "undone later, because training went wrong",
+}
+"""What became of a leap, in words."""
 
 
-def _out_of_memory(facts: RunFacts) -> str:
-    events = facts.summary.get("out_of_memory") or []
-    times = "once" if len(events) == 1 else f"{len(events)} times"
-    return f"Memory ran out {times} and the run recovered." if events else ""
-
-
-def _profiled(profile: dict[str, Any]) -> list[str]:
-    on_device = any("peak_allocated" in found for found in profile["phases"].values())
-    name = "peak_allocated" if on_device else "peak_rss"
-    rows = []
-    for phase, found in profile["phases"].items():
-        if name in found:
-            peaks = [format_bytes(found[name][key]) for key in ("mean", "max")]
-            rows.append((text(phase.capitalize()), format_number(found["records"]), *peaks))
-    if not rows:
-        return []
-    what = "torch's allocator on the device" if on_device else "the process, resident memory with all libraries"
-    about = f"Peaks of single steps, measured ({what})."
-    return [about, table(("phase", "steps measured", "mean of peaks", "highest"), rows)]
-
-
-def _time(facts: RunFacts) -> dict[str, str]:
-    in_steps = sum((facts.summary.get("seconds_by_phase") or {}).values())
-    found = {}
-    if facts.seconds is not None and in_steps <= 1.05 * facts.seconds:
-        found["Wall time of training"] = format_seconds(facts.seconds)
-    elif in_steps:  # of all starts of a resumed run, or of one that goes on
-        found["Time in steps, over all starts"] = format_seconds(in_steps)
+def settings_of(args) -> dict[str, Any]:
+    """The options that decide a training, in the order in which people ask for them."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
+    # DataParallel splits a batch over the devices of one process.
+    devices = args.world_size * max(1, args.n_gpu)
+    found = {
+        **length,
+        "learning_rate": args.learning_rate,
+        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "warmup_steps": args.warmup_steps,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "sequences per step": args.per_device_train_batch_size * args.gradient_accumulation_steps * devices,
+        "optim": optim,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.max_grad_norm,
+        "seed": args.seed,
+    }
+    if "adam" in optim or optim == "muon":
+        found["betas, epsilon"] = f"{args.adam_beta1}, {args.adam_beta2}, {args.adam_epsilon}"
+    if args.bf16 or args.fp16:
+        found["mixed precision"] = "bf16" if args.bf16 else "fp16"
     return found
 
 
-def citations(facts: RunFacts) -> list[str]:
-    """Of the trainer's method, where it names a paper; of this software; of what optimizer and leaps rest on."""
-    method, parts = facts.method, []
-    if {"title", "paper"} <= method.keys():
-        page = f"https://huggingface.co/papers/{method['paper']}"
-        parts.append(f"{text(method['name'])}: [{text(method['title'])}]({page})")
-        parts.append(block(method["citation"], "bibtex") if "citation" in method else "")
-    fields = ",\n".join(f"  {name:<7} = {{{{{value}}}}}" for name, value in _SOFTWARE.items())
-    parts += ["`hf_hybrid`, which it was trained with:", block(f"@software{{hf_hybrid,\n{fields}\n}}", "bibtex")]
-    papers = dict(_MUON) if facts.settings.get("optim") == "muon" else {}
-    if facts.summary.get("leaps"):
-        papers |= _OF_DIRECTIONS.get(facts.summary["direction"], {})
-    if papers:
-        links = bullets(f"[{text(title)}]({link})" for title, link in papers.items())
-        parts.append(f"The methods that its optimizer or its leaps rest on:\n\n{links}")
-    return parts
+def _is_telling(option: str) -> bool:
+    # Where files go and what is shown meanwhile says nothing about the model.
+    silent = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "disable_tqdm", "report_to")
+    return option not in silent and "hub" not in option
 
 
-def _signature() -> str:
-    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return f"*Written by `hf_hybrid` {versions().get('hf_hybrid', '')} on {today} from what the run recorded.*"
+def phase_rows(summary: dict) -> list[tuple[str, str, str]]:
+    """Steps and time of each phase; none for runs without phases."""
+    steps, seconds = summary.get("steps_by_phase") or {}, summary.get("seconds_by_phase") or {}
+    return [
+        (name.capitalize(), format_number(count), format_seconds(seconds.get(name) if count else None))
+        for name, count in steps.items()
+        if sum(steps.values())
+    ]
+
+
+def memory_of(trainer, summary: dict) -> dict[str, Any] | None:
+    """Measured peaks by phase where a profiler ran, else the bytes held when training ended, by category."""
+    for callback in trainer.callback_handler.callbacks:
+        profile = getattr(callback, "summary", None)
+        profile = profile() if callable(profile) else None
+        if isinstance(profile, dict) and profile.get("phases"):
+            return _profiled(profile["phases"])
+    held = (summary.get("memory") or {}).get("held") or {}
+    places = [place for place in ("device", "host") if held.get("total", {}).get(place)]
+    names = {"states": "optimizer states", "drift": "prediction"}
+    rows = [
+        (names.get(category, category), *(format_bytes(found[place]) for place in places))
+        for category, found in held.items()
+        if any(found[place] for place in places)
+    ]
+    both = " Device and host are both RAM here." if len(places) > 1 and trainer.args.device.type == "cpu" else ""
+    about = (
+        "Bytes held between steps at the end of training, counted from the tensors. Activations and temporary memory "
+    )
+    return {"about": f"{about}are not included.{both}", "headers": ("", *places), "rows": rows} if rows else None
+
+
+def _profiled(phases: dict[str, dict]) -> dict[str, Any]:
+    on_device = any("peak_allocated" in found for found in phases.values())
+    name = "peak_allocated" if on_device else "peak_rss"
+    whose = "torch's allocator on the device" if on_device else "resident memory of the process with all libraries"
+    rows = [
+        (phase.capitalize(), found["records"], *(format_bytes(found[name][key]) for key in ("mean", "max")))
+        for phase, found in phases.items()
+        if name in found
+    ]
+    headers = ("phase", "steps measured", "mean of peaks", "highest")
+    return {"about": f"Measured peaks of single steps ({whose}).", "headers": headers, "rows": rows}
+
+
+def _method_of(trainer) -> dict[str, str | None]:
+    """TRL's trainers name their method and its paper."""
+    paper = getattr(trainer, "_paper", None) or {}
+    keys = {"title": "title", "paper": "id", "citation": "citation"}
+    return {"name": getattr(trainer, "_name", None), **{name: paper.get(key) for name, key in keys.items()}}
+
+
+def _time(seconds: float | None, summary: dict) -> dict[str, str]:
+    in_steps = sum((summary.get("seconds_by_phase") or {}).values())
+    if seconds is not None and in_steps <= 1.05 * seconds:
+        return {"Wall time of training": format_seconds(seconds)}
+    # The run was resumed, or goes on: `train_runtime` covers one start, or is not there yet.
+    return {"Time in steps, over all starts": format_seconds(in_steps)} if in_steps else {}
+
+
+def papers_of(args, summary: dict) -> list[tuple[str, str]]:
+    """Title and address of the papers behind the optimizer and the leaps of the run."""
+    found = list(_MUON) if getattr(args.optim, "value", args.optim) == "muon" else []
+    return unique(found + list(_OF_DIRECTIONS.get(summary.get("direction"), ()) if summary.get("leaps") else []))
+
+
+_MUON = (
+    ("Muon: An optimizer for hidden layers in neural networks", "https://kellerjordan.github.io/posts/muon/"),
+    ("Muon is Scalable for LLM Training", "https://arxiv.org/abs/2502.16982"),
+)
+_ADEMAMIX = (("The AdEMAMix Optimizer: Better, Faster, Older", "https://arxiv.org/abs/2409.03137"),)
+_OF_DIRECTIONS = {"orthogonal": _MUON, "gradient_memory": _ADEMAMIX}
+
+
+def limits(facts: dict[str, Any], state, seconds: float | None, license_is_known: bool) -> list[str]:
+    """What has to be said against the model: sentences that follow from the run, each only where it is true."""
+    model, found, said = facts["model"], facts["evaluation"], []
+    if model["parameters"] < 10_000_000 and not model["adapter"]:
+        said.append(
+            "This is a very small model, made to show or test a training method. Its text is of no use in itself."
+        )
+    elif model["base"]:
+        said.append(
+            "It is intended for what its base model is meant for. That model's limits and biases hold here too."
+        )
+    else:
+        said.append("It is intended for research. Nobody has checked what it writes.")
+    if found is None:
+        said.append("It was not evaluated.")
+    elif all(key.endswith(("loss", "perplexity")) for key in found["metrics"]):
+        said.append("It was evaluated by its loss alone, not on tasks and not for truth, safety or bias.")
+    if 0 < state.global_step < state.max_steps:
+        how = "is not finished" if seconds is None else "stopped early"
+        said.append(f"Training {how}: {state.global_step:,} of {state.max_steps:,} steps.")
+    if not state.global_step:
+        said.append("No training step was made.")
+    if events := len(facts["summary"].get("divergence_events") or []):
+        said.append(f"Training was unstable at times ({events:,} divergence event{'s' if events > 1 else ''}).")
+    more = " The comparison does not measure a speed-up: that takes several seeds and a tuned baseline."
+    said.append(f"All numbers are from one run with one seed.{more if facts['comparison'] else ''}")
+    if not license_is_known:
+        said.append("No licence is stated, because the run knows of none. Ask the author before you use the model.")
+    return said
+
+
+# Where it was trained, and with which command.
+
+_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
+_TOKENIZER_WORDS = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image"}
+_SECRET_VALUES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+)
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_IN_JSON = re.compile(r"""(["'])([\w-]+)\1(\s*:\s*)(["'])((?:(?!\4).)*)\4""")
+REMOVED = "REMOVED"
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option or variable of this name holds a secret: `hub_token` does, `pad_token` does not."""
+    words = set(re.split(r"[-_.]+", name.lower()))
+    if words & _SECRET_WORDS:
+        return not (words & _SECRET_WORDS == {"token"} and words & _TOKENIZER_WORDS)
+    return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
+
+
+def redact(value: str, secrets: Iterable[str] = ()) -> str:
+    """
+    A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials
+    in addresses, and values under secret names in JSON.
+    """
+    of_environment = (value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= 8)
+    for secret in sorted({*secrets, *of_environment}, key=len, reverse=True):
+        value = value.replace(secret, REMOVED)
+    value = _CREDENTIALS_IN_URL.sub(f"{REMOVED}@", _SECRET_VALUES.sub(REMOVED, value))
+
+    def hide(found: re.Match) -> str:
+        quote, name, colon, second, _ = found.groups()
+        return f"{quote}{name}{quote}{colon}{second}{REMOVED}{second}" if is_secret_name(name) else found.group()
+
+    return _SECRET_IN_JSON.sub(hide, value)
+
+
+def clean(value: Any, secrets: Iterable[str] = ()) -> str:
+    """A value as it may be published: redacted, paths relative to the working folder or to `~`."""
+    shown = redact(str(value), secrets)
+    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
+        prefix = str(folder).rstrip("/\\")
+        if prefix:  # the root of the file system shortens nothing
+            shown = re.sub(rf"(?<![\w./-]){re.escape(prefix)}(?:[/\\]|(?![\w.-]))", short, shown)
+    return shown or ("." if str(value) else "")
+
+
+def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
+    """
+    The command that started this process, without secrets; `None` in notebooks and at a prompt.
+
+    Args:
+        secrets (`Iterable[str]`): Values to remove wherever they stand.
+        argv (`Sequence[str]`, *optional*): The script and its arguments. Default: of this process.
+    """
+    script, *arguments = sys.argv if argv is None else argv
+    if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:
+        return None
+    given = getattr(sys, "orig_argv", [])[1:]
+    is_module = argv is None and "-m" in given[:-1] and Path(script).is_absolute()
+    parts = ["python", *(["-m", given[given.index("-m") + 1]] if is_module else [clean(script)])]
+    hide_next = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        is_option = argument.startswith("-")
+        is_secret = is_option and is_secret_name(name.lstrip("-"))
+        if hide_next and not argument.startswith("--"):
+            parts.append(REMOVED)
+        elif equals and is_option:
+            parts.append(f"{name}={REMOVED if is_secret else clean(value, secrets)}")
+        else:
+            parts.append(clean(argument, secrets))
+        hide_next = is_secret and not equals
+    return shlex.join(parts)
+
+
+def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
+    """
+    What the run computed on.
+
+    Args:
+        device (`str`): Kind of the devices, for example `cuda`.
+        processes (`int`): Processes of the run.
+        devices (`int`): Devices of all processes.
+    """
+    found = {}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["Accelerator"] = f"{devices} x {properties.name}, {format_bytes(properties.total_memory)} each"
+    elif device != "cpu":
+        found["Accelerator"] = f"{devices} x {device}"
+    found["CPU"] = f"{_cpu_name()}, {os.cpu_count()} logical cores"
+    found["RAM"] = format_bytes(psutil.virtual_memory().total)
+    return {**found, **({"Processes": str(processes)} if processes > 1 else {})}
+
+
+def _cpu_name() -> str:
+    try:
+        names = re.findall(r"(?im)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        names = []
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of the packages that a run depends on, if they are installed."""
+    found = {"Python": platform.python_version()}
+    packages = ("hf_hybrid", "transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def tracker_links() -> dict[str, str]:
+    """Addresses of the run in the experiment trackers that are in use: Weights & Biases, Trackio, Comet."""
+    comet = sys.modules.get("comet_ml")
+    found = {
+        "Weights & Biases": getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None),
+        "Trackio": trackio_url(),
+        "Comet": getattr(comet.get_running_experiment() if comet is not None else None, "url", None),
+    }
+    return {name: redact(address) for name, address in found.items() if address}
+
+
+def trackio_url() -> str | None:
+    """Where the Space that Trackio reports to shows the current run; `None` without one."""
+    variables = getattr(sys.modules.get("trackio"), "context_vars", None)
+    run = variables.current_run.get() if variables is not None else None
+    space = getattr(run, "_space_id", None)
+    if space is None:
+        return None
+    query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
+    return f"https://{space.replace('/', '-')}.hf.space?{query}"
+
+
+# Metadata.
+
+
+def metadata_of(facts: dict[str, Any], given: dict[str, Any], ids: list[str], evaluated: dict[str, dict]) -> dict:
+    """The YAML block as the Hub accepts it; an evaluation of other weights than the published ones is not a result."""
+    model, found, name = facts["model"], facts["evaluation"], one_line(facts["name"])
+    metrics = found["metrics"] if found and found["of_final_weights"] else {}
+    results = [_result(key, value, model["task"], given, evaluated) for key, value in metrics.items()]
+    tags = ["generated_from_trainer", *given["tags"]]
+    if model["adapter"]:
+        tags += [model["adapter"].lower(), *["transformers"] * model["in_transformers"]]
+        tags += [f"base_model:adapter:{model['base']}"] * bool(model["base"])
+    data = ModelCardData(
+        library_name="peft" if model["adapter"] else "transformers",
+        **{key: given.get(key) for key in ("language", "license", "license_name", "license_link")},
+        base_model=model["base"],
+        base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
+        pipeline_tag=model["task"],
+        tags=unique(one_line(tag) for tag in tags),
+        datasets=ids or None,
+        metrics=unique(r.metric_type for r in results if r.metric_type in (*METRIC_TAGS, "perplexity")) or None,
+        model_name=name,
+        eval_results=results or None,
+    )
+    # With results, `ModelCardData` keeps the name only inside of the model index.
+    return {**data.to_dict(), "model_name": name}
+
+
+def _result(key: str, value: float, task: str | None, given: dict[str, Any], evaluated: dict[str, dict]) -> EvalResult:
+    # With several evaluation sets a metric is logged as `NAME_metric`.
+    name = max((name for name in evaluated if name and key.startswith(f"{name}_")), key=len, default="")
+    metric, data = key.removeprefix(f"{name}_") if name else key, evaluated.get(name) or data_facts(None)
+    ids, names, args = given["datasets"], given["dataset_names"], given["dataset_args"]
+    return EvalResult(
+        task_type=task or "other",
+        # Results of the same type share an entry, so evaluation sets without an id have their name instead.
+        dataset_type=one_line(ids[0] if ids else data["hub_id"] or name or "unknown"),
+        dataset_name=one_line(name or (names[0] if names else None) or data["hub_id"] or "evaluation set of the run"),
+        dataset_config=data["config"],
+        dataset_split=data["split"],
+        dataset_args={"config": one_line(args[0])} if args else None,
+        metric_type=one_line(metric),
+        metric_name=one_line(metric.replace("_", " ").capitalize()),
+        metric_value=value,
+    )

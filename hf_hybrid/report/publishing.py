@@ -1,4 +1,4 @@
-"""What a Trainer does for the Hub: writes the card, pushes, and says what to do when pushing fails."""
+"""Publishing on the Hub: a card with every push, and what to do when a push fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
+from transformers import TrainerCallback
 
-from hf_hybrid.arguments import HybridArguments, hybrid_values
-from hf_hybrid.config import config_values
-from hf_hybrid.report.card import render
-from hf_hybrid.report.facts import is_repo_id, license_of, run_facts
-from hf_hybrid.report.provenance import trackio_url
+from hf_hybrid.report.card import card_facts, is_repo_id, render, trackio_url, unique
 from hf_hybrid.state_io import write_json
 
 logger = logging.getLogger(__name__)
@@ -38,6 +35,7 @@ class PublishingMixin:
         super().__init__(*args, **kwargs)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(_class_tags(self))
+        self.add_callback(PushEvents(self))
 
     def create_model_card(
         self,
@@ -63,7 +61,7 @@ class PublishingMixin:
             license (`str`, *optional*):
                 The Hub's identifier, for example `apache-2.0`. Default: what the base model states on the Hub.
             tags (`str` or `list[str]`, *optional*):
-                More tags; those of the trainer, of the model, and of a card that is already there are kept.
+                More tags. Those of the trainer, of the model, and of a card that is already there are kept.
             model_name, finetuned_from, tasks, dataset_args:
                 As [`~transformers.Trainer.create_model_card`].
             dataset_tags, dataset_name (`str` or `list[str]`, *optional*):
@@ -72,104 +70,97 @@ class PublishingMixin:
             baseline (`dict` or `Trainer`, *optional*):
                 What to compare with: a trained plain `Trainer`, or a dictionary of `name` and at least one of
                 `eval_loss`, `backward_passes` and `seconds`; also `note`. It is kept as `baseline.json` in the output
-                folder, and found there by later calls.
+                folder, where later calls find it.
 
         Raises:
-            ValueError: If an argument cannot stand in a card; the message says which and why.
+            ValueError: If an argument cannot stand in a card. The message says which and why.
         """
         if not self.is_world_process_zero():
             return
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / REPOCARD_NAME
         given = {
             "language": _checked_language(language),
             "license": _checked_license(license),
-            "tags": _listed(tags),
+            "tags": _tags(self, _listed(tags), path),
             "datasets": _checked_ids([*_listed(dataset_tags), *_listed(dataset_name)]),
             "dataset_names": _listed(dataset),
             "dataset_args": _listed(dataset_args),
         }
-        write_card(self, given, baseline, name=model_name, finetuned_from=finetuned_from, tasks=tasks)
+        overrides = {"name": model_name, "finetuned_from": finetuned_from, "tasks": tasks}
+        card = render(card_facts(self, given, _baseline(baseline, folder), **overrides))
+        # Replaced in one move: an upload in the background may be reading it.
+        unfinished = folder / f"_{REPOCARD_NAME}"
+        unfinished.write_text(card, encoding="utf-8")
+        os.replace(unfinished, path)
 
     def push_to_hub(self, *args, **kwargs):
         """
         As [`~transformers.Trainer.push_to_hub`], with the card of [`create_model_card`], which takes the other keyword
         arguments. If the upload fails, everything is in the output folder, and the log says how to push it again.
         """
-        self._warn_of_token()
         try:
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:
-            self._report_failed_push(error)
+            report_failed_push(self, error)
             raise
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._warn_of_token()
-        self._report_failed_jobs()
-        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        skipped = self.args.hub_strategy == "end" or (busy and not self.args.hub_always_push)
-        if self.is_world_process_zero() and not skipped:
-            try:
-                self.create_model_card(model_name=(self.hub_model_id or "").split("/")[-1] or None)
-            except Exception:
-                logger.exception("The model card could not be written. Training and the push go on without it.")
-        super()._push_from_checkpoint(checkpoint_folder)
 
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self._report_failed_jobs()
+class PushEvents(TrainerCallback):
+    """
+    Writes the card before each push, and reports uploads that fail in the background.
 
-    def _report_failed_jobs(self) -> None:
-        """Uploads in the background fail silently: Trainer waits for them and asks for no result."""
-        jobs = getattr(getattr(self, "push_in_progress", None), "jobs", [])
-        for job in [job for job in jobs if job.done() and not job.cancelled()]:
-            if job.exception() is not None:
-                self._report_failed_push(job.exception())
-                jobs.remove(job)
+    `Trainer` announces every push by `on_push_begin`, before it collects the files. It starts the uploads of a
+    checkpoint before `on_save`, and never asks whether they succeeded.
+    """
 
-    def _report_failed_push(self, error: BaseException) -> None:
-        folder, repo = self.args.output_dir, getattr(self, "hub_model_id", None) or self.args.hub_model_id
-        lines = [line.strip() for line in str(error).splitlines()]
-        what = " ".join(line for line in lines if line and not line.startswith("For more information")).rstrip(".")
-        logger.error(
-            "Pushing to `%s` failed: %s. Nothing is lost: what was saved is in `%s`. Push it again with "
-            "`trainer.push_to_hub()`, or with `hf upload %s %s`.",
-            repo,
-            what,
-            folder,
-            repo or "REPO_ID",
-            folder,
-        )
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self._warned_of_token = False
+        self._watched = set()
 
-    def _warn_of_token(self) -> None:
-        if self.args.hub_token and not getattr(self, "_warned_of_token", False):
+    def on_push_begin(self, args, state, control, **kwargs):
+        if args.hub_token and not self._warned_of_token:
             self._warned_of_token = True
             logger.warning(
                 "`hub_token` is part of the arguments, which Trainer writes to `training_args.bin` and pushes with the "
                 "model: whoever can read the repository can read the token. Leave it out, and log in with `hf auth "
                 "login` or set `HF_TOKEN`."
             )
+        try:
+            self.trainer.create_model_card(model_name=(self.trainer.hub_model_id or "").split("/")[-1] or None)
+        except Exception:
+            logger.exception("The model card could not be written. Training and the push go on without it.")
+
+    def on_save(self, args, state, control, **kwargs):
+        for job in getattr(getattr(self.trainer, "push_in_progress", None), "jobs", []):
+            if job not in self._watched:
+                self._watched.add(job)
+                job.add_done_callback(self._report)
+
+    def _report(self, job) -> None:
+        if not job.cancelled() and job.exception() is not None:
+            report_failed_push(self.trainer, job.exception())
 
 
-def write_card(trainer, given: dict[str, Any], baseline: Any, **overrides) -> None:
-    """
-    Write `README.md` into the output folder of `trainer`.
+def report_failed_push(trainer, error: BaseException) -> None:
+    """Log where the model lies, and how to push it again."""
+    folder, repo = trainer.args.output_dir, getattr(trainer, "hub_model_id", None) or trainer.args.hub_model_id
+    lines = [line.strip() for line in str(error).splitlines()]
+    what = " ".join(line for line in lines if line and not line.startswith("For more information")).rstrip(".")
+    logger.error(
+        "Pushing to `%s` failed: %s. Nothing is lost: what was saved is in `%s`. Push it again with "
+        "`trainer.push_to_hub()`, or with `hf upload %s %s`.",
+        repo,
+        what,
+        folder,
+        repo or "REPO_ID",
+        folder,
+    )
 
-    Args:
-        given: What the caller knows, as [`~hf_hybrid.report.metadata.metadata`] takes it.
-        baseline: As [`~PublishingMixin.create_model_card`] takes it.
-        overrides: `name`, `finetuned_from` and `tasks` of [`~hf_hybrid.report.facts.run_facts`].
-    """
-    folder = Path(trainer.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = _baseline(baseline, folder)
-    options, others = _changed_options(trainer.args, trainer.hybrid_args)
-    facts = run_facts(trainer, hybrid_options=options, other_options=others, **overrides)
-    if given["license"] is None and facts.model.base:
-        given.update(license_of(facts.model.base))
-    given["tags"] = _tags(trainer, given["tags"], folder / REPOCARD_NAME)
-    # In one move: an upload in the background may be reading it.
-    unfinished = folder / f"_{REPOCARD_NAME}"
-    unfinished.write_text(render(facts, given, found), encoding="utf-8")
-    os.replace(unfinished, folder / REPOCARD_NAME)
+
+# Arguments.
 
 
 def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:
@@ -190,7 +181,7 @@ def _checked_license(license: str | None) -> str | None:
     if license is not None and not _LICENSE.fullmatch(license):
         raise ValueError(
             f"`license` must be an identifier of the Hub's, in lower case, got `{license}`. The Apache License, for "
-            "example, is `apache-2.0`; one that the Hub has no identifier for is `other`."
+            "example, is `apache-2.0`. One that the Hub has no identifier for is `other`."
         )
     return license
 
@@ -202,12 +193,7 @@ def _checked_ids(ids: list[str]) -> list[str]:
                 f"`dataset_tags` and `dataset_name` must hold ids of data sets on the Hub, got `{name}`: the Hub "
                 "refuses cards with other values. Describe data that is elsewhere with `dataset`."
             )
-    return list(dict.fromkeys(ids))
-
-
-def _changed_options(args, hybrid: HybridArguments) -> tuple[dict, dict]:
-    changed, ours = config_values(args), hybrid_values(hybrid)
-    return {k: v for k, v in changed.items() if k in ours}, {k: v for k, v in changed.items() if k not in ours}
+    return unique(ids)
 
 
 def _class_tags(trainer) -> list[str]:
@@ -215,21 +201,15 @@ def _class_tags(trainer) -> list[str]:
 
 
 def _tags(trainer, more: list[str], card: Path) -> list[str]:
-    """Those of the trainer's classes, of the model, of the caller, and of a card that is there already."""
-    model = getattr(trainer.model, "model_tags", None) or []
-    there = []
-    if card.is_file():
-        there = ModelCard.load(card, ignore_metadata_errors=True).data.tags or []
-        there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]
-    trackio = trackio_url()
+    """Tags of the trainer's classes, of the model, of the caller, and of a card that is there already."""
+    there = (ModelCard.load(card, ignore_metadata_errors=True).data.tags or []) if card.is_file() else []
+    there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]
+    model, trackio = getattr(trainer.model, "model_tags", None), trackio_url()
     return [*_class_tags(trainer), *_listed(model), *more, *there, *([f"trackio:{trackio}"] if trackio else [])]
 
 
-# Baselines.
-
-
 def _baseline(given: Any, folder: Path) -> dict | None:
-    """What was passed, which is then kept beside the model, or what was kept."""
+    """The baseline that was passed, which is then kept beside the model, or the one that was kept."""
     path = folder / BASELINE_NAME
     if given is None:
         return check_baseline(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
@@ -240,10 +220,10 @@ def _baseline(given: Any, folder: Path) -> dict | None:
 
 def check_baseline(baseline: dict) -> dict:
     """
-    Refuse what cannot be compared with.
+    Refuse a baseline that a run cannot be compared with.
 
     Raises:
-        ValueError: If a key is unknown, missing or holds a value of another type.
+        ValueError: If a key is unknown or missing, or holds a value of another type.
     """
     keys = ", ".join(f"`{key}`" for key in _BASELINE)
     for key, value in baseline.items():
@@ -262,19 +242,18 @@ def measure_baseline(trainer) -> dict:
         ValueError: If it was not trained.
     """
     log = getattr(getattr(trainer, "state", None), "log_history", None) or []
-    seconds = next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None)
-    if seconds is None:
+    last = {key: next((e[key] for e in reversed(log) if key in e), None) for key in ("train_runtime", "eval_loss")}
+    if last["train_runtime"] is None:
         raise ValueError(
             f"`baseline` must be a trained `Trainer` or a dictionary, got `{type(trainer).__name__}` without a "
             "finished training. Call its `train()` and `evaluate()` first."
         )
-    loss = next((entry["eval_loss"] for entry in reversed(log) if "eval_loss" in entry), None)
     steps, args = trainer.state.global_step, trainer.args
     found = {
         "name": type(trainer).__name__,
-        "eval_loss": loss,
+        "eval_loss": last["eval_loss"],
         "backward_passes": steps * args.gradient_accumulation_steps,
-        "seconds": seconds,
+        "seconds": last["train_runtime"],
         "note": f"{steps:,} steps, learning rate {args.learning_rate:g}",
     }
     return {key: value for key, value in found.items() if value is not None}
