@@ -6,14 +6,11 @@ Write docs/configuration.md from the options themselves: names, values, ranges, 
 
 from __future__ import annotations
 
-import ast
-import inspect
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from hf_hybrid import arguments
-from hf_hybrid.arguments import GAINS, PRESETS, HybridArguments
+from hf_hybrid.arguments import GAINS, PRESETS, HybridArguments, in_words
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -46,40 +43,22 @@ options that differ from their defaults to `hybrid_config.json`; `HybridConfig.f
 """
 
 
-def headings() -> dict[str, str]:
-    """By option, the comment in the source of `HybridArguments` that its group stands under."""
-    source = inspect.getsource(HybridArguments)
-    lines, found, heading = source.splitlines(), {}, ""
-    starts = {node.lineno: node.target.id for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)}
-    for number, line in enumerate(lines, start=1):
-        if line.startswith("    # "):
-            heading = line[6:]
-        if number in starts:
-            found[starts[number]] = heading
-    return found
-
-
-def values_of(name: str, hint: object) -> str:
-    """What an option takes."""
+def values_of(option: Field, hint: object) -> str:
+    """The values that an option takes."""
     if type(None) in get_args(hint):
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     kind = {bool: "`True`, `False`", int: "integer", float: "number", str: "text"}[hint]
-    if name in arguments._AT_LEAST:
-        return f"{kind}, at least {arguments._AT_LEAST[name]}"
-    if name in arguments._POSITIVE:
-        return f"{kind} over 0"
-    if name in arguments._BELOW_ONE:
-        return f"{kind}, 0 to less than 1"
-    return f"{kind}, 0 to 1" if name in arguments._FRACTIONS else kind
+    limits = option.metadata["help"].limits
+    return f"{kind}, {in_words(limits)}" if limits else kind
 
 
 def row(option: Field, hint: object) -> str:
     """A line of a table; what a help text says of its default goes into the column for it."""
-    text, _, said = option.metadata["help"].replace("%%", " %").replace("|", "\\|").partition(" Default: ")
+    text, _, said = option.metadata["help"].text.replace("%%", " %").replace("|", "\\|").partition(" Default: ")
     default = said.strip().rstrip(".") if option.default is None else f"`{option.default}`"
-    return f"| `{option.name}` | {values_of(option.name, hint)} | {default or 'none'} | {text.strip()} |"
+    return f"| `{option.name}` | {values_of(option, hint)} | {default or 'none'} | {text.strip()} |"
 
 
 def table(heading: list[str], rows: list[list[object]]) -> str:
@@ -89,11 +68,12 @@ def table(heading: list[str], rows: list[list[object]]) -> str:
 
 def page() -> str:
     """The whole page."""
-    hints, group_of = get_type_hints(HybridArguments), headings()
-    parts = [INTRODUCTION]
-    for group in dict.fromkeys(group_of.values()):
-        rows = [row(option, hints[option.name]) for option in fields(HybridArguments) if group_of[option.name] == group]
-        parts.append(f"## {group}\n\n| option | values | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    hints, parts = get_type_hints(HybridArguments), [INTRODUCTION]
+    for option in fields(HybridArguments):
+        if option.metadata["help"].group:
+            head = "| option | values | default | |\n|---|---|---|---|"
+            parts.append(f"## {option.metadata['help'].group}\n\n{head}\n")
+        parts[-1] += row(option, hints[option.name]) + "\n"
     names = list(next(iter(PRESETS.values())))
     presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
     parts.append(
@@ -104,10 +84,8 @@ def page() -> str:
     )
     gains = [[f"`{name}`", gain, power] for name, (gain, power) in GAINS.items()]
     parts.append(
-        "## Gain by direction\n\nThe gain of a leap is `leap_gain * progress ** leap_gain_power` (times `gain_factor`),"
-        " in units of the real steps since the\nlast leap.\n\n"
-        + table(["`direction`", "`leap_gain`", "`leap_gain_power`"], gains)
-        + "\n"
+        "## Gain by direction\n\nThe gain of a leap is `leap_gain * progress ** power` (times `gain_factor`), in units "
+        "of the real steps since the last\nleap.\n\n" + table(["`direction`", "`leap_gain`", "power"], gains) + "\n"
     )
     return "\n".join(parts)
 

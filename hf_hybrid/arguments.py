@@ -1,14 +1,22 @@
-"""Every option of hybrid training with its help text. Standard library only, so that `--help` costs nothing."""
+"""
+Every option of hybrid training. The field of an option holds its default, its range and its help text.
+
+    name: kind = option(default, help_text, at_least=0, below=1)
+
+The command line (`cli/options.py`), the check below and docs/configuration.md read all three from the field. Standard
+library only, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
 
-# What a preset decides unless the option is given: how far leaps go, what they are trusted to be worth, when they stop.
+# What a preset decides unless the option is given: how far leaps go, how many steps they replace, when they stop.
 PRESETS: dict[str, dict[str, float | int]] = {
     "conservative": {
         "gain_factor": 0.5,
@@ -51,17 +59,46 @@ PRESETS: dict[str, dict[str, float | int]] = {
 GAINS: dict[str, tuple[float, float]] = {
     "orthogonal": (3.0, 0.0),
     "gradient_memory": (4.0, 2.0),
-    "drift": (4.0, 2.0),
-    "linear": (4.0, 2.0),
-    "snoo": (1.0, 0.0),
-    "rre": (1.0, 0.0),
-    "nino": (0.2, 0.0),
     "none": (1.0, 0.0),
 }
 
+_LIMITS = {
+    "at_least": ("at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
 
-def _option(default, help_text: str, **metadata):
-    return field(default=default, metadata={"help": help_text, **metadata})
+
+class HelpText(str):
+    """
+    What `--help` says of an option, which ends with its range.
+
+    transformers' `HfArgumentParser` hands every key of a field's metadata to argparse, so that the metadata can hold
+    nothing but `help`. Range and group therefore travel with the help text.
+
+    Attributes:
+        text (`str`): What the option does, without the range.
+        limits (`dict[str, float]`): The range: `at_least`, `above`, `at_most`, `below`.
+        group (`str`, *optional*): Heading that begins with this option, in `--help` and in docs/configuration.md.
+    """
+
+    def __new__(cls, text: str, group: str | None = None, **limits: float):
+        made = super().__new__(cls, f"{text} Must be {in_words(limits)}." if limits else text)
+        made.text, made.limits, made.group = text, limits, group
+        return made
+
+
+def option(default: Any, text: str, *, group: str | None = None, **limits: float) -> Any:
+    """The field of an option, see [`HelpText`]. Where the default is `None`, the text explains it after `Default: `."""
+    return field(default=default, metadata={"help": HelpText(text, group, **limits)})
+
+
+def in_words(limits: dict[str, float]) -> str:
+    """A range as help texts and error messages name it."""
+    if limits.keys() == {"at_least", "at_most"}:
+        return f"between {limits['at_least']} and {limits['at_most']}"
+    return " and ".join(f"{_LIMITS[name][0]} {limit}" for name, limit in limits.items())
 
 
 @dataclass
@@ -69,236 +106,233 @@ class HybridArguments:
     """
     Options of phase-aware training; every field is also a command-line flag and a YAML key.
 
-    `None` means "decided by `preset`" or "by the length of the run", as the help text says. `hf_hybrid` adds these to
-    `transformers.TrainingArguments` in [`HybridConfig`]; none of them changes a default of `TrainingArguments`.
+    `None` means that the preset or the length of the run decides, as the help text says. [`HybridConfig`] adds these
+    options to `transformers.TrainingArguments` and changes none of the defaults there.
+
+    Raises:
+        ValueError: If an option is of another type than its annotation says, or outside its range. The message names
+            the option, the value and what is wanted.
     """
 
-    # Phases
-    enable_predict: bool = _option(
-        True, "Train in phases with predicted, verified weight leaps. False: bit-identical to transformers.Trainer."
+    enable_predict: bool = option(
+        True,
+        "Train in phases, with weight leaps that replace optimizer steps. False: bit-identical to "
+        "transformers.Trainer.",
+        group="Phases",
     )
-    preset: Literal["conservative", "balanced", "aggressive", "fast"] = _option(
+    preset: Literal["conservative", "balanced", "aggressive", "fast"] = option(
         "balanced",
-        "How far leaps go, what they are trusted to be worth and how often they are made. Decides every option below "
-        "whose help says 'from the preset'. fast: what was fastest in docs/evaluation.md, optim=muon (where optim was "
-        "left at its default) with a shorter momentum and without leaps, which added nothing to it.",
+        "How far leaps go, how many steps they replace and how often they are made. The preset decides every option "
+        "below whose help says 'from the preset'. fast: no leaps, and optim=muon (if optim was left at its default) "
+        "with a shorter momentum, which was fastest in docs/evaluation.md.",
     )
-    warmup_phase_steps: Optional[int] = _option(
-        None, "Real steps before the first leap. Default: 5%% of the run, at least 2 and at most 100."
+    warmup_phase_steps: Optional[int] = option(
+        None, "Real steps before the first leap. Default: 5%% of the run, 2 to 100.", at_least=0
     )
-    full_phase_steps: Optional[int] = _option(
-        None, "Real steps of a Full phase. Default: from the preset (8, 4, 2, 2), shorter in runs under 40 steps."
+    full_phase_steps: Optional[int] = option(
+        None,
+        "Real steps of a Full phase. Default: from the preset (8, 4, 2, 2), fewer in runs under 40 steps.",
+        at_least=1,
     )
-    correct_phase_steps: Optional[int] = _option(
-        None, "Real steps after a leap in which it is judged. Default: from the preset (4, 2, 1, 1)."
+    correct_phase_steps: Optional[int] = option(
+        None, "Real steps after a leap, in which it is judged. Default: from the preset (4, 2, 1, 1).", at_least=1
     )
-    max_predict_steps: Optional[int] = _option(
-        None, "Most steps that one leap may stand for. Default: 5%% of the run, at least 1 and at most 10."
+    max_predict_steps: Optional[int] = option(
+        None, "Most steps that one leap may replace. Default: 5%% of the run, 1 to 10.", at_least=1
     )
-    max_consecutive_leaps: int = _option(5, "Leaps that may follow each other before a Full phase is due.")
-    confidence_threshold: Optional[float] = _option(
-        None, "A leap needs at least this confidence, between 0 and 1. Default: from the preset (0.6, 0.5, 0.3, 0.3)."
+    confidence_threshold: Optional[float] = option(
+        None,
+        "Confidence below which no leap is made. Default: from the preset (0.6, 0.5, 0.3, 0.3).",
+        at_least=0,
+        at_most=1,
     )
 
-    # Leaps
-    direction: Literal["orthogonal", "gradient_memory", "drift", "linear", "snoo", "rre", "nino", "none"] = _option(
+    direction: Literal["orthogonal", "gradient_memory", "none"] = option(
         "orthogonal",
-        "Where a leap goes. orthogonal: a short average of the gradients, hidden matrices orthogonalised as Muon does. "
-        "gradient_memory: a slow average of the gradients through the optimizer's own "
-        "preconditioner. drift: the low-pass drift of the weights. linear: the slope of the weights' last states. "
-        "snoo: Nesterov momentum around the optimizer. rre: reduced rank extrapolation. nino: a published network "
-        "(nino_checkpoint). none: nowhere (frozen control: predicted steps change nothing).",
+        "Where a leap goes. orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
+        "as Muon does. gradient_memory: along a long average of the gradients, through the optimizer's own "
+        "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison).",
+        group="Leaps",
     )
-    leap_history: Optional[int] = _option(
+    leap_gain: Optional[float] = option(
         None,
-        "States of the weights that linear, rre and nino look back on; one fp32 copy each. Default: 5; for nino what "
-        "its network reads.",
+        "Length of a leap at the end of the run, in real steps per real step since the last leap. 0: no leaps. "
+        "Default: by direction (3 for orthogonal, 4 for gradient_memory, 1 for none), times 0.5, 1, 2, 0 by preset.",
+        at_least=0,
     )
-    leap_history_spacing: Optional[int] = _option(
-        None, "Real steps between these states. Default: together they span leap_memory_steps."
-    )
-    snoo_momentum: Optional[float] = _option(None, "With direction=snoo: momentum of the outer step. Default: 0.5.")
-    snoo_rate: Optional[float] = _option(None, "With direction=snoo: learning rate of the outer step. Default: 0.7.")
-    rre_regularization: Optional[float] = _option(
-        None, "With direction=rre: damping relative to the mean square norm of what the weights moved. Default: 0.1."
-    )
-    nino_checkpoint: Optional[str] = _option(
-        None, "With direction=nino: file of the published network without graph, nino_mlp.pt or nino_mlp_h32.pt."
-    )
-    leap_gain: Optional[float] = _option(
-        None,
-        "Gain of a leap at the end of the run, in units of the real steps since the last. Default: by direction (3 for "
-        "orthogonal, 4 for gradient_memory, drift and linear, 1 for snoo, rre and none, 0.2 for nino), times 0.5, 1, "
-        "2, 0 by preset. 0: no leaps.",
-    )
-    leap_gain_power: Optional[float] = _option(
-        None,
-        "The gain grows with this power of the share of the run that is done; 0: constant. Default: 2 for "
-        "gradient_memory, drift and linear, else 0.",
-    )
-    planner: Literal["schedule", "dynamics", "bandit", "fixed"] = _option(
+    planner: Literal["schedule", "dynamics", "bandit"] = option(
         "schedule",
-        "What chooses the gain and the worth of leaps. schedule: leap_gain and leap_gain_power. dynamics: a world "
-        "model of training, which imagines the run with and without leaps. bandit: multiples of the schedule by what "
-        "they earned. fixed: leap_gain from the first leap on.",
+        "What chooses the gain and the worth of leaps. schedule: leap_gain and leap_worth. bandit: multiples of the "
+        "schedule, by what earlier leaps earned. dynamics: a world model, which imagines the rest of the run with and "
+        "without leaps.",
     )
-    correct_gain: bool = _option(
+    correct_gain: bool = option(
         False,
-        "Change the gain of each kind of parameter by what the last leaps met: where the gradient in Correct says that "
-        "they went too far or not far enough.",
+        "Adapt the gain of each kind of parameter: lower it where the gradient after leaps says that they went too "
+        "far, raise it where they did not go far enough.",
     )
-    tail_average: float = _option(
-        0.0,
-        "Share of the run, at its end, over which weights are averaged; the mean takes their place if it is better on "
-        "all held-out sequences. One fp32 value per trainable parameter while it lasts. 0: off.",
-    )
-    leap_worth: Optional[float] = _option(
+    leap_worth: Optional[float] = option(
         None,
-        "Predicted steps granted per real step when leaps run at full gain; credit adds up and is redeemed as whole "
-        "steps. Default: from the preset (0.1, 0.2, 0.3, 0).",
+        "Skipped steps granted per real step when leaps have full gain; fractions add up until they make a whole "
+        "step. Default: from the preset (0.1, 0.2, 0.3, 0).",
+        at_least=0,
     )
-    leap_memory_steps: Optional[int] = _option(
+    leap_memory_steps: Optional[int] = option(
         None,
-        "Memory of the slow averages in real steps. Default: 10 with direction=orthogonal, else a sixth of the run, at "
-        "least 5 and at most 1000.",
+        "Real steps over which gradients are averaged. Default: 10 with direction=orthogonal, else a sixth of the run, "
+        "5 to 1000.",
+        at_least=1,
     )
-    max_leap_norm: float = _option(
-        0.5, "Cap of a leap's norm relative to the norm of the weights. Leaps are never clipped by max_grad_norm."
-    )
-    extend_leaps: bool = _option(
-        True, "Let a probed leap go beyond the schedule when held-out loss pays for it. Not while lr_rescue is on."
-    )
-    leap_budget: float = _option(
+    leap_budget: float = option(
         0.25,
-        "Arithmetic that leaps may cost, as a share of that of the real steps: with direction=orthogonal or optim=muon "
-        "and few tokens per step, leaps are made more rarely, and go further.",
+        "Most arithmetic that leaps may cost, as a share of that of the real steps. Where orthogonalising costs much "
+        "beside a step (few tokens per step), leaps are made less often and go further.",
+        above=0,
     )
-    buffers_device: Literal["auto", "cpu"] = _option(
+    buffers_device: Literal["auto", "cpu"] = option(
         "auto",
-        "Where the slow buffers and the leap snapshot live: beside the weights, or in host memory. Two fp32 values "
-        "per trainable parameter; one more with direction=drift or snoo, leap_history more with linear, rre and nino.",
+        "Where the average of the gradients and the snapshot of a leap are kept: two fp32 values per trainable "
+        "parameter. auto: beside the weights. cpu: in host memory.",
     )
 
-    # Verification
-    probe_samples: int = _option(
+    probe_samples: int = option(
         64,
-        "Sequences held out of the training set to verify leaps on, at most 5%% of it; unused with probe_dataset.",
+        "Sequences held out of the training set to test leaps on, at most 5%% of it. Not used with probe_dataset.",
+        group="Verification",
+        at_least=2,
     )
-    probe_batch_size: Optional[int] = _option(
-        None, "Sequences per probe, rotating through the held-out ones. Default: 8, at most what is held out."
+    probe_batch_size: Optional[int] = option(
+        None, "Sequences per probe; probes take turns through the held-out ones. Default: 8.", at_least=2
     )
-    probe_budget: float = _option(0.01, "Share of the run's compute for probes; thrice that while leaps are refused.")
-    acceptance_z: float = _option(2.0, "Standard errors of the paired difference that a verdict asks for.")
-    rollback_margin: float = _option(
-        1.0,
-        "Rise of held-out loss that a leap within the schedule may cause at once, in real steps' worth of progress: "
-        "such a leap pays later.",
+    probe_budget: float = option(
+        0.01,
+        "Most arithmetic that probes may cost, as a share of the run's; three times that while leaps are rejected.",
+        at_least=0,
+        at_most=1,
     )
 
-    # Learning-rate rescue
-    lr_rescue: Literal["auto", "on", "off"] = _option(
+    lr_rescue: Literal["auto", "on", "off"] = option(
         "auto",
-        "Raise a learning rate that is too small for the run, from the first step on. auto: only when learning_rate "
-        "was left at its default; a rate that you chose is respected.",
+        "Raise a learning rate that is too small for the run, from the first step on. auto: only if learning_rate was "
+        "left at its default.",
+        group="Learning rate and optimizer",
     )
-    lr_rescue_max_scale: float = _option(512.0, "Most that the rescue may multiply the learning rate by.")
+    muon_lr_scale: float = option(
+        1.0,
+        "With optim=muon: learning rate of the hidden matrices (Muon), as a multiple of learning_rate, which the other "
+        "parameters have (AdamW).",
+        above=0,
+    )
+    muon_momentum: Optional[float] = option(
+        None,
+        "With optim=muon: decay rate of Muon's average of the gradients. Default: from the preset (0.95, 0.95, 0.95, "
+        "0.85).",
+        at_least=0,
+        below=1,
+    )
 
-    # Optimizer
-    muon_lr_scale: float = _option(
-        1.0, "With optim=muon: Muon's learning rate (hidden matrices) over learning_rate (everything else)."
-    )
-    muon_momentum: Optional[float] = _option(
-        None, "With optim=muon: decay rate of Muon's mean gradient. Default: from the preset (0.95, in fast 0.85)."
-    )
-
-    # Memory
-    memory: Literal["off", "auto", "stream"] = _option(
+    memory: Literal["off", "auto", "stream"] = option(
         "off",
-        "Train models that do not fit. off: as transformers.Trainer does. auto: layers are streamed from host memory "
-        "if the whole training does not fit into vram_budget_gib. stream: always streamed, on any device.",
+        "Where the layers are kept. off: on the device, as transformers.Trainer does. stream: in host memory, from "
+        "where each layer is streamed to the device when it computes. auto: stream if the whole training does not fit "
+        "into vram_budget_gib.",
+        group="Memory",
     )
-    vram_budget_gib: Optional[float] = _option(
-        None, "Device memory that training may use, in GiB. Default: what is free on the device; no limit on a CPU."
+    vram_budget_gib: Optional[float] = option(
+        None, "Device memory that training may use, in GiB. Default: what is free; no limit on a CPU.", above=0
     )
-    host_budget_gib: Optional[float] = _option(
-        None, "Host memory that training may use, in GiB. Default: what is available on the machine."
+    host_budget_gib: Optional[float] = option(
+        None, "Host memory that training may use, in GiB. Default: what is available.", above=0
     )
-    resident_layers: Optional[int] = _option(
-        None, "Streamed layers that stay on the device after use. Default: as many as vram_budget_gib has room for."
+    resident_layers: Optional[int] = option(
+        None,
+        "Streamed layers that stay on the device after use. Default: as many as fit into vram_budget_gib.",
+        at_least=0,
     )
-    stream_embeddings: Optional[bool] = _option(
+    stream_embeddings: Optional[bool] = option(
         None, "Stream the embeddings and the head as well. Default: only if they do not fit beside the rest."
     )
-    prefetch_layers: int = _option(1, "Streamed layers that are fetched ahead of the one that computes.")
-    accumulation_walk: Literal["auto", "layer", "micro_batch"] = _option(
+    prefetch_layers: int = option(1, "Streamed layers that are fetched ahead of the one that computes.", at_least=0)
+    accumulation_walk: Literal["auto", "layer", "micro_batch"] = option(
         "auto",
-        "How streamed layers walk an accumulation window. layer: each layer computes all micro-batches before the "
-        "next, so that weights travel twice per step. micro_batch: twice per micro-batch. auto: layer, where possible.",
+        "Order in which streamed layers compute the micro-batches of a step. layer: a layer computes all micro-batches "
+        "before the next layer is fetched, so that weights travel twice per step. micro_batch: weights travel twice "
+        "per micro-batch. auto: layer where possible.",
     )
-    optimizer_states: Literal["exact", "8bit"] = _option(
+    optimizer_states: Literal["exact", "8bit"] = option(
         "exact",
-        "exact: the states of `optim` as they are. 8bit: AdamW with block-wise 8-bit states, bf16 weights rounded "
-        "stochastically; needs bitsandbytes.",
+        "exact: the states of `optim` as they are. 8bit: AdamW with block-wise 8-bit states and bf16 weights that are "
+        "rounded stochastically; needs bitsandbytes.",
     )
-    base_precision: Literal["same", "int8"] = _option(
-        "same", "How frozen weights of streamed layers are stored and transported. int8: one byte per weight."
+    base_precision: Literal["same", "int8"] = option(
+        "same", "How frozen weights of streamed layers are stored and moved. int8: one byte per weight."
     )
-
-    offload_activations: bool = _option(
-        False, "Keep the activations between layers on the host until the backward pass; asynchronous on a GPU."
+    offload_activations: bool = option(
+        False,
+        "Keep the activations between layers in host memory until the backward pass; copied asynchronously on a GPU.",
     )
-    checkpoint_phases: Optional[str] = _option(
+    checkpoint_phases: Optional[str] = option(
         None,
-        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; streamed "
+        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'. Streamed "
         "layers always are. Default: what activation_checkpointing says.",
     )
-    chunked_loss: Literal["auto", "on", "off"] = _option(
+    chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",
-        "Compute the loss of big vocabularies in chunks, without ever holding all logits. auto: with memory=auto or "
-        "stream and at least 32000 words, where the result agrees with the model's own loss (to rounding).",
+        "Compute the loss in chunks of tokens, so that the logits of a whole batch are never held. auto: with "
+        "memory=auto or stream and a vocabulary of at least 32000, if the result equals the model's own loss up to "
+        "rounding.",
     )
-    weight_precision: Optional[str] = _option(
+    weight_precision: Optional[str] = option(
         None,
-        "Precision of resident weights while they compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'; "
-        "the master weights are kept. 'auto' chooses. Default: as they are.",
+        "Precision in which resident weights compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'. The "
+        "master weights are kept. 'auto' chooses. Default: as they are.",
     )
-    int8_engine: Literal["torch", "bitsandbytes"] = _option(
-        "torch",
-        "What computes with int8 probe weights (weight_precision='predict=int8'). torch: expands a matrix while it is "
-        "used. bitsandbytes: multiplies in int8, which is faster and adds more noise, as inputs are rounded too.",
-    )
-    predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = _option(
+    predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = option(
         "stay",
-        "Where optimizer states are during Predict. 8bit is lossy, drop lets the optimizer start anew.",
+        "Where optimizer states are kept during Predict. 8bit is lossy. drop: the optimizer starts with new states "
+        "after Predict.",
     )
 
-    # Running out of memory
-    out_of_memory: Literal["retry", "raise"] = _option(
+    out_of_memory: Literal["retry", "raise"] = option(
         "retry",
-        "When device memory runs out in a step. retry: the step is computed again in smaller parts, with the same "
-        "effective batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: stop.",
+        "What happens when device memory runs out in a step. retry: the step is computed again in smaller parts of the "
+        "same batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: training "
+        "stops.",
+        group="Running out of memory",
     )
-    guard_warn_at: float = _option(
-        0.90, "Share of device memory in use at the end of a step above which a warning is logged; 1: never."
+    guard_warn_at: float = option(
+        0.90,
+        "Share of device memory in use after a step above which a warning is logged. 1: never.",
+        at_least=0,
+        at_most=1,
     )
-    guard_checkpoint_at: float = _option(
-        0.97, "Share of device memory above which a checkpoint is written, once, before memory runs out; 1: never."
-    )
-    guard_cleanup_steps: int = _option(
-        0, "Give back cached device memory after every so many steps. 0: only when the warning is logged."
+    guard_checkpoint_at: float = option(
+        0.97,
+        "Share of device memory in use after a step above which one checkpoint is written. 1: never.",
+        at_least=0,
+        at_most=1,
     )
 
-    # Divergence
-    divergence_threshold: Optional[float] = _option(
-        None, "Deviation of the loss, in standard deviations, that is a warning. Default: from the preset (4, 5, 6, 6)."
+    divergence_threshold: Optional[float] = option(
+        None,
+        "Deviation of the loss, in standard deviations, that counts as a warning. Default: from the preset (4, 5, 6, "
+        "6).",
+        group="Divergence",
+        above=0,
     )
-    gradient_explosion_factor: float = _option(
-        100.0, "Gradient norm over its running median that is a warning; ten times that skips the batch."
+    max_bad_steps: int = option(
+        10, "Steps in a row with a loss or gradient that is not finite, after which training is aborted.", at_least=1
     )
-    max_bad_steps: int = _option(10, "Non-finite batches in a row after which training is aborted.")
 
     def __post_init__(self):
-        check_hybrid_arguments(self)
+        for name, hint in get_type_hints(HybridArguments).items():
+            setattr(self, name, _as_declared(name, getattr(self, name), hint))
+        check_ranges(self, fields(HybridArguments))
+        if self.guard_warn_at > self.guard_checkpoint_at:
+            raise ValueError(
+                f"`guard_warn_at={self.guard_warn_at}` must not be above `guard_checkpoint_at="
+                f"{self.guard_checkpoint_at}`, as the warning comes first. Lower the one or raise the other."
+            )
 
     def preset_value(self, name: str):
         """The option as given, else what the preset says."""
@@ -308,97 +342,33 @@ class HybridArguments:
     def gain_schedule(self, direction: str) -> tuple[float, float]:
         """Gain of a leap along `direction` at the end of the run, and the power of the progress with which it grows."""
         gain, power = GAINS[direction]
-        gain = gain * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
-        return gain, power if self.leap_gain_power is None else self.leap_gain_power
+        return gain * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain, power
+
+
+def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
+    """
+    Refuse values outside the ranges of their fields.
+
+    Args:
+        options: An instance of a dataclass whose fields [`option`] made.
+        within (`tuple[Field, ...]`): Fields to check.
+
+    Raises:
+        ValueError: With the option, the value and the range.
+    """
+    for checked in within:
+        value, limits = getattr(options, checked.name), checked.metadata["help"].limits
+        # A NaN is in no range.
+        if value is not None and not all(_LIMITS[name][1](value, limit) for name, limit in limits.items()):
+            hint = " To train without leaps set `enable_predict=False`." if checked.name == "max_predict_steps" else ""
+            raise ValueError(f"`{checked.name}` must be {in_words(limits)}, got {value}.{hint}")
 
 
 _WANTED = {bool: "`True` or `False`", int: "an integer", float: "a finite number", str: "text"}
-_HISTORY = ("linear", "rre", "nino")
-_OF_DIRECTION = {
-    "leap_history": _HISTORY,
-    "leap_history_spacing": _HISTORY,
-    "snoo_momentum": ("snoo",),
-    "snoo_rate": ("snoo",),
-    "rre_regularization": ("rre",),
-    "nino_checkpoint": ("nino",),
-}
-_AT_LEAST = {
-    "leap_history": 2,
-    "leap_history_spacing": 1,
-    "rre_regularization": 0,
-    "warmup_phase_steps": 0,
-    "full_phase_steps": 1,
-    "correct_phase_steps": 1,
-    "max_predict_steps": 1,
-    "max_consecutive_leaps": 1,
-    "leap_memory_steps": 1,
-    "leap_gain": 0,
-    "leap_gain_power": 0,
-    "leap_worth": 0,
-    "probe_samples": 2,
-    "probe_batch_size": 2,
-    "acceptance_z": 0,
-    "rollback_margin": 0,
-    "lr_rescue_max_scale": 1,
-    "max_bad_steps": 1,
-    "resident_layers": 0,
-    "prefetch_layers": 0,
-    "guard_cleanup_steps": 0,
-}
-_POSITIVE = (
-    "max_leap_norm",
-    "divergence_threshold",
-    "gradient_explosion_factor",
-    "leap_budget",
-    "muon_lr_scale",
-    "snoo_rate",
-    "vram_budget_gib",
-    "host_budget_gib",
-)
-_FRACTIONS = (
-    "confidence_threshold",
-    "probe_budget",
-    "snoo_momentum",
-    "tail_average",
-    "guard_warn_at",
-    "guard_checkpoint_at",
-)
-_BELOW_ONE = ("muon_momentum",)
-
-
-def check_hybrid_arguments(arguments: HybridArguments) -> None:
-    """
-    Refuse values that cannot work, and give those that YAML reads as something else the type of their option.
-
-    Raises:
-        ValueError: If an option is of another type than its annotation says, or outside its range; the message names
-            the option, the value and what is wanted.
-    """
-    for name, hint in get_type_hints(HybridArguments).items():
-        setattr(arguments, name, _as_declared(name, getattr(arguments, name), hint))
-    for name, least in _AT_LEAST.items():
-        value = getattr(arguments, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"`{name}` must be at least {least}, got {value}. {_off_switch(name)}")
-    for names, holds, wanted in (
-        (_POSITIVE, lambda value: value > 0, "greater than 0"),
-        (_FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
-        (_BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
-    ):
-        for name in names:
-            value = getattr(arguments, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"`{name}` must be {wanted}, got {value}.")
-    if arguments.guard_warn_at > arguments.guard_checkpoint_at:
-        raise ValueError(
-            f"`guard_warn_at={arguments.guard_warn_at}` must not be above `guard_checkpoint_at="
-            f"{arguments.guard_checkpoint_at}`: the warning comes first. Lower the one or raise the other."
-        )
-    _check_direction(arguments)
 
 
 def _as_declared(name: str, value: Any, hint: Any) -> Any:
-    """The value of an option as its annotation wants it. YAML reads a bare `on` as a bool, and `1e-3` as text."""
+    """The value of an option in the type of its annotation. YAML reads a bare `on` as a bool, and `1e-3` as text."""
     kinds = get_args(hint) or (hint,)  # of Literal: its choices; of Optional[kind]: kind and NoneType
     if get_origin(hint) is Literal:
         value = ("off", "on")[value] if isinstance(value, bool) and {"on", "off"} & set(kinds) else value
@@ -417,33 +387,11 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
             number = float(value)
         except (ValueError, OverflowError):
             number = math.inf
-        if number.is_integer() or kind is float and not math.isinf(number):  # NaN is in no range, and refused there
+        if number.is_integer() or kind is float and not math.isinf(number):  # a NaN is left to `check_ranges`
             return value if type(value) in (int, kind) else kind(value)
     raise ValueError(f"`{name}` must be {_WANTED[kind]}, got `{value!r}`.")
 
 
-def _check_direction(arguments: HybridArguments) -> None:
-    direction = arguments.direction
-    for name, directions in _OF_DIRECTION.items():
-        value = getattr(arguments, name)
-        if value is not None and direction not in directions:
-            named = " or ".join(f"`direction={other}`" for other in directions)
-            raise ValueError(f"`{name}={value}` is for {named}, and `direction` is `{direction}`. Leave it out.")
-    if direction == "nino" and arguments.nino_checkpoint is None:
-        raise ValueError(
-            "`direction=nino` needs `nino_checkpoint`, the path of the published `nino_mlp.pt`. Pass it, or choose "
-            "another `direction`."
-        )
-    if direction == "rre" and arguments.leap_history == 2:
-        raise ValueError("`leap_history` must be at least 3 with `direction=rre`, which combines increments, got 2.")
-
-
-def _off_switch(name: str) -> str:
-    if (name.endswith("_steps") and name != "guard_cleanup_steps") or name.startswith("leap"):
-        return "To train without leaps set `enable_predict=False`."
-    return ""
-
-
 def hybrid_values(arguments: HybridArguments) -> dict:
     """The options of this module alone, by name."""
-    return {field.name: getattr(arguments, field.name) for field in fields(HybridArguments)}
+    return {option.name: getattr(arguments, option.name) for option in fields(HybridArguments)}

@@ -14,12 +14,11 @@ from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.directions.registry import direction_factory
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.engine import PredictionEngine
-from hf_hybrid.leaps.gains import BanditGain, FixedGain, GainPlanner, WindowCounter
+from hf_hybrid.leaps.gains import BanditGain, GainPlanner, WindowCounter
 from hf_hybrid.leaps.leaps import LeapPlanner
 from hf_hybrid.leaps.record import RunRecord
 from hf_hybrid.leaps.rescue import LearningRateRescue
 from hf_hybrid.leaps.signals import SignalObserver
-from hf_hybrid.leaps.tail import TailAverage
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.verifier import HeldOutProbe
 from hf_hybrid.optimizers import split_parameters
@@ -27,7 +26,7 @@ from hf_hybrid.phases import PhaseController
 
 WINDOW_STEPS, MOST_WINDOWS = 10, 300
 """Real steps that planners learn from at a time, and about how many such windows a run has at most."""
-START_WEIGHTS = Path(__file__).parent / "prediction" / "rssm_start.safetensors"
+START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
 
 
 def build_engine(trainer) -> PredictionEngine:
@@ -47,19 +46,17 @@ def build_engine(trainer) -> PredictionEngine:
             gains=_gain_planner(trainer, stride),
             probe_budget=options.probe_budget,
             max_steps=max_steps,
-            z=options.acceptance_z,
-            margin=options.rollback_margin,
-            # Where the learning rate is being raised, a leap far beyond the schedule is the same thing, done greedily:
-            # it won on the spot and cost 0.2 to 0.35 nats at the end of the run (docs/evaluation.md).
-            extend=options.extend_leaps and not rescue,
+            z=2.0,
+            margin=1.0,
+            extend=False,
         ),
         monitor=DivergenceMonitor(
-            options.preset_value("divergence_threshold"), options.gradient_explosion_factor, options.max_bad_steps
+            options.preset_value("divergence_threshold"), explosion_factor=100.0, max_bad_steps=options.max_bad_steps
         ),
         signals=SignalObserver(),
         probe=_probe(trainer),
-        rescue=LearningRateRescue(max_scale=options.lr_rescue_max_scale, max_steps=max_steps) if rescue else None,
-        tail=_tail_average(trajectory, options.tail_average),
+        rescue=LearningRateRescue(max_scale=512.0, max_steps=max_steps) if rescue else None,
+        tail=None,
         windows=WindowCounter(stride),
         leap_budget=options.leap_budget,
         correct_gain=options.correct_gain,
@@ -87,7 +84,7 @@ def _gain_planner(trainer, stride: int) -> GainPlanner:
         return ImaginedGain(
             *values, dynamics=dynamics, rate_at=scheduled_rate(trainer), window_share=stride / max_steps
         )
-    return {"schedule": GainPlanner, "fixed": FixedGain, "bandit": BanditGain}[options.planner](*values)
+    return {"schedule": GainPlanner, "bandit": BanditGain}[options.planner](*values)
 
 
 def scheduled_rate(trainer) -> Callable[[float], float]:
@@ -103,12 +100,6 @@ def scheduled_rate(trainer) -> Callable[[float], float]:
         return lambda progress: 1.0 - progress
     peak = max(functions[0](round(step * max_steps / 100)) for step in range(101))
     return lambda progress: functions[0](round(progress * max_steps)) / peak if peak > 0 else 0.0
-
-
-def _tail_average(trajectory: Trajectory, share: float) -> TailAverage | None:
-    if not share:
-        return None
-    return TailAverage(trajectory.names, trajectory.parameters, share=share, buffer=trajectory.context.buffer)
 
 
 def leading_direction(trainer) -> str:
@@ -133,12 +124,6 @@ def make_direction_factory(options: HybridArguments, model) -> DirectionFactory:
     """
     return direction_factory(
         options.direction,
-        states=options.leap_history,
-        spacing=options.leap_history_spacing,
-        snoo_momentum=options.snoo_momentum,
-        snoo_rate=options.snoo_rate,
-        rre_regularization=options.rre_regularization,
-        nino_checkpoint=options.nino_checkpoint,
         matrices=split_parameters(model)[0],
     )
 
@@ -176,7 +161,7 @@ def _trajectory(trainer) -> Trajectory:
         _unwrapped_optimizer(trainer),
         direction=trainer.direction_factory,
         memory_steps=leap_memory_steps(options, trainer.state.max_steps, leading_direction(trainer)),
-        max_relative_norm=options.max_leap_norm,
+        max_relative_norm=0.5,
         host=options.buffers_device == "cpu",
         store=streaming,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hf_hybrid.arguments import HybridArguments, check_hybrid_arguments
+from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.phase_memory.precision import parse_precision
 from hf_hybrid.phases import PhaseLengths
 from hf_hybrid.processes import check_sharding_device, mixed_precision_of, sharding_of
@@ -36,7 +36,7 @@ class HybridConfigBase(HybridArguments):
 
     # transformers places `output_dir` first; keep `HybridConfig("out")` working with the mixin in front.
     def __post_init__(self):
-        check_hybrid_arguments(self)
+        HybridArguments.__post_init__(self)
         optim = getattr(self.optim, "value", self.optim)
         _check_optimizer_name(optim)
         if self.preset == "fast" and optim == getattr(TrainingArguments.optim, "value", TrainingArguments.optim):
@@ -194,7 +194,6 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
         full=pick("full_phase_steps", min(options.preset_value("full_phase_steps"), short)),
         correct=pick("correct_phase_steps", min(options.preset_value("correct_phase_steps"), short)),
         max_predict=pick("max_predict_steps", min(max(round(0.05 * max_steps), 1), 10)),
-        max_consecutive_leaps=options.max_consecutive_leaps,
     )
 
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 
-from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.leaps.directions.history import STATES
-from hf_hybrid.leaps.directions.nino import Nowcaster
 from hf_hybrid.leaps.trajectory import WeightStore
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import PhasePlugin
@@ -255,13 +252,6 @@ def _shape(model: torch.nn.Module, device_map: dict | None, *, muon: bool = Fals
     return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], hidden if muon else (), hidden)
 
 
-def _leap_history(options: HybridArguments) -> int:
-    """States of the weights that directions with a history keep."""
-    if options.enable_predict and options.direction == "nino":
-        return Nowcaster.load(options.nino_checkpoint).states
-    return options.leap_history or STATES
-
-
 def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
     """
     What of the trainer's model is streamed, within its budgets.
@@ -298,8 +288,6 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
         activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
         enable_predict=options.enable_predict,
         direction=options.direction if getattr(trainer, "custom_direction", None) is None else "custom",
-        leap_history=_leap_history(options),
-        tail_average=options.tail_average,
         buffers_device=options.buffers_device,
         working_bytes=2 if args.bf16 else None,
         state_count=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],

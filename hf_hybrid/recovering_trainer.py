@@ -35,7 +35,6 @@ class RecoveringTrainerMixin(StreamedTrainerMixin):
             device_probe(self.args.device),
             warn_at=options.guard_warn_at,
             checkpoint_at=options.guard_checkpoint_at,
-            cleanup_steps=options.guard_cleanup_steps,
         )
         self._recovery = OutOfMemoryRecovery(self)
         self._own_step: RecoverableStep | None = None

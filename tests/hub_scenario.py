@@ -141,7 +141,7 @@ def push_and_load() -> None:
     wide = tiny_model(hidden_size=256, intermediate_size=256)  # int8 is for matrices of this size on
     trainer = trainer_of(
         "model", wide, push_to_hub=True, hub_strategy="checkpoint", hub_private_repo=True, save_strategy="steps",
-        save_steps=4, weight_precision="predict=int8", extend_leaps=False, leap_budget=100.0,
+        save_steps=4, weight_precision="predict=int8", leap_budget=100.0,
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()

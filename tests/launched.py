@@ -100,13 +100,14 @@ def hurting(folder: Path, name: str, **options):
     leap, made = Trajectory.leap, []
 
     def wrong(trajectory, gain):
+        trajectory.max_relative_norm = 10.0  # by default no leap goes far enough to do harm
         if not trajectory.has_snapshot:
             made.append(gain)
         return leap(trajectory, -5000.0 if len(made) % 2 == 0 else gain)
 
     Trajectory.leap = wrong
     try:
-        trainer = build(folder / name, PoisonedTrainer, max_leap_norm=10.0, **options)
+        trainer = build(folder / name, PoisonedTrainer, **options)
         trainer.train()
     finally:
         Trajectory.leap = leap
@@ -115,7 +116,7 @@ def hurting(folder: Path, name: str, **options):
 
 def looked(folder: Path):
     """Leaps that hurt and are probed, a batch that is no number on one process, accumulated gradients."""
-    options = {"gradient_accumulation_steps": 2, "tail_average": 0.2, "correct_gain": True, "probe_budget": 1.0}
+    options = {"gradient_accumulation_steps": 2, "correct_gain": True, "probe_budget": 1.0}
     phases = {"warmup_phase_steps": 2, "full_phase_steps": 1, "correct_phase_steps": 1, "max_predict_steps": 1}
     return hurting(folder, "looked", max_steps=20, **phases, **options)
 

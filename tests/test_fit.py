@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
-from test_directions import tiny_nowcaster
-from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
@@ -159,47 +157,34 @@ def test_chunks_shrink_the_loss():
 
 # Buffers of leaps.
 
-VALUES = {"orthogonal": 1, "gradient_memory": 1, "drift": 2, "snoo": 2, "linear": 4, "rre": 4, "nino": 6, "none": 0}
-"""fp32 values per weight between leaps, with a history of three states (nino: of the five that its network reads)."""
-
-
-class Mean(TrainerCallback):
-    """Bytes of the tail average."""
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.bytes = storage_bytes(self.trainer._engine.tail.mean) if self.trainer._engine.tail else 0
+VALUES = {"orthogonal": 1, "gradient_memory": 1, "none": 0}
+"""fp32 values per weight between leaps."""
 
 
 def run(folder, memory="auto", **options):
-    """A tiny run: what its leaps hold at the end, what was planned for it, and its tail average."""
-    if options.get("direction") == "nino":
-        options["nino_checkpoint"] = tiny_nowcaster(folder / "tiny.pt")
+    """A tiny run: what its leaps hold at the end, and what was planned for it."""
     keyword, config = options.pop("keyword", None), {"max_steps": 18, "logging_steps": 18, "memory": memory, **options}
     trainer = HybridTrainer(
-        tiny_model(), hybrid_config(folder, **config), train_dataset=ByteText(200), direction=keyword, callbacks=[Mean]
+        tiny_model(), hybrid_config(folder, **config), train_dataset=ByteText(200), direction=keyword
     )
-    planned, mean = make_plan(trainer, None), next(c for c in trainer.callback_handler.callbacks if type(c) is Mean)
-    mean.trainer = trainer
+    planned = make_plan(trainer, None)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["leaps"]
-    return summary["buffer_bytes"], planned, mean.bytes
+    return summary["buffer_bytes"], planned
 
 
 @pytest.mark.parametrize("direction", VALUES)
 def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
-    history = {"leap_history": 3, "leap_history_spacing": 1} if direction in ("linear", "rre") else {}
-    spacing = {"leap_history_spacing": 1} if direction == "nino" else {}
-    held, planned, _ = run(tmp_path, direction=direction, **history, **spacing)
+    held, planned = run(tmp_path, direction=direction)
     assert sum(held.values()) == TOTAL * (4 * VALUES[direction] + 4) + 4 * EMBEDDING
-    forecasts = 4 * TOTAL * (direction == "nino")  # held only while a leap is made
-    assert planned.table.get("drift", "device") == sum(held.values()) + forecasts
+    assert planned.table.get("drift", "device") == sum(held.values())
     assert planned.table.get("drift", "host") == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}, {"optim": "muon"}], ids=str)
 def test_planned_buffers_of_streamed_weights(options, tmp_path):
-    held, planned, _ = run(tmp_path, memory="stream", **options)
+    held, planned = run(tmp_path, memory="stream", **options)
     scratch = 4 * EMBEDDING  # one per place; here both places are the same
     assert held["scratch"] == scratch
     places = [planned.table.get("drift", place) for place in ("device", "host")]
@@ -207,14 +192,8 @@ def test_planned_buffers_of_streamed_weights(options, tmp_path):
     assert (places[0] > 0) == ("buffers_device" not in options)
 
 
-def test_a_tail_average_is_planned(tmp_path):
-    held, planned, mean = run(tmp_path, tail_average=0.5)
-    assert mean == 4 * TOTAL
-    assert planned.table.get("drift", "device") == sum(held.values()) + mean
-
-
 def test_a_direction_of_the_user_is_planned_as_one_value(tmp_path):
-    held, planned, _ = run(tmp_path, keyword=GradientMemory, direction="drift")
+    held, planned = run(tmp_path, keyword=GradientMemory)
     assert planned.table.get("drift", "device") == sum(held.values())
 
 
@@ -232,14 +211,6 @@ def test_orthogonal_leaps_need_room_to_orthogonalise():
     streamed = plan(shape, mode="stream", **options).table
     assert streamed.get("buffers", "host") == 16 * 10**9, "four in fp32 where a CPU computes"
     assert plan(shape, enable_predict=False, **options).table.get("buffers", "device") == 0
-
-
-def test_a_tail_average_that_does_not_fit_is_given_up_before_leaps():
-    shape, options = llama_8b(), {"tokens": 256, "mode": "stream", "stream_embeddings": True}
-    least = plan(shape, **options).peak_host_bytes
-    with pytest.raises(PlanError) as caught:
-        plan(shape, tail_average=0.1, host_budget=least, **options)
-    assert caught.value.changes == {"tail_average": 0.0}
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -106,7 +106,6 @@ def test_the_tighter_limit_counts(monkeypatch, fraction, reserved, expected):
         ({"guard_warn_at": 1.5}, "`guard_warn_at` must be between 0 and 1"),
         ({"guard_checkpoint_at": -0.1}, "`guard_checkpoint_at` must be between 0 and 1"),
         ({"guard_warn_at": 0.98}, "`guard_warn_at=0.98` must not be above `guard_checkpoint_at=0.97`"),
-        ({"guard_cleanup_steps": -1}, "`guard_cleanup_steps` must be at least 0"),
         ({"out_of_memory": "ignore"}, "`out_of_memory` must be one of retry, raise"),
     ],
 )
@@ -128,5 +127,5 @@ def test_help_shows_the_options():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert shown.returncode == 0
-    for flag in ("--out_of_memory", "--guard_warn_at", "--guard_checkpoint_at", "--guard_cleanup_steps"):
+    for flag in ("--out_of_memory", "--guard_warn_at", "--guard_checkpoint_at"):
         assert flag in shown.stdout

@@ -67,7 +67,7 @@ def test_the_runs_had_something_to_decide(results):
     base, whole, looked, unseen = (results[n][0]["decisions"] for n in ("base", "whole", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
     assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
-    assert looked["skipped_batches"] == 1 and looked["tail_average"] is not None
+    assert looked["skipped_batches"] == 1
     assert whole["learning_rate_scale"] > 1.5
     assert all(results[name][0]["decisions"]["leaps"] for name in ("muon", "lora", "iterable"))
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions.registry import direction_factory
@@ -22,7 +20,7 @@ from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
 
-SEEN = {"unprobed", "kept", "extended", "shrunk"}
+SEEN = {"unprobed", "kept", "shrunk"}
 
 
 def lora():
@@ -70,7 +68,7 @@ def test_every_leap_tells_what_it_was_and_what_became_of_it(tmp_path):
 
 
 def test_a_probed_leap_is_worth_its_fall_of_the_held_out_loss(tmp_path):
-    leaps = train(tmp_path, max_steps=40, probe_budget=1.0, extend_leaps=False).hybrid_summary()["leaps"]
+    leaps = train(tmp_path, max_steps=40, probe_budget=1.0).hybrid_summary()["leaps"]
     assert all((leap["e"] is None) == (leap["e_source"] is None) for leap in leaps)
     by_probe = [leap for leap in leaps if leap["e_source"] == "probe"]
     assert len(by_probe) > 2
@@ -163,54 +161,6 @@ def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
 # Tail average.
 
 
-class Course(TrainerCallback):
-    """The weights after every step, before anything is put in their place."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.seen.append(weights(model))
-
-
-ROUGH = {"learning_rate": 4e-2, "lr_scheduler_type": "constant", "tail_average": 0.4, "direction": "none"}
-
-
-def test_the_mean_of_the_tail_is_kept_where_it_is_better_and_is_what_is_saved(tmp_path):
-    course = Course()
-    trainer = train(tmp_path, callbacks=[course], save_strategy="steps", save_steps=30, **ROUGH)
-    report, record = trainer.hybrid_summary()["tail_average"], trainer.hybrid_summary()
-    assert report["kept"] and report["loss_of_mean"] < report["loss"]
-    # Predicted steps change nothing under the frozen control, and are not counted twice.
-    tail = [seen for seen, before in zip(course.seen[18:], course.seen[17:]) if not same(seen, before)]
-    assert report["steps"] == len(tail) < 12 and record["predicted_steps"] > 0
-    final = weights(trainer.model)
-    for name, mean in final.items():
-        torch.testing.assert_close(mean, torch.stack([seen[name] for seen in tail]).mean(0), rtol=1e-5, atol=1e-6)
-    trainer.save_model(str(tmp_path / "final"))
-    for folder in ("checkpoint-30", "final"):
-        saved = load_file(tmp_path / folder / "model.safetensors")
-        assert all(torch.equal(saved[name], final[name]) for name in saved)
-
-
-def same(first, second):
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_worse_mean_leaves_the_run_as_it_was(tmp_path):
-    averaged, plain = (train(tmp_path, learning_rate=1e-3, tail_average=share) for share in (1.0, 0.0))
-    assert averaged.hybrid_summary()["tail_average"]["kept"] is False
-    assert plain.hybrid_summary()["tail_average"] is None
-    assert_same_weights(weights(averaged.model), weights(plain.model))
-
-
-@pytest.mark.parametrize("options", [{"memory": "stream"}, {"buffers_device": "cpu"}], ids=str)
-def test_the_mean_is_the_same_elsewhere(options, tmp_path):
-    here, there = train(tmp_path, **ROUGH), train(tmp_path, **ROUGH, **options)
-    assert there.hybrid_summary()["tail_average"] == here.hybrid_summary()["tail_average"]
-    assert_same_weights(weights(there.model), weights(here.model))
-
-
 # Resuming.
 
 
@@ -218,11 +168,10 @@ def test_the_mean_is_the_same_elsewhere(options, tmp_path):
     "options",
     [
         {"planner": "bandit", "correct_gain": True},
-        {"planner": "fixed", "direction": "gradient_memory"},
-        ROUGH,
-        {**ROUGH, "memory": "stream"},
+        {"direction": "gradient_memory"},
+        {"memory": "stream"},
     ],
-    ids=["bandit and corrected gains", "fixed", "tail average", "streamed tail average"],
+    ids=["bandit and corrected gains", "gradient memory", "streamed"],
 )
 def test_a_run_resumes_bit_for_bit(options, tmp_path):
     options = {"max_steps": 48, "save_strategy": "steps", "save_steps": 19, **options}
@@ -234,7 +183,7 @@ def test_a_run_resumes_bit_for_bit(options, tmp_path):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
         resumed = train(tmp_path / "again", resume=checkpoint, **options)
         assert_same_weights(weights(resumed.model), weights(whole.model))
-        for name in ("leaps", "tail_average", "displacement_residuals"):
+        for name in ("leaps", "displacement_residuals"):
             assert resumed.hybrid_summary()[name] == summary[name]
 
 

@@ -360,7 +360,7 @@ def test_training_of_adapters_alone(tmp_path, train_set):
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
-@pytest.mark.parametrize("direction", ["gradient_memory", "drift"])
+@pytest.mark.parametrize("direction", ["orthogonal", "gradient_memory"])
 def test_phases_train(direction, tmp_path, train_set):
     config = hybrid_config(tmp_path, optim="muon", direction=direction, max_steps=25)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)

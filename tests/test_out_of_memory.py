@@ -119,7 +119,7 @@ def test_dropout_draws_what_the_smaller_run_draws_if_the_step_begins_alike(tmp_p
 @pytest.mark.parametrize("phase", ["warmup", "full", "correct"])
 def test_every_real_phase_survives(tmp_path, smaller, phase):
     """Steps before it were computed with the large size, so the last bits differ; in fp64 these are far away."""
-    options = {"extend_leaps": False, "max_steps": 16}
+    options = {"max_steps": 16}
     trainer = build(tmp_path / "big", model=tiny_model().double(), **options)
     device = train_limited(trainer, 2, phases={phase}, after=1)
     expected = smaller(double=True, **options)
@@ -384,9 +384,9 @@ def test_a_leap_that_the_host_cut_short_in_streamed_weights_is_not_guessed_at(tm
 
 @pytest.mark.parametrize("most", [2, 0], ids=["smaller parts fit", "nothing fits"])
 def test_probes_that_do_not_fit(tmp_path, most):
-    trainer = build(tmp_path / "limited", extend_leaps=False, max_steps=16)
+    trainer = build(tmp_path / "limited", max_steps=16)
     device = train_limited(trainer, most, training=False, probes=True)
-    free = build(tmp_path / "free", extend_leaps=False, max_steps=16)
+    free = build(tmp_path / "free", max_steps=16)
     free.train()
     assert any(leap["verdict"] in ("kept", "rejected") for leap in free.hybrid_summary()["leaps"])
     assert device.failed and {phase for phase, _, _ in device.failed} <= {"predict"}
@@ -416,10 +416,10 @@ def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypat
         return real(self, rate)
 
     monkeypatch.setattr(DisplacementResiduals, "judge", judge)
-    trainer = build(tmp_path / "limited", extend_leaps=False, max_steps=16)
+    trainer = build(tmp_path / "limited", max_steps=16)
     trainer.train()
     monkeypatch.setattr(DisplacementResiduals, "judge", real)
-    free = build(tmp_path / "free", extend_leaps=False, max_steps=16)
+    free = build(tmp_path / "free", max_steps=16)
     free.train()
     (event,) = events(trainer)
     assert event["action"] == "predictor missed a lesson"

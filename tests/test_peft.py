@@ -60,7 +60,7 @@ def trained(request, tmp_path_factory):
 def test_leaps_move_what_is_trainable_and_nothing_else(trained):
     method, trainer, before = trained
     summary = trainer.hybrid_summary()
-    assert set(summary["leaps_by_verdict"]) & {"kept", "extended", "shrunk"}
+    assert set(summary["leaps_by_verdict"]) & {"kept", "shrunk"}
     assert summary["predicted_steps"] > 0
     after = dict(trainer.model.named_parameters())
     trainable = {name for name, parameter in after.items() if parameter.requires_grad}
@@ -185,7 +185,7 @@ def test_qlora_in_all_phases_with_evaluations(base_folder, tmp_path):
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values())
-    assert set(summary["leaps_by_verdict"]) & {"kept", "extended", "shrunk"}
+    assert set(summary["leaps_by_verdict"]) & {"kept", "shrunk"}
     after = weights(trainer.model)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "lora" in n}
     trainer.save_model(str(tmp_path / "saved"))

@@ -21,7 +21,7 @@ from hf_hybrid.state_io import is_complete, last_complete_checkpoint
 
 STEPS = 60
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
-# a low learning rate and rescue, so that extended leaps and a moving rate are on the way too.
+# a low learning rate and rescue, so that the rate moves on the way too.
 OPTIONS = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 8,
@@ -131,7 +131,7 @@ def test_the_run_that_is_resumed_has_it_all(uninterrupted):
     _, _, summary, _ = uninterrupted
     assert all(count > 0 for count in summary["steps_by_phase"].values())
     assert summary["learning_rate_scale"] > 1.0
-    assert {"kept", "extended"} & set(summary["leaps_by_verdict"])
+    assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
 
 
 def test_a_checkpoint_cut_short_is_passed_over(uninterrupted, tmp_path, caplog):
@@ -248,7 +248,13 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     folder = tmp_path / "checkpoint-50"
     shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
     (folder / "rng_state.pth").unlink()
-    changed = {"planner": "bandit", "direction": "drift", "lr_rescue": "off", "max_grad_norm": 0.5, "probe_samples": 6}
+    changed = {
+        "planner": "bandit",
+        "direction": "gradient_memory",
+        "lr_rescue": "off",
+        "max_grad_norm": 0.5,
+        "probe_samples": 6,
+    }
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
     report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
@@ -256,7 +262,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     for part in (
         "`learning_rate=0.001` is not taken up: optimizer and schedule go on with the checkpoint's `0.0005`",
         "What the planner has learned is not restored: it was `schedule` and is `bandit`",
-        "The memories of the direction are not restored: it was `orthogonal` and is `drift`",
+        "The memories of the direction are not restored: it was `orthogonal` and is `gradient_memory`",
         "The place in the data is not restored (`ignore_data_skip=True`)",
         "Learning-rate rescue was on and is off: the scale begins at 1.",
         "The probe set had 10 sequences and has 6.",

@@ -117,6 +117,7 @@ class Spy:
         self.before = []
 
         def leap(trajectory, gain):
+            trajectory.max_relative_norm = 1e3
             if not trajectory.has_snapshot:
                 self.before.append([p.detach().clone() for p in trajectory.parameters])
             return original(trajectory, gain * factor)
@@ -127,7 +128,7 @@ class Spy:
 def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
     Spy(monkeypatch, factor=-5000.0)  # uphill, far
     recorder = Recorder()
-    trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0, max_leap_norm=1e3)
+    trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0)
     rejected = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] == "rejected"]
     assert len(rejected) >= 2
     for leap in rejected:
@@ -142,6 +143,7 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
     at_leap = []
 
     def leap(trajectory, gain):
+        trajectory.max_relative_norm = 10.0
         terrible = trajectory.steps_seen > 60 and not at_leap
         if terrible:
             at_leap.extend(p.detach().clone() for p in trajectory.parameters)
@@ -156,7 +158,7 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Trajectory, "leap", leap)
     monkeypatch.setattr(Trajectory, "roll_back", roll_back)
-    trainer = run(tmp_path, max_steps=90, probe_budget=0.0, max_leap_norm=10.0, direction="gradient_memory")
+    trainer = run(tmp_path, max_steps=90, probe_budget=0.0, direction="gradient_memory")
     summary = trainer.hybrid_summary()
     terrible = [leap for leap in summary["leaps"] if leap["gain"] < -100]
     assert [leap["verdict"] for leap in terrible] == ["rolled_back"]
@@ -165,16 +167,6 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
     assert any(all(torch.equal(a, b) for a, b in zip(at_leap, state)) for state in restored)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(losses[-10:]) < sum(losses[:10]) - 5
-
-
-def test_extended_leap_pays_for_itself(tmp_path):
-    """With far too small a learning rate, going further pays; an accepted leap lowers the loss by more than it cost."""
-    trainer = run(tmp_path, learning_rate=1e-4, lr_rescue="off", probe_budget=0.5, max_steps=60)
-    extended = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] == "extended"]
-    assert extended
-    for leap in extended:
-        assert leap["loss_before"] - leap["loss_after"] > 2.0 * leap["standard_error"]
-        assert leap["e"] is None or leap["e"] > leap["probe_cost_steps"]
 
 
 def test_summary_counts_what_happened(tmp_path, monkeypatch):

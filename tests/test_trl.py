@@ -30,6 +30,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
+from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.micro_batches import parts_of  # noqa: E402
 from hf_hybrid.phases import PluginList  # noqa: E402
 
@@ -168,7 +169,7 @@ class RandomDirection(Direction):
     (sft, (SFTTrainer, SFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS),
     (dpo, (DPOTrainer, DPOConfig), HybridDPOTrainer, HybridDPOConfig, PAIRS),
 ], ids=["sft", "dpo"])  # fmt: skip
-def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, probe, tmp_path):
+def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, probe, tmp_path, monkeypatch):
     """
     Probes happen, with dropout in the model and evaluations in between: neither weights nor any metric that TRL logs
     (entropy, accuracy, counted tokens, rewards) knows of them.
@@ -180,8 +181,14 @@ def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, p
     plain = build(*plain, tmp_path / "plain", model=llama(attention_dropout=0.2), extra=held_out, **options)
     plain.train()
     extra = {**held_out, "probe_dataset": probe.select(range(3, 12)), "direction": RandomDirection}
-    model = llama(attention_dropout=0.2)
-    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES, max_leap_norm=5)
+    model, leap = llama(attention_dropout=0.2), Trajectory.leap
+
+    def far(trajectory, gain):
+        trajectory.max_relative_norm = 5.0
+        return leap(trajectory, gain)
+
+    monkeypatch.setattr(Trajectory, "leap", far)
+    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["leaps_by_verdict"].keys() == {"rejected"} and summary["forward_only_passes"] >= 6
@@ -194,7 +201,7 @@ def test_sft_leaps_in_all_phases(tmp_path):
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values()) and summary["forward_only_passes"] > 0
-    assert {"kept", "extended"} & set(summary["leaps_by_verdict"])
+    assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
     real = [e for e in trainer.state.log_history if e.get("hybrid/phase") not in (None, 2)]
     predicted = [e for e in trainer.state.log_history if e.get("hybrid/phase") == 2]
     assert all({"loss", "entropy", "mean_token_accuracy"} <= e.keys() for e in real)
@@ -314,7 +321,7 @@ def test_sequences_without_labels_give_no_nan(tmp_path):
     )  # fmt: skip
     trainer.train()
     summary = trainer.hybrid_summary()
-    assert summary["skipped_batches"] == 0 and set(summary["leaps_by_verdict"]) & {"kept", "extended"}
+    assert summary["skipped_batches"] == 0 and set(summary["leaps_by_verdict"]) & {"kept", "shrunk"}
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 256}], ids=["padded", "packed"])
@@ -374,7 +381,7 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
     before = weights(trainer.model)
     trainer.train()
     summary = trainer.hybrid_summary()
-    assert all(summary["steps_by_phase"].values()) and set(summary["leaps_by_verdict"]) & {"kept", "extended"}
+    assert all(summary["steps_by_phase"].values()) and set(summary["leaps_by_verdict"]) & {"kept", "shrunk"}
     assert all(e["aux_loss"] > 0 for e in trainer.state.log_history if "loss" in e)
     gates = [name for name in before if name.endswith("mlp.gate.weight")]
     assert len(gates) == 2

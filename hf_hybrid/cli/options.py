@@ -134,15 +134,6 @@ class LaunchOptions:
 
 OWN_OPTIONS = (ModelOptions, DataOptions, AdapterOptions, LaunchOptions)
 
-# A group of HybridArguments begins with this option.
-_GROUP_STARTS = {
-    "enable_predict": "Phases",
-    "direction": "Leaps",
-    "probe_samples": "Verification",
-    "lr_rescue": "Learning rate and optimizer",
-    "memory": "Memory",
-    "divergence_threshold": "Divergence",
-}
 _TRAINING_OPTIONS = """\
 Every option of transformers.TrainingArguments is taken as well; --help_all lists them. The usual ones:
   --output_dir --max_steps --num_train_epochs --learning_rate --per_device_train_batch_size
@@ -177,8 +168,8 @@ def help_text() -> str:
         _describe(parser.add_argument_group(options._argument_group_name), options, fields(options))
     group = None
     for option in fields(HybridArguments):
-        if option.name in _GROUP_STARTS:
-            group = parser.add_argument_group(_GROUP_STARTS[option.name])
+        if option.metadata["help"].group:
+            group = parser.add_argument_group(option.metadata["help"].group)
         _describe(group, HybridArguments, [option])
     return parser.format_help()
 
