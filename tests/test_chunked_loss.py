@@ -1,12 +1,11 @@
 """The chunked loss is the model's own loss, gradients included, in a fraction of its memory."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
+from live_bytes import LiveBytes
+from tiny_architectures import build_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
@@ -15,10 +14,6 @@ from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import LayerWalk
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from architectures import build_model  # noqa: E402
-from memory_parts import LiveBytes  # noqa: E402
 
 VOCAB, TOKENS = 256, 16
 

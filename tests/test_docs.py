@@ -159,6 +159,8 @@ def check_script(words: list[str]) -> None:
 def check_python(words: list[str]) -> None:
     if words[0] != "-m":
         return check_script(words)
+    if words[1].startswith("benchmarks."):
+        return check_script([words[1].replace(".", "/") + ".py", *words[2:]])
     assert words[1] in ("pytest", "hf_hybrid"), words
     for word in words[2:]:
         if word.startswith("tests/"):
@@ -229,12 +231,44 @@ def test_files_that_a_page_names_exist(path):
     assert not missing, f"{page_name(path)} names {missing}"
 
 
-def test_results_are_json():
+RESULTS = sorted((ROOT / "benchmarks").glob("*/results.jsonl"))
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=page_name)
+def test_results_say_where_they_come_from(path):
+    """Every line names its benchmark and the command; what no command repeats says so in a line before it."""
+    explained = set()
+    for line in lines_of(path):
+        if "about" in line:
+            explained.add((line["benchmark"], line["set"]))
+        elif (line["benchmark"], line.get("set")) not in explained:
+            assert line["benchmark"] and line["hardware"], line
+            check = check_python if line["command"].startswith("python ") else None
+            if check is not None:
+                check(shlex.split(line["command"])[1:])
+
+
+def test_every_file_of_results_is_cited():
     pages = "".join(path.read_text(encoding="utf-8") for path in PAGES)
-    named = sorted(set(re.findall(r"benchmarks/results/[\w/-]+\.json", pages)))
-    assert named
-    for name in named:
-        assert json.loads((ROOT / name).read_text(encoding="utf-8")), name
+    assert RESULTS
+    for path in RESULTS:
+        assert page_name(path) in pages, f"no page names {page_name(path)}"
+
+
+def test_losses_by_seed_are_in_the_results():
+    """`4.546 / 4.564 / 4.509`: each is the final loss of a run."""
+    page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
+    rows = lines_of(ROOT / "benchmarks/speedup/results.jsonl")
+    losses = {f"{loss:.3f}" for row in rows if (loss := row.get("eval_loss", row.get("loss"))) is not None}
+    told = re.findall(r"(?<![\d.])\d\.\d{3}(?: / \d\.\d{3})+(?!\d)", page)
+    assert len(told) > 20
+    for numbers in told:
+        missing = set(numbers.split(" / ")) - losses
+        assert not missing, f"no run ended at {sorted(missing)}, of {numbers}"
 
 
 # Links.

@@ -4,12 +4,11 @@ import copy
 import dataclasses
 import json
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from tiny_architectures import build_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -409,9 +408,6 @@ def test_streamed_equals_resident(options, tmp_path, train_set):
 
 def test_streamed_architectures_equal_resident(tmp_path):
     """Transposed matrices, fused experts, adapters that stay on the device over streamed layers."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-    from architectures import build_model
-
     data = ByteText(64)
     for build in (lambda: build_model("gpt2"), lambda: build_model("mixtral"), lora):
         resident = trainer_for(tmp_path, data, build(), max_steps=3)

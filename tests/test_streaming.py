@@ -1,21 +1,16 @@
 """Streamed training is plain training: equal to the last bit, with few layers on the device at a time."""
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import CHECKPOINTING, ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.plan.fit import PlanError
 from hf_hybrid.streaming.layers import NoLayerListError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from architectures import build_model  # noqa: E402
-from streamed_architectures import check  # noqa: E402
 
 LAYERS = 4
 OPTIONS = {
@@ -128,10 +123,12 @@ def test_dropout_drops_the_same(tmp_path, train_set):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen2_moe", "falcon", "opt"])
-def test_architectures(model_type):
-    """A cross-section; all of them: `python benchmarks/streamed_architectures.py`."""
-    row = check(model_type, "micro_batch")
-    assert row["outcome"] == "equal", row
+def test_architectures(model_type, tmp_path):
+    """A cross-section; all of them: `python -m benchmarks.equality.streamed`."""
+    plain = train_plain(tmp_path, samples(), build_model(model_type))
+    trainer = make_streamed(tmp_path, samples(), build_model(model_type), accumulation_walk="micro_batch")
+    trainer.train()
+    assert_same_run(trainer, plain)
 
 
 def test_router_losses_reach_the_routers(tmp_path, caplog):

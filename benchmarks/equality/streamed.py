@@ -1,0 +1,130 @@
+"""
+Streamed training against plain Trainer, bit for bit, on every causal language model architecture.
+
+    python -m benchmarks.equality.streamed                      # all types, 40 minutes; goes on where it stopped
+    python -m benchmarks.equality.streamed --walk layer         # windows layer by layer instead
+    python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
+
+Each model type registered for `AutoModelForCausalLM` is built with a tiny random configuration and trained 20 steps
+twice: with plain `transformers.Trainer`, and with `HybridTrainer(memory="stream", enable_predict=False)`. Both with
+AdamW, clipping, 4 micro-batches per step, weight-decay groups and a cosine schedule, in fp32 on the CPU. Losses,
+gradient norms and final weights must be equal to the last bit. Types without a list of decoder layers must be refused
+with the error that says what was looked for. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+from tiny_architectures import build_model, causal_lm_types, samples
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from benchmarks.equality.pool import Worker
+from benchmarks.results import Results, Row, command_line, provenance
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.streaming.layers import NoLayerListError
+
+STEPS, MICRO_BATCHES = 20, 4
+WALKS = ("micro_batch", "layer")
+
+
+def arguments(folder: str) -> dict:
+    """What both trainers are given."""
+    return {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+
+
+def train(trainer: Trainer) -> dict:
+    """Losses and gradient norms of every step, and the weights at the end."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    rows = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+    return {"steps": rows, "weights": {n: p.detach().clone() for n, p in trainer.model.named_parameters()}}
+
+
+def difference(first: dict, second: dict) -> str:
+    """How two runs differ; empty for not at all."""
+    for step, (a, b) in enumerate(zip(first["steps"], second["steps"]), start=1):
+        if a != b:
+            return f"step {step}: loss and gradient norm {a} against {b}"
+    wrong = [n for n, w in first["weights"].items() if not torch.equal(w, second["weights"][n])]
+    if wrong:
+        largest = max((first["weights"][n] - second["weights"][n]).abs().max().item() for n in wrong)
+        return f"{len(wrong)} of {len(first['weights'])} parameters differ by at most {largest:.1e}"
+    return ""
+
+
+def check(model_type: str, walk: str) -> Row:
+    """One row of the table."""
+    row = {"model_type": model_type, "walk": walk, "outcome": "", "detail": "", "units": 0, "loads": 0}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model, data = build_model(model_type), samples()
+            plain = train(Trainer(model, TrainingArguments(**arguments(folder)), train_dataset=data))
+    except Exception as error:
+        return {**row, "outcome": "plain fails", "detail": f"{type(error).__name__}: {error}"[:200]}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"memory": "stream", "enable_predict": False, "accumulation_walk": walk}
+            config = HybridConfig(**arguments(folder), **options)
+            trainer = HybridTrainer(build_model(model_type), config, train_dataset=data)
+            streamed = train(trainer)
+            statistics = trainer.memory_summary()["statistics"]
+        row["units"], row["loads"] = statistics["streamed_units"], statistics["loads"]
+        row["detail"] = difference(plain, streamed)
+        row["outcome"] = "differs" if row["detail"] else "equal"
+    except NoLayerListError as error:
+        row["outcome"], row["detail"] = "no layer list", str(error)
+    except Exception as error:
+        row["outcome"], row["detail"] = "fails", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return row
+
+
+def main() -> int:
+    parser = command_line(__doc__, Path(__file__).resolve().parent)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="Check these model types only.")
+    parser.add_argument("--walk", choices=WALKS, default="micro_batch", help="How a window of micro-batches is walked.")
+    parser.add_argument("--timeout", type=float, default=120.0, help="Seconds for one model type.")
+    options = parser.parse_args()
+    results, types, rows = Results(options.results, "streamed", ("model_type", "walk")), causal_lm_types(), []
+    with Worker(options.timeout) as worker:
+        for model_type in options.only or types:
+            key = {"model_type": model_type, "walk": options.walk}
+            row = None if options.only else results.get(**key)
+            if row is None:
+                row = worker.ask(check, model_type, options.walk)
+                row = row or {**key, "outcome": "fails", "detail": "no answer in time"}
+                row = results.add({**row, **provenance(1)})
+            rows.append(row)
+            label = f"[{len(rows)}/{len(options.only or types)}] {model_type:<28}"
+            print(f"{label} {row['outcome']:<14} {row['detail']}", flush=True)
+    counts = Counter(row["outcome"] for row in rows)
+    print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return int("differs" in counts or "fails" in counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

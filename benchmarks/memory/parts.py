@@ -1,0 +1,106 @@
+"""
+What single memory techniques save, counted in bytes of storages on the CPU. A minute; nothing is downloaded.
+
+    python -m benchmarks.memory.parts
+
+- `loss_head`: peak of live storages of forward and backward through head and cross-entropy, all logits or chunks;
+- `activations`: bytes saved for the backward pass of a Llama's backbone: all, checkpointed, checkpointed with the
+  inputs of the layers on the host; the same for a forward without gradients;
+- `int8_probes`: stored bytes of the quantised modules against bf16; needs no bitsandbytes.
+
+These are exact counts, the same on every machine; what a GPU's allocator adds is not in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.nn.functional as F
+from live_bytes import LiveBytes
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.results import Results, command_line, provenance
+from hf_hybrid.phase_memory.activations import BoundaryOffload, saved_for_backward
+from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
+from hf_hybrid.phases import PluginContext
+from hf_hybrid.streaming.loss import linear_cross_entropy
+
+
+def all_logits(hidden, weight, targets):
+    """What a causal language model's head and loss do."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+def loss_head(dtype: torch.dtype, tokens: int = 2048, width: int = 64, vocabulary: int = 65536) -> dict:
+    """Peaks of the head."""
+    peaks, seconds = {}, {}
+    for name, loss in (("all_logits", all_logits), ("chunked", linear_cross_entropy)):
+        torch.manual_seed(0)
+        hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+        weight = (torch.randn(vocabulary, width, dtype=dtype) * 0.02).requires_grad_()
+        targets = torch.randint(vocabulary, (tokens,))
+        started = time.perf_counter()
+        with LiveBytes() as live:
+            loss(hidden, weight, targets).backward()
+        peaks[name], seconds[name] = live.peak, time.perf_counter() - started
+    setting = {"dtype": str(dtype), "tokens": tokens, "width": width, "vocabulary": vocabulary}
+    return {**setting, "peak_bytes": peaks, "saved": 1 - peaks["chunked"] / peaks["all_logits"], "seconds": seconds}
+
+
+def llama(hidden: int, layers: int) -> LlamaForCausalLM:
+    """A small Llama."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **sizes))
+
+
+def activations(hidden: int = 128, layers: int = 8, rows: int = 2, tokens: int = 128) -> dict:
+    """Bytes saved for backward by the backbone, from embeddings to the last norm."""
+    model = llama(hidden, layers).train()
+    ids = torch.randint(256, (rows, tokens))
+
+    def forward():
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    found = {"all": saved_for_backward(model, forward)}
+    with torch.no_grad():
+        found["forward_only"] = saved_for_backward(model, forward)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found["checkpointed"] = saved_for_backward(model, forward)
+    with BoundaryOffload(model, min_bytes=1):
+        forward().sum().backward()  # the host buffers are made
+        found["checkpointed_and_offloaded"] = saved_for_backward(model, forward)
+    saved = {name: 1 - count / found["all"] for name, count in found.items()}
+    setting = {"hidden": hidden, "layers": layers, "rows": rows, "tokens": tokens}
+    return {**setting, "saved_for_backward_bytes": found, "saved": saved}
+
+
+def int8(hidden: int = 256) -> dict:
+    """Stored bytes of int8 probes."""
+    model = llama(hidden, 4)
+    plugin = Int8Predict("on")
+    plugin.on_train_begin(PluginContext(model, None, 1))
+    stored, bf16 = plugin.stored_bytes()
+    return {"hidden": hidden, "modules": len(layer_linears(model)), "stored_bytes": stored, "bf16_bytes": bf16,
+            "share": stored / bf16}  # fmt: skip
+
+
+def main() -> None:
+    args = command_line(__doc__, Path(__file__).resolve().parent).parse_args()
+    torch.set_num_threads(1)
+    results = Results(args.results, "parts", ("part", "dtype"))
+    parts = [{"part": "loss_head", **loss_head(dtype)} for dtype in (torch.float32, torch.bfloat16)]
+    parts += [{"part": "activations", "dtype": None, **activations()}, {"part": "int8_probes", "dtype": None, **int8()}]
+    for part in parts:
+        print(json.dumps(results.add({**part, **provenance(1)}), indent=1))
+
+
+if __name__ == "__main__":
+    main()

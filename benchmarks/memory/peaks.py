@@ -1,0 +1,379 @@
+"""
+Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
+
+    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, fourteen modes, eight minutes on two cores
+    python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
+    python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
+    python -m benchmarks.memory.peaks --gpu --dry_run     # the same with tiny models on the CPU, to check the plumbing
+    python -m benchmarks.memory.peaks --report            # the table from what is there
+
+Every mode runs in a process of its own, one after the other, on random weights and tokens; nothing is downloaded.
+`--models`, `--modes` and `--tokens` choose rows. Finished rows are not repeated; each is appended to the results as
+soon as it is measured. `--smoke` and `--dry_run` write to a temporary file unless `--results` names one.
+
+Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
+`HybridTrainer(memory="stream", enable_predict=False)`; `fsdp2` is FSDP2 with CPU offload in one process, `torchao` its
+`CPUOffloadOptimizer` (needs a GPU; it can not clip gradients). `*-8bit` has bf16 weights and 8-bit AdamW states, the
+others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer.
+
+What the numbers are:
+
+- `seconds`: median over steps, from the end of a step to the end of the next, the device synchronised, without warm-up
+  steps (two). A streamed layer's update is done in the step after its gradients were: it is in there all the same.
+- `ratio`: `seconds` over those of the resident mode with the same weights, states and tokens per step.
+- `floor`: no step is faster with this plan: computation without attention, or transfers, at the rates measured here.
+- `device_reserved`, `device_allocated` (GPU): peaks of torch's allocator; `device_used`: what the driver says that the
+  process holds after the last step, which includes CUDA's context. The cap covers that context too.
+- `device_held`: bytes of weights, gradients and optimizer states on the device, counted at the end of a backward pass,
+  without activations. On a CPU, whose memory is device and host in one, the only measured number of the device:
+  for streamed modes the slots and what is not streamed, for resident modes all of it.
+- `device_plan`: the peak that the planner expects on the device, activations included.
+- `host_peak`: peak of resident memory above that before the model was built; on a CPU with all the device's, too.
+  `host_training_peak`: the same from the first step on, when copies that setting up made are gone.
+- `host_held`: weights, gradients, states and parked activations that streaming keeps on the host, counted.
+
+The base of the 50B rows shares one small vector until it is packed or moved, so that the host never holds its bf16
+weights; what is packed, transported and trained is real. Windows of several sizes are trained in one process, smallest
+first; peaks are counted anew for each, those of the host with what earlier windows left allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.results import Results, command, command_line
+
+HERE = Path(__file__).resolve().parent
+KEY = ("model", "mode", "device", "cap_gib", "tokens")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to train."""
+
+    trainer: str  # "plain", "streamed", "fsdp2" or "torchao"
+    against: str = "resident-checkpointed"  # the resident mode whose time its own is divided by
+    options: dict = field(default_factory=dict)  # of HybridConfig
+    kept: float = 0.0  # share of the layers that stay on the device
+    low_bit: bool = False  # bf16 weights, 8-bit states
+    adapters: bool = False
+    checkpointing: bool = True
+
+
+BY_LAYER = {"accumulation_walk": "layer"}
+MODES = {
+    "resident": Mode("plain", checkpointing=False),
+    "resident-checkpointed": Mode("plain"),
+    "stream": Mode("streamed", options=BY_LAYER),
+    "stream-micro_batch": Mode("streamed", options={"accumulation_walk": "micro_batch"}),
+    "stream-parked": Mode("streamed", options={**BY_LAYER, "offload_activations": True}),
+    "stream-kept": Mode("streamed", options=BY_LAYER, kept=0.5),
+    "stream-ends": Mode("streamed", options={**BY_LAYER, "stream_embeddings": True}),
+    "fsdp2": Mode("fsdp2"),
+    "torchao": Mode("torchao"),
+    "resident-8bit": Mode("plain", "resident-8bit", low_bit=True),
+    "stream-8bit": Mode("streamed", "resident-8bit", {**BY_LAYER, "optimizer_states": "8bit"}, low_bit=True),
+    "lora-resident": Mode("plain", "lora-resident", adapters=True),
+    "lora-stream": Mode("streamed", "lora-resident", BY_LAYER, adapters=True),
+    "lora-stream-int8": Mode("streamed", "lora-resident", {**BY_LAYER, "base_precision": "int8"}, adapters=True),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama from its configuration, with random weights."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    modes: tuple[str, ...]
+    tied: bool = False
+    weights: str = "float32"  # of modes with exact states; with float32 a GPU computes under bf16 autocast
+    device_goal: float | None = None  # GiB, of the streamed modes; also their `vram_budget_gib`
+    host_goal: float | None = None
+    options: dict = field(default_factory=dict)  # more of HybridConfig, for streamed modes
+    shared: bool = False  # frozen weights are one small vector until they are packed or moved
+
+
+EXACT = ("resident-checkpointed", "stream", "fsdp2", "torchao")
+LOW_BIT = ("resident-8bit", "stream-8bit")
+PARKED = {"offload_activations": True}
+MODELS = {
+    "1b": Model(2048, 8192, 16, 32, 8, 128256, EXACT + LOW_BIT, True, "float32", 4, None, PARKED),
+    "8b": Model(4096, 14336, 32, 32, 8, 128256, LOW_BIT + EXACT, False, "bfloat16", 8, 55, PARKED),
+    "13b": Model(5120, 13824, 40, 40, 40, 32000, LOW_BIT, False, "bfloat16", None, 80, PARKED),
+    "50b": Model(
+        8192, 22016, 64, 64, 8, 128256, ("lora-resident", "lora-stream-int8"), False, "bfloat16", 12, 60, PARKED, True
+    ),
+}
+ON_CPU = {"60m": Model(512, 1408, 16, 8, 8, 8192, tuple(MODES))}
+SMOKE_MODES = ("resident-checkpointed", "stream-8bit", "lora-stream-int8")
+TINY = {"hidden": 64, "intermediate": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 512}
+MOST_RATIO, RATIO_FROM_TOKENS = 1.15, 16000
+
+
+@dataclass
+class Plan:
+    """Which rows are to be there, and how they are measured."""
+
+    models: dict[str, Model]
+    modes: tuple[str, ...]
+    device: str
+    sequence: int
+    windows: list[int]  # micro-batches of one sequence each
+    steps: int
+    cap_gib: float | None
+    host_gib: float | None
+    row_seconds: float
+    results: Results
+    machines: Results
+    ends_at: float = float("inf")
+
+    def cap(self, mode: str) -> float | None:
+        """Device memory that a mode may take; the resident references have the whole device."""
+        return None if MODES[mode].trainer == "plain" else self.cap_gib
+
+    def found(self, model: str, mode: str) -> list[dict]:
+        """The rows that are there, by tokens."""
+        rows = self.results.rows(model=model, mode=mode, device=self.device, cap_gib=self.cap(mode))
+        return sorted((row for row in rows if row["sequence"] == self.sequence), key=lambda row: row["tokens"])
+
+    def spec(self, name: str, model: Model, mode_name: str, windows: list[int], machine: dict) -> dict:
+        """What the process of one model and mode is told."""
+        mode = MODES[mode_name]
+        options = {**model.options, **mode.options} if mode.trainer == "streamed" else {}
+        if mode.kept:
+            options["resident_layers"] = int(mode.kept * model.layers)
+        if mode.trainer == "streamed" and self.cap_gib is not None:
+            # Without a goal, a tenth of the cap is left for fragments.
+            options["vram_budget_gib"] = min(model.device_goal or 0.9 * self.cap_gib, self.cap_gib)
+        if mode.trainer == "streamed" and self.host_gib is not None:
+            options["host_budget_gib"] = self.host_gib
+        return {
+            "name": name,
+            "mode_name": mode_name,
+            "model": asdict(model),
+            "mode": {**asdict(mode), "options": options},
+            "device": self.device,
+            "sequence": self.sequence,
+            "windows": windows,
+            "steps": self.steps,
+            "cap_gib": self.cap(mode_name),
+            "machine": machine,
+            "results": str(self.results.path),
+            "command": command(),
+        }
+
+
+# Processes.
+
+LOCAL = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # no network
+
+
+def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
+    """Run one specification in a process of its own; its exit code, `None` if it took too long, and its last words."""
+    arguments = [sys.executable, "-m", "benchmarks.memory.process", json.dumps(spec)]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            arguments, stderr=errors, start_new_session=True, env={**LOCAL, **os.environ}, cwd=HERE.parents[1]
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        errors.seek(0)
+        return code, errors.read()[-2000:]
+
+
+def measured_machine(plan: Plan) -> dict:
+    """Rates of copies and of matrix products, by a process that leaves nothing on the device."""
+    if plan.machines.get(device=plan.device) is None:
+        spec = {"machine": True, "device": plan.device, "results": str(plan.machines.path), "command": command()}
+        code, errors = run_process(spec, 120)
+        if code != 0:
+            raise RuntimeError(f"The machine could not be measured:\n{errors}")
+        plan.machines.reload()
+    return plan.machines.get(device=plan.device)
+
+
+DONE = ("measured", "out of memory", "refused", "skipped")
+
+
+def run_row(plan: Plan, name: str, mode: str, machine: dict) -> None:
+    """The windows of one model and mode that have no result yet."""
+    done = {row["tokens"] for row in plan.found(name, mode) if row["outcome"] in DONE}
+    missing = [count for count in plan.windows if count * plan.sequence not in done]
+    left = plan.ends_at - time.monotonic()
+    if not missing or left < 30:
+        return
+    print(f"{name} {mode} ...", flush=True)
+    started = time.monotonic()
+    spec = plan.spec(name, plan.models[name], mode, missing, machine)
+    code, errors = run_process(spec, min(plan.row_seconds, left))
+    before, asked = time.monotonic() - started, {count * plan.sequence for count in missing}
+    plan.results.reload()
+    if code != 0:
+        written = {row["tokens"] for row in plan.found(name, mode) if row["outcome"] in DONE}
+        for tokens in asked - written:
+            key = {"model": name, "mode": mode, "device": plan.device, "cap_gib": plan.cap(mode), "tokens": tokens}
+            why = {"outcome": "timeout" if code is None else "failed", "detail": errors}
+            plan.results.add({**key, "sequence": plan.sequence, **why, "command": command()})
+    for row in plan.found(name, mode):
+        if row["tokens"] in asked:
+            print(f"  {line(row, None)}", flush=True)
+    print(f"  {before:.0f} s in all", flush=True)
+
+
+# The table.
+
+
+def gib(count: float | None) -> str:
+    return "-" if count is None else f"{count / GIB:.2f}" if count >= GIB else f"{count / 2**20:.0f}M"
+
+
+def line(row: dict, ratio: float | None) -> str:
+    """One row of the table."""
+    if row["outcome"] != "measured":
+        return f"{row['tokens']:6d}  {row['outcome']}: {' '.join(row['detail'].split())[-300:]}"
+    share = "    -" if ratio is None else f"{ratio:5.2f}"
+    device = "  ".join(f"{gib(row.get(f'device_{name}')):>6}" for name in ("reserved", "used", "held", "plan"))
+    host = "  ".join(f"{gib(row.get(f'host_{name}')):>6}" for name in ("peak", "training_peak", "held"))
+    time_of_step = f"{row['seconds']:7.3f}  {row['tokens_per_second']:7.0f}  {share}  {row['floor']:7.3f}"
+    busy = row["processors_busy_elsewhere"]
+    noise = f"  ({busy:.1f} processors were busy elsewhere)" if busy > 0.2 else ""
+    return f"{row['tokens']:6d}  {time_of_step}  {device}  {host}{noise}"
+
+
+HEADER = (
+    f"{'':28s}tokens  s/step    tok/s  ratio    floor  device: reserved, used, held, plan  "
+    "host: peak, in training, held (GiB, or M for MiB)"
+)
+
+
+def report(plan: Plan) -> None:
+    """Print the table, with ratios where the resident rows are there, and whether the goals are met."""
+    rows = [row for name, model in plan.models.items() for mode in model.modes for row in plan.found(name, mode)]
+    seconds = {(r["model"], r["mode"], r["tokens"]): r["seconds"] for r in rows if r["outcome"] == "measured"}
+    print(f"\n{HEADER}")
+    goals = []
+    for row in rows:
+        reference = seconds.get((row["model"], MODES[row["mode"]].against, row["tokens"]))
+        ratio = row["seconds"] / reference if reference and row["outcome"] == "measured" else None
+        print(f"{row['model']:5s}{row['mode']:22s} {line(row, ratio)}")
+        goals += judged(row, ratio, plan.models[row["model"]])
+    print("\n".join(goals))
+
+
+def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
+    """The goals of the streamed low-bit and int8 modes, each with what was measured."""
+    low = row["mode"] in ("stream-8bit", "lora-stream-int8")
+    if not low or model.host_goal is None or row["outcome"] != "measured":
+        return []
+    found, name = [], f"{row['model']} {row['mode']}, {row['tokens']} tokens"
+    for what, goal, key in (
+        ("device", model.device_goal, "device_reserved"),
+        ("host", model.host_goal, "host_peak"),
+    ):
+        if goal is not None and row.get(key) is not None:
+            verdict = "met" if row[key] <= goal * GIB else "MISSED"
+            found.append(f"goal {verdict}: {name}: {what} {gib(row[key])} of {goal} GiB")
+    if ratio is not None and row["tokens"] >= RATIO_FROM_TOKENS:
+        verdict = "met" if ratio <= MOST_RATIO else "MISSED"
+        found.append(f"goal {verdict}: {name}: {ratio:.2f} of {MOST_RATIO} x resident")
+    return found
+
+
+# Command line.
+
+
+def chosen_plan(args: argparse.Namespace) -> Plan:
+    """From the options, with the defaults of the scale."""
+    tiny = args.smoke or args.dry_run
+    models = MODELS if args.gpu else ON_CPU
+    models = {name: model for name, model in models.items() if args.models is None or name in args.models}
+    if tiny:
+        models = {name: replace(model, **TINY) for name, model in models.items()}
+    if args.dry_run:
+        # The goals of the real models have room for all of a tiny one: what they lead to is asked for instead.
+        tiny_too = {"device_goal": None, "host_goal": None, "vocab": 32000}
+        models = {
+            name: replace(model, **tiny_too, options={**model.options, "stream_embeddings": True})
+            for name, model in models.items()
+        }
+    sequence = 32 if tiny else 2048 if args.gpu else 128
+    windows = [1, 4, 8] if args.gpu else [4]
+    if args.tokens:
+        windows = [max(tokens // (2048 if args.gpu else sequence), 1) for tokens in args.tokens]
+    modes = args.modes or (SMOKE_MODES if args.smoke else tuple(MODES))
+    real = args.gpu and not args.dry_run
+    return Plan(
+        models=models,
+        modes=modes,
+        device="cuda" if real else "cpu",
+        sequence=sequence,
+        windows=sorted(set(windows)),
+        steps=args.steps or (4 if args.gpu or args.smoke else 6),
+        cap_gib=args.cap_gib if args.gpu else None,
+        host_gib=args.host_gib if real else None,
+        row_seconds=args.row_seconds,
+        results=Results(args.results, "peaks", KEY),
+        machines=Results(args.results, "machine", ("device",)),
+        ends_at=time.monotonic() + args.total_seconds,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = command_line(__doc__, HERE)
+    parser.add_argument("--gpu", action="store_true", help="The Llama shapes under a cap of device memory.")
+    parser.add_argument("--smoke", action="store_true", help="A tiny model, a few modes.")
+    parser.add_argument("--dry_run", action="store_true", help="With --gpu: tiny models, on the CPU.")
+    parser.add_argument("--report", action="store_true", help="Only print what is there.")
+    parser.add_argument("--models", nargs="+", choices=[*ON_CPU, *MODELS])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES))
+    parser.add_argument("--tokens", nargs="+", type=int, help="Per step; multiples of the sequence length.")
+    parser.add_argument("--steps", type=int, help="Per window, the first two of them to warm up.")
+    parser.add_argument(
+        "--cap_gib", type=float, default=24, help="Device memory that a row may take, but resident ones."
+    )
+    parser.add_argument("--host_gib", type=float, default=120, help="Host memory that plans may count on (with --gpu).")
+    parser.add_argument("--row_seconds", type=float, default=300, help="For one model and mode; then it is stopped.")
+    parser.add_argument("--total_seconds", type=float, default=float("inf"), help="For all rows of this call.")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.smoke or args.dry_run:
+            LOCAL["OMP_NUM_THREADS"] = "1"  # tiny products take longer on several
+            if args.results == HERE / "results.jsonl":
+                args.results = Path(scratch) / "results.jsonl"
+        plan = chosen_plan(args)
+        if not args.report:
+            machine = measured_machine(plan)
+            for name, model in plan.models.items():
+                for mode in model.modes:
+                    if mode in plan.modes:
+                        run_row(plan, name, mode, machine)
+        report(plan)
+
+
+if __name__ == "__main__":
+    main()

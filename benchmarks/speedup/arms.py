@@ -1,0 +1,167 @@
+"""
+What is compared: trainers, directions, planners, controls and peers.
+
+`results.jsonl` also has runs of arms that are no longer here, because the options that they tried are gone:
+`planner-fixed` (the mean gain of the schedule throughout), `line-search` (a line search along the drift alone),
+`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.speedup.tasks import BATCH, SEQUENCE, Task, TextAndModels, training_arguments
+
+NINO = "nino_mlp.pt"
+"""The published checkpoint, MIT licence, from github.com/SamsungSAILMontreal/nino; looked for in `--nino_folder`."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    One way to train.
+
+    Args:
+        name (`str`), about (`str`): For tables.
+        config (`dict`, *optional*): Options of `HybridConfig`; `None` for plain `Trainer`.
+        arguments (`dict`): Options of `TrainingArguments` that differ from the task's.
+        optimizer (`Callable`, *optional*): From trainable parameters, learning rate and steps to an optimizer.
+        direction (`Callable`, *optional*): A direction of the benchmark's own.
+        rate_of (`str`): Whose best learning rate the search begins at: `"adamw"`, `"muon"`, or `"one"` for 1.
+        needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
+    """
+
+    name: str
+    about: str
+    config: dict | None = None
+    arguments: dict = field(default_factory=dict)
+    optimizer: Callable | None = None
+    direction: Callable | None = None
+    rate_of: str = "adamw"
+    needs_nino: bool = False
+
+
+def _prodigy(parameters, rate, steps):
+    from prodigyopt import Prodigy
+
+    options = {"use_bias_correction": True, "safeguard_warmup": True}
+    return Prodigy(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.1, **options)
+
+
+def _ademamix(parameters, rate, steps):
+    from pytorch_optimizer import AdEMAMix
+
+    slow = 1.0 - 6.0 / steps  # the memory of gradient_memory: a sixth of the run
+    options = {"alpha": 5.0, "t_alpha_beta3": steps, "weight_decay": 0.1, "weight_decouple": True}
+    return AdEMAMix(parameters, lr=rate, betas=(0.9, 0.95, slow), **options)
+
+
+def _random_direction(*args, **kwargs):
+    from benchmarks.speedup.controls import RandomDirection
+
+    return RandomDirection(*args, **kwargs)
+
+
+def _shuffled_history(*args, **kwargs):
+    from benchmarks.speedup.controls import ShuffledHistory
+
+    return ShuffledHistory(*args, **kwargs)
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("adamw", "plain Trainer"),
+        Arm("hybrid", "HybridTrainer as it comes", {}),
+        Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}, rate_of="muon"),
+        Arm("fast", "preset fast", {"preset": "fast"}, rate_of="muon"),
+        # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
+        Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
+        Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
+        # Directions.
+        Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
+        Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),
+        Arm("drift", "leaps along the drift", {"direction": "drift"}),
+        Arm("linear", "leaps along fitted lines", {"direction": "linear"}),
+        Arm("snoo", "SNOO as leaps", {"direction": "snoo"}),
+        Arm("rre", "reduced rank extrapolation", {"direction": "rre"}),
+        Arm("nino", "the published nowcaster", {"direction": "nino"}, needs_nino=True),
+        # Planners.
+        Arm("planner-bandit", "gain by a contextual bandit", {"planner": "bandit"}),
+        Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
+        # Controls.
+        Arm("random", "control: random direction of equal norm", {}, direction=_random_direction),
+        Arm("shuffled", "control: lines fitted to a shuffled history", {}, direction=_shuffled_history),
+        # Peers.
+        Arm("prodigy", "Prodigy", optimizer=_prodigy, rate_of="one"),
+        Arm(
+            "schedule-free",
+            "Schedule-Free AdamW",
+            arguments={"optim": "schedule_free_adamw", "lr_scheduler_type": "constant_with_warmup"},
+        ),
+        Arm("ademamix", "AdEMAMix", optimizer=_ademamix),
+    )
+}
+KEPT = (
+    *("steps", "real_steps", "predicted_steps", "leaps_by_verdict", "steps_by_phase", "seconds_by_phase"),
+    *("backward_passes", "forward_only_passes", "backward_passes_avoided", "roll_backs"),
+    *("probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps", "divergence_events"),
+    *("direction", "learning_rate_scale"),
+)
+"""Of a run's summary; the rest of it is long, and no table needs it."""
+DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
+"""Arms of the tasks that start from the default learning rate."""
+
+
+def train(
+    arm: Arm, task: Task, sources: TextAndModels, *, steps: int, rate: float, seed: int, nino: str | None = None
+) -> dict:
+    """Train once and evaluate. Returns the final loss, the seconds, and what was computed."""
+    from transformers import Trainer, TrainingArguments
+
+    import hf_hybrid
+
+    data, model = sources.split(task.text), sources.model(task, seed)
+    common = {"train_dataset": data["train"], "eval_dataset": data["test"]}
+    with tempfile.TemporaryDirectory() as folder:
+        values = training_arguments(task, steps=steps, rate=rate, seed=seed, folder=folder) | arm.arguments
+        if arm.optimizer is not None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            common["optimizers"] = (arm.optimizer(parameters, rate, steps), None)
+        if arm.config is None:
+            trainer = Trainer(model, TrainingArguments(**values), **common)
+        else:
+            config = dict(arm.config) | ({"nino_checkpoint": nino} if arm.needs_nino else {})
+            if task.tuned is True:
+                config.setdefault("lr_rescue", "off")
+            if arm.direction is not None:
+                common["direction"] = arm.direction
+            args = hf_hybrid.HybridConfig(**(values | config))
+            trainer = hf_hybrid.HybridTrainer(model, args, probe_dataset=data["probe"], **common)
+        seconds = trainer.train().metrics["train_runtime"]
+        loss = trainer.evaluate()["eval_loss"]
+    summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
+    if not summary.get("steps"):
+        summary = {"backward_passes": steps, "probe_cost_steps": 0.0, "leap_cost_steps": 0.0}
+    summary["optimizer_cost_steps"] = summary["backward_passes"] * muon_cost_steps(trainer)
+    return {"eval_loss": loss, "seconds": seconds, "summary": {k: summary[k] for k in KEPT if k in summary}}
+
+
+def muon_cost_steps(trainer) -> float:
+    """Arithmetic of Muon's iteration over that of a step; 0 for other optimizers."""
+    from hf_hybrid.leaps.directions.preconditioners import orthogonalisation_flops
+
+    groups = trainer.optimizer.param_groups
+    matrices = [p for group in groups if group.get("algorithm") == "muon" for p in group["params"]]
+    weights = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+    step = BATCH * SEQUENCE * sum(4 * count + 2 * count * trained for count, trained in weights)
+    return sum(orthogonalisation_flops(p.shape) for p in matrices) / step
+
+
+def nino_path(folder: str | None) -> str | None:
+    """The published checkpoint, if it is there."""
+    path = None if folder is None else Path(folder) / NINO
+    return str(path) if path is not None and path.is_file() else None

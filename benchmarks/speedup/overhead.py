@@ -1,0 +1,126 @@
+"""
+What hybrid training costs when it gains nothing, on the quickstart's model. About five minutes; one thread.
+
+    python -m benchmarks.speedup.overhead          # on an otherwise idle machine
+
+- `disabled` (`enable_predict=False`) against plain Trainer: median CPU seconds of a step, in short runs in turn.
+- `rejected`: a run whose leaps are all turned uphill, so that probes refuse them. What memory, signals, probes,
+  snapshots and roll-backs take is clocked where it happens and put over the rest of the same run, which is what plain
+  Trainer does too. A machine whose speed drifts between runs does not blur that.
+- `hybrid`: the same for a default run. Predicted steps are not subtracted.
+
+The bytes of the buffers are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+
+import hf_hybrid
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.speedup.tasks import TASKS, TextAndModels
+from benchmarks.timing import StepClock, Stopwatch, paired_ratio
+from hf_hybrid.leaps.engine import PredictionEngine
+from hf_hybrid.leaps.trajectory import Trajectory
+
+DISABLED_STEPS = 30
+
+
+class OwnTime(Stopwatch):
+    """CPU seconds spent in what the package adds to a run."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        for name in ("_before_update", "_after_update", "_end_step"):
+            setattr(trainer, name, self.around(getattr(trainer, name)))
+        self.begin_step = PredictionEngine.begin_step
+
+    def __enter__(self):
+        PredictionEngine.begin_step = self.around(self.begin_step)
+        return self
+
+    def __exit__(self, *_):
+        PredictionEngine.begin_step = self.begin_step
+
+
+class Uphill:
+    """Turns every leap against its direction while it is entered."""
+
+    def __enter__(self):
+        self.original = Trajectory.leap
+        Trajectory.leap = lambda trajectory, gain: self.original(trajectory, -1e6 * max(gain, 1e-6))
+
+    def __exit__(self, *_):
+        Trajectory.leap = self.original
+
+
+def build(arm: str, sources: TextAndModels, steps: int, folder: str, clock: StepClock):
+    data = sources.split("code")
+    values = {
+        "output_dir": folder, "max_steps": steps, "learning_rate": 2e-3, "per_device_train_batch_size": 8,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    model = sources.model(TASKS["code"], 0)
+    common = {"train_dataset": data["train"], "callbacks": [clock]}
+    if arm == "plain":
+        return Trainer(model, TrainingArguments(**values), **common)
+    config = hf_hybrid.HybridConfig(**values, enable_predict=arm != "disabled")
+    return hf_hybrid.HybridTrainer(model, config, probe_dataset=data["probe"], **common)
+
+
+def disabled_against_plain(sources: TextAndModels, rounds: int, folder: str) -> dict:
+    def train(arm: str, clock: StepClock) -> None:
+        build(arm, sources, DISABLED_STEPS, folder, clock).train()
+
+    return {"steps": DISABLED_STEPS, **paired_ratio(train, "plain", "disabled", rounds)}
+
+
+def own_share(arm: str, sources, steps: int, folder: str) -> dict:
+    """Seconds of the package's own work over those of the rest of the run."""
+    clock = StepClock()
+    trainer = build(arm, sources, steps, folder, clock)
+    with OwnTime(trainer) as own:
+        start = time.process_time()
+        if arm == "rejected":
+            with Uphill():
+                trainer.train()
+        else:
+            trainer.train()
+        total = time.process_time() - start
+    summary = trainer.hybrid_summary()
+    kept = ("steps_by_phase", "leaps_by_verdict", "roll_backs", "probe_cost_steps", "buffer_bytes")
+    return {
+        "steps": steps,
+        "own_seconds": own.seconds,
+        "other_seconds": total - own.seconds,
+        "share": own.seconds / (total - own.seconds),
+        **{name: summary[name] for name in kept},
+    }
+
+
+def main() -> None:
+    parser = command_line(__doc__, Path(__file__).resolve().parent)
+    parser.add_argument("--rounds", type=int, default=15, help="Pairs of a disabled and a plain run.")
+    parser.add_argument("--steps", type=int, default=300, help="Of the rejected and hybrid runs.")
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results, sources = Results(args.results, "overhead", ("arm",)), TextAndModels()
+    with tempfile.TemporaryDirectory() as folder:
+        for arm in ("rejected", "hybrid"):
+            row = {"arm": arm, **own_share(arm, sources, args.steps, folder)}
+            print(json.dumps(results.add({**row, **provenance(1)})), flush=True)
+        row = {"arm": "disabled", **disabled_against_plain(sources, args.rounds, folder)}
+        print(json.dumps(results.add({**row, **provenance(1)})))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""
+Loss-matched speed-up of HybridTrainer, its directions and planners, controls and peers over plain Trainer.
+
+    python -m benchmarks.speedup.run --workers 2        # everything, for many hours; goes on where it stopped
+    python -m benchmarks.speedup.run --task code --arm adamw hybrid fast --minutes 60
+    python -m benchmarks.speedup.run --report           # tables and plots from what is there
+
+S is the number of backward passes that plain `Trainer` (AdamW at its best learning rate) needs, with a complete
+schedule of its own, for the final held-out loss of a run, over the backward passes of that run; *all costs* also counts
+forward passes on held-out sequences, a third of a step per batch, and the arithmetic of leaps. Training, probe and
+evaluation sequences are disjoint; all arms see the same training sequences in the same order.
+
+The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint (`--nino_folder`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import multiprocessing
+import os
+import shutil
+import time
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.speedup.arms import ARMS, nino_path, train
+from benchmarks.speedup.report import plot_curves, plot_speedups, print_table, table_of
+from benchmarks.speedup.search import KEY, Run, Search
+from benchmarks.speedup.tasks import BASE, BASE_RATE, BASE_STEPS, TASKS, TextAndModels, training_arguments
+
+HERE = Path(__file__).resolve().parent
+
+
+# What happens in a worker, which lives for many runs.
+
+
+@functools.cache
+def sources() -> TextAndModels:
+    import datasets
+    import torch
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["HYBRID_BENCHMARK_THREADS"]))
+    return TextAndModels()
+
+
+def make(run: Run) -> dict:
+    nino = nino_path(os.environ.get("HYBRID_BENCHMARK_NINO") or None)
+    return train(ARMS[run.arm], TASKS[run.task], sources(), steps=run.steps, rate=run.rate, seed=run.seed, nino=nino)
+
+
+def make_base() -> None:
+    """The model that fine-tuning starts from."""
+    from transformers import Trainer, TrainingArguments
+
+    task = TASKS["code"]
+    values = training_arguments(task, steps=BASE_STEPS, rate=BASE_RATE, seed=1234, folder=f"{BASE}.run")
+    model = sources().model(task, 1234)
+    Trainer(model, TrainingArguments(**values), train_dataset=sources().split("code")["train"]).train()
+    model.save_pretrained(BASE)
+    shutil.rmtree(f"{BASE}.run", ignore_errors=True)
+
+
+# What happens in the process that was started.
+
+
+def run_all(args, arms: list[str], search: Search) -> None:
+    """
+    Keep the workers busy with what is wanted most until nothing is, or the time or the number of runs is used up.
+
+    Only this process writes results. Each finished run may change what is wanted next, for example end a search, so
+    the list is made anew whenever a worker is free.
+    """
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    left = args.max_runs or math.inf
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
+        if any(not TASKS[task].scratch for task in args.task) and not BASE.is_dir():
+            pool.submit(make_base).result()
+        under_way, failed = {}, set()
+        while True:
+            wanted = [run for run in search.wanted(args.task, arms, args.seeds) if run not in failed]
+            free = [run for run in wanted if run not in under_way.values()]
+            while free and left > 0 and len(under_way) < args.workers and time.monotonic() < until:
+                run = free.pop(0)
+                under_way[pool.submit(make, run)] = run
+                left -= 1
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                run = under_way.pop(future)
+                if future.exception() is not None:
+                    failed.add(run)
+                    print(f"{run} failed: {future.exception()!r}", flush=True)
+                    continue
+                search.results.add({**asdict(run), **future.result(), **provenance(args.threads)})
+                print(f"{run}: {search.loss(run):.4f}", flush=True)
+
+
+def main() -> None:
+    parser = command_line(__doc__, HERE)
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--arm", nargs="+", help=f"Of {', '.join(ARMS)}; all by default.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
+    parser.add_argument("--minutes", type=float, default=0.0, help="Start no run after that many; 0 for no limit.")
+    parser.add_argument("--max_runs", type=int, default=0, help="Start no more runs than that; 0 for no limit.")
+    parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
+    parser.add_argument("--report", action="store_true", help="Only report what is there.")
+    args = parser.parse_args()
+    results = Results(args.results, "speedup", KEY)
+    if not args.report:
+        if args.arm and not set(args.arm) <= set(ARMS):
+            parser.error(f"`--arm` takes {', '.join(ARMS)}, got `{' '.join(args.arm)}`.")
+        nino = nino_path(args.nino_folder)
+        arms = [arm for arm in args.arm or ARMS if nino or not ARMS[arm].needs_nino]
+        os.environ["HYBRID_BENCHMARK_THREADS"] = str(args.threads)
+        os.environ["HYBRID_BENCHMARK_NINO"] = args.nino_folder or ""
+        run_all(args, arms, Search(results))
+    tables = [table for task in args.task if (table := table_of(results, task, args.arm, args.seeds))]
+    for table in tables:
+        print_table(table)
+    if set(args.task) == set(TASKS) and not args.arm:
+        tuned = [table for table in tables if TASKS[table["task"]].tuned is True]
+        plot_curves(tuned, args.results.parent / "curves.png")
+        plot_speedups(tuned, args.results.parent / "speedups.png")
+
+
+if __name__ == "__main__":
+    main()

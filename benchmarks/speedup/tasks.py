@@ -1,0 +1,163 @@
+"""What is trained: the tasks of the speed-up benchmark, with their texts, models and training settings."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BASE = Path(__file__).resolve().parent / "base"
+"""The model that fine-tuning starts from, made when it is first needed: plain Trainer on `code`."""
+BASE_STEPS, BASE_RATE = 900, 3e-3
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_quickstart.py"
+SEQUENCE, BATCH = 128, 8
+PROBE, TEST = 64, 480
+"""Sequences for the probes and for the final evaluation, disjoint from each other and from training."""
+DEFAULT_RATE = 5e-5
+
+TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
+"""What made plain AdamW best from scratch (docs/evaluation.md); linear decay to zero, as `Trainer` defaults to."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    One thing to train; `steps` is the budget at which arms are compared, `budgets` those of the plain curve.
+
+    `grid` are the learning rates that plain AdamW starts its search from; it is widened while the best lies at an end.
+    `tuned` is `True`, or the name of the task that is the same one with a tuned baseline.
+    """
+
+    name: str
+    about: str
+    text: str
+    steps: int
+    budgets: tuple[int, ...]
+    grid: tuple[float, ...]
+    scratch: bool = True
+    lora: bool = False
+    tuned: bool | str = True
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "code",
+            "from scratch on Python's source",
+            "code",
+            600,
+            (300, 600, 900, 1200, 1500),
+            (1.5e-3, 3e-3, 6e-3),
+        ),
+        Task(
+            "docs",
+            "full fine-tuning of a `code` model to the language reference",
+            "docs",
+            200,
+            (100, 150, 200, 250, 300),
+            (1e-3, 2e-3, 4e-3),
+            scratch=False,
+        ),
+        Task(
+            "lora",
+            "LoRA (rank 8, all linear layers) of the same model to the same text",
+            "docs",
+            200,
+            (100, 150, 200, 250, 300),
+            (4e-3, 8e-3, 1.6e-2),
+            scratch=False,
+            lora=True,
+        ),
+        Task(
+            "small",
+            "from scratch on the language reference alone, four and a half passes over it",
+            "docs",
+            500,
+            (250, 500, 750, 1000),
+            (1.5e-3, 3e-3, 6e-3),
+        ),
+        Task(
+            "code-default",
+            "`code` with every option of `Trainer` at its default",
+            "code",
+            300,
+            (300, 1200, 2400),
+            (DEFAULT_RATE,),
+            tuned="code",
+        ),
+        Task(
+            "docs-default",
+            "`docs` with every option of `Trainer` at its default",
+            "docs",
+            200,
+            (200, 800, 1600),
+            (DEFAULT_RATE,),
+            scratch=False,
+            tuned="docs",
+        ),
+    )
+}
+
+
+@functools.cache
+def quickstart():
+    """The functions of examples/01_quickstart.py: the benchmark trains what a new user sees."""
+    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class TextAndModels:
+    """Loads texts, tokenizer and base model once per process."""
+
+    def __init__(self):
+        self.tokenizer = quickstart().train_tokenizer(quickstart().python_source())
+
+    @functools.cache  # noqa: B019 - one instance lives as long as its process
+    def split(self, text: str) -> dict:
+        """`train`, `probe` and `test` sets, the same for every run."""
+        from pydoc_data import topics
+
+        from datasets import Dataset
+
+        texts = quickstart().python_source() if text == "code" else [topics.topics[k] for k in sorted(topics.topics)]
+        rows = quickstart().blocks(Dataset.from_dict({"text": texts}), self.tokenizer, SEQUENCE)
+        whole = rows.train_test_split(min(TEST, len(rows) // 6), seed=0)
+        inner = whole["train"].train_test_split(PROBE, seed=0)
+        return {"train": inner["train"], "probe": inner["test"], "test": whole["test"]}
+
+    def model(self, task: Task, seed: int):
+        from transformers import AutoModelForCausalLM, set_seed
+
+        set_seed(seed)
+        if task.scratch:
+            return quickstart().small_llama(self.tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(BASE)
+        if not task.lora:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder: str) -> dict:
+    """Keyword arguments of `TrainingArguments` or `HybridConfig`."""
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "learning_rate": rate,
+        "seed": seed,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": 16,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 10**9,
+        "dataloader_pin_memory": False,
+        **(TUNED if task.tuned is True else {}),
+    }

@@ -1,0 +1,68 @@
+"""CPU time of training steps, for benchmarks that ask what something costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from transformers import TrainerCallback
+
+
+class StepClock(TrainerCallback):
+    """CPU seconds from the end of a step to the end of the next. The first step, which initialises, is left out."""
+
+    def __init__(self):
+        self.ends: list[float] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append(time.process_time())
+
+    @property
+    def steps(self) -> list[float]:
+        return [after - before for before, after in zip(self.ends, self.ends[1:])]
+
+
+class Stopwatch:
+    """Adds up the CPU seconds spent in functions."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def around(self, function: Callable) -> Callable:
+        """`function`, clocked."""
+
+        def timed(*args, **kwargs):
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - start
+
+        return timed
+
+
+def paired_ratio(train: Callable[[str, StepClock], None], base: str, other: str, rounds: int) -> dict:
+    """
+    Median seconds of a step of `other` over those of `base`, run in turn.
+
+    A machine's speed drifts over minutes. Runs that follow each other closely share it, so each ratio is of one pair,
+    and the order within a pair alternates.
+
+    Args:
+        train (`Callable`): Trains the named arm once, with a clock among its callbacks.
+        rounds (`int`): Pairs; one more is run first to warm caches and the allocator.
+    """
+    medians: dict[str, list[float]] = {base: [], other: []}
+    for number in range(rounds + 1):
+        for arm in sorted(medians, reverse=bool(number % 2)):
+            clock = StepClock()
+            train(arm, clock)
+            if number:
+                medians[arm].append(statistics.median(clock.steps))
+    ratios = sorted(a / b for a, b in zip(medians[other], medians[base]))
+    return {
+        "rounds": rounds,
+        "seconds_per_step": medians,
+        "ratio": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
+    }

@@ -1,0 +1,298 @@
+"""
+How well the world model of training forecasts runs that it has not seen, and what it costs.
+
+    python -m benchmarks.world_model.forecast                # all held-out runs of recordings/, and the plot
+    python -m benchmarks.world_model.forecast --skip_cost    # without the step of a 100M-parameter model
+
+Every held-out run is replayed causally, window by window (10 real steps), through the `DynamicsModel` that
+`planner="dynamics"` uses: after each window it forecasts the loss 1, 5 and 20 windows ahead, knowing what will be done
+(leaps, schedule). Compared with persistence, the power law of the run so far and a ridge regression on the same 64
+features, whose constant predictive scales are fitted on the training runs. Errors: bootstrap over runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.plots import draw
+from benchmarks.world_model.scores import (
+    FIRST,
+    Predictive,
+    baselines,
+    coverage,
+    reliability,
+    starts_at,
+    with_error,
+)
+from benchmarks.world_model.storage import load_records
+from hf_hybrid.assembly import START_WEIGHTS
+from hf_hybrid.leaps.gains import Window
+from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.forecasts import SCORED
+from hf_hybrid.world_model.imagination import ImaginedGain
+
+STRIDE = 10
+"""Real steps of a window."""
+ARMS = {
+    "start weights, learns": {"start": START_WEIGHTS},
+    "start weights, fixed": {"start": START_WEIGHTS, "learn_every": 0},
+    "no start weights, learns": {"start": None},
+}
+MAIN_ARM = "start weights, learns"
+TOKENS = (8, 128)
+"""Batch and length of the step that the planner's cost is compared with."""
+DRAWS = 2000
+
+
+def replay(run, options: dict) -> dict:
+    """Forecasts after every window of a run, as a real run would have made them, and imagined branches."""
+    dynamics = DynamicsModel(**options)
+    forecasts, confidences, branches = {k: [] for k in SCORED}, [], []
+    losses = np.log(np.maximum(run.losses, 1e-6))
+    for window in range(len(run.losses)):
+        dynamics.observe_window(run.features[window], run.actions[window], float(run.losses[window]))
+        branches += [imagined(dynamics, branch) for branch in run.branches if branch.start == window + 1]
+        ahead = min(max(SCORED), len(run.losses) - 1 - window)
+        if ahead < 1:
+            continue
+        forecast = dynamics.forecast(run.actions[window + 1 : window + 1 + ahead], keep=True)
+        if window < FIRST - 1:
+            continue
+        for k in (k for k in SCORED if k <= ahead):
+            realised = losses[window + k] - losses[window]
+            forecasts[k].append((forecast.mean[k - 1], forecast.scale[k - 1], realised))
+        if ahead >= dynamics.confidence_horizon:
+            change = losses[window + dynamics.confidence_horizon] - losses[window]
+            confidences.append((dynamics.confidence, change <= math.log1p(dynamics.tolerance)))
+    return {"forecasts": forecasts, "confidences": confidences, "branches": [b for b in branches if b]}
+
+
+def imagined(dynamics: DynamicsModel, branch) -> dict | None:
+    """What the model expects of a branch against the run as it went on, up to 20 windows ahead, and what came."""
+    base, other = branch.base, branch.other
+    shared = min(len(base.losses), len(other.losses), max(SCORED))
+    if shared < 1 or not np.isfinite(branch.base.held_out[-1] + branch.other.held_out[-1]):
+        return None
+    difference, disagreement = dynamics.compare(other.actions[:shared], base.actions[:shared])
+    came = np.log(other.losses[:shared]) - np.log(base.losses[:shared])
+    last = slice(max(shared - 5, 0), shared)
+    return {
+        "imagined_end": float(difference[last].mean()),
+        "imagined_5": float(difference[: min(5, shared)].mean()),
+        "disagreement_end": float(disagreement[last].mean()),
+        "probability_better": float(
+            dynamics.probability_better(other.actions[:shared], base.actions[:shared], shared).item()
+        ),
+        "realised_5": float(came[: min(5, shared)].mean()),
+        "realised_end": float(came[last].mean()),
+        "held_out_end": float(np.log(other.held_out[-1]) - np.log(base.held_out[-1])),
+        "more_leaping": float(np.sign(other.actions[:shared, 0].sum() - base.actions[:shared, 0].sum())),
+        "windows": shared,
+    }
+
+
+def scores_of(replays: list[dict], others: dict[int, dict[str, Predictive]], held_out: list) -> dict:
+    """CRPS and NLL by horizon, paired differences to the baselines, and calibration."""
+    found = {}
+    for k in SCORED:
+        rows = np.array([row for replayed in replays for row in replayed["forecasts"][k]])
+        run = starts_at(held_out, k).run
+        model = Predictive(False, rows[:, 0], rows[:, 1], rows[:, 2])
+        found[k] = {
+            "real_steps": k * STRIDE,
+            "forecasts": len(rows),
+            "runs": len(np.unique(run)),
+            "crps": with_error(model.crps(), run),
+            "nll": with_error(model.nll(), run),
+            "mean_absolute_error": with_error(np.abs(model.realised - model.mean), run),
+            "minus": {
+                name: {
+                    "crps": with_error(model.crps() - other.crps(), run),
+                    "nll": with_error(model.nll() - other.nll(), run),
+                }
+                for name, other in others[k].items()
+            },
+            "calibration": coverage(model.places()),
+        }
+    return found
+
+
+def baseline_scores(others: dict[int, dict[str, Predictive]], held_out: list) -> dict:
+    found = {}
+    for k, by_name in others.items():
+        run = starts_at(held_out, k).run
+        found[k] = {
+            name: {
+                "crps": with_error(other.crps(), run),
+                "nll": with_error(other.nll(), run),
+                "mean_absolute_error": with_error(np.abs(other.realised - other.mean), run),
+                "family": "gaussian" if other.gaussian else "student_t_5",
+                "scale": round(float(other.scale[0]), 5),
+                "calibration": coverage(other.places()),
+            }
+            for name, other in by_name.items()
+        }
+    return found
+
+
+def branch_scores(replays: list[dict]) -> dict:
+    """Imagined against realised differences of branches, in training losses and in the held-out loss at the end."""
+    rows = [{"run": number, **row} for number, replayed in enumerate(replays) for row in replayed["branches"]]
+    column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    targets = {
+        "training_5_windows": ("imagined_5", "realised_5"),
+        "training_end": ("imagined_end", "realised_end"),
+        "held_out_end": ("imagined_end", "held_out_end"),
+    }
+    scores = {
+        name: agreement(column[guess], column[truth], column["more_leaping"], column["run"])
+        for name, (guess, truth) in targets.items()
+    }
+    better = reliability(column["probability_better"], column["realised_end"] < 0)
+    return {"n": len(rows), "runs": len(set(column["run"])), **scores, "probability_better": better, "rows": rows}
+
+
+def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np.ndarray) -> dict:
+    """Correlations, and share of right signs: of the model, and of the rules that leaps always or never help."""
+    rules = {"model": np.sign(guess), "leaps_always_help": -leaping, "leaps_never_help": leaping}
+    ranks = [values.argsort().argsort().astype(float) for values in (guess, truth)]
+    rng, found = np.random.default_rng(0), []
+    members = [np.flatnonzero(run == number) for number in np.unique(run)]
+    for _ in range(DRAWS):
+        index = np.concatenate([members[i] for i in rng.integers(len(members), size=len(members))])
+        found.append(np.corrcoef(guess[index], truth[index])[0, 1])
+    low, high = np.nanquantile(found, (0.025, 0.975))
+    return {
+        "correlation": round(float(np.corrcoef(guess, truth)[0, 1]), 4),
+        "correlation_95": [round(float(low), 4), round(float(high), 4)],
+        "rank_correlation": round(float(np.corrcoef(*ranks)[0, 1]), 4),
+        "sign": {name: with_error((rule == np.sign(truth)).astype(float), run) for name, rule in rules.items()},
+        "share_of_size": {
+            name: round(float(((rule == np.sign(truth)) * np.abs(truth)).sum() / np.abs(truth).sum()), 4)
+            for name, rule in rules.items()
+        },
+        "realised_mean": with_error(truth, run),
+        "gained_by_choosing": {
+            name: with_error(np.where(rule < 0, truth, 0.0), run)
+            for name, rule in {**rules, "perfect": np.sign(truth)}.items()
+        },
+    }
+
+
+def planner_cost(run) -> dict:
+    """CPU milliseconds per real step of everything that the planner does, on one held-out run."""
+    steps = len(run.losses) * STRIDE
+    dynamics = DynamicsModel(START_WEIGHTS)
+    rates = run.actions[:, 3]
+    planner = ImaginedGain(
+        4.0,
+        0.0,
+        0.2,
+        dynamics=dynamics,
+        rate_at=lambda progress: float(rates[min(int(progress * len(rates)), len(rates) - 1)]),
+        window_share=1.0 / len(run.losses),
+    )
+    seconds = []
+    for features, action, loss in zip(run.features, run.actions, run.losses):
+        gain, horizon, progress, rate = (float(value) for value in action)
+        started = time.process_time()
+        planner.observe(Window(features.tolist(), float(loss), gain, horizon, progress, rate))
+        seconds.append(time.process_time() - started)
+    learned = dynamics.learn_every
+    plain = [s for window, s in enumerate(seconds, 1) if window % learned]
+    learning = [s for window, s in enumerate(seconds, 1) if window % learned == 0]
+    return {
+        "windows": len(seconds),
+        "ms_per_window": round(1e3 * float(np.median(plain)), 3),
+        "ms_per_learning_window": round(1e3 * float(np.median(learning)), 3),
+        "ms_per_real_step": round(1e3 * sum(seconds) / steps, 4),
+    }
+
+
+def model_step(repeats: int = 1) -> dict:
+    """CPU milliseconds of a step (forward, backward, clipping, AdamW) of a Llama of about 100M parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=640,
+        intermediate_size=1728,
+        num_hidden_layers=12,
+        num_attention_heads=10,
+        num_key_value_heads=10,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    rows = torch.randint(config.vocab_size, TOKENS)
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.process_time()
+        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - started)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": TOKENS[0] * TOKENS[1],
+        "ms_per_step": round(1e3 * float(np.median(seconds[1:])), 1),
+    }
+
+
+def main() -> None:
+    parser = command_line(__doc__, Path(__file__).resolve().parent)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--skip_cost", action="store_true", help="Do not measure what the planner costs.")
+    parser.add_argument("--max_runs", type=int, help="Replay that many held-out runs only.")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    learned, held_out = load_records()
+    held_out = held_out[: args.max_runs]
+    runs, origin = {"training": len(learned), "held_out": len(held_out)}, provenance(args.threads)
+    others = baselines(learned, held_out)
+    stored = Results(args.results, "baselines", ())
+    compared = stored.add({"runs": runs, "horizons": baseline_scores(others, held_out), **origin})
+    arms = Results(args.results, "forecast", ("arm",))
+    for name, options in ARMS.items():
+        started = time.perf_counter()
+        replays = [replay(run, options) for run in held_out]
+        probability, happened = map(np.array, zip(*[row for r in replays for row in r["confidences"]]))
+        branches = branch_scores(replays)
+        if name != MAIN_ARM:
+            del branches["rows"]  # what the plot shows of the main arm
+        row = {
+            "arm": name,
+            "runs": runs,
+            "horizons": scores_of(replays, others, held_out),
+            "confidence": reliability(probability, happened),
+            "branches": branches,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        print(name, summary_line(arms.add({**row, **origin})), flush=True)
+    if not args.skip_cost:
+        planner, step = planner_cost(max(held_out, key=lambda run: len(run.losses))), model_step()
+        share = round(planner["ms_per_real_step"] / step["ms_per_step"], 6)
+        cost = Results(args.results, "cost", ()).add({"planner": planner, "model": step, "share": share, **origin})
+        print(json.dumps({name: cost[name] for name in ("planner", "model", "share")}))
+    draw(arms.get(arm=MAIN_ARM), compared["horizons"], args.results.parent / "forecasts.png")
+
+
+def summary_line(arm: dict) -> str:
+    horizons = " ".join(
+        f"[{k}: crps {h['crps']['mean']:.4f} nll {h['nll']['mean']:.3f} ece {h['calibration']['ece']:.3f}]"
+        for k, h in arm["horizons"].items()
+    )
+    ends = arm["branches"]["training_end"]
+    return f"{horizons} confidence ece {arm['confidence']['ece']:.3f} branches r {ends['correlation']:.2f}"
+
+
+if __name__ == "__main__":
+    main()

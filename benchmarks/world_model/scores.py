@@ -1,0 +1,199 @@
+"""Predictive distributions, the baselines of `forecast.py`, and proper scores with errors over runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_hybrid.world_model.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
+
+FIRST = 3
+"""Windows before the first forecast that is scored: planners choose from then on."""
+PENALTIES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+LEVELS = tuple(np.round(np.arange(0.05, 1.0, 0.1), 2).tolist())
+"""Of central intervals."""
+RESAMPLES = 2000
+
+
+def density_and_cdf(z: np.ndarray, gaussian: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Of the standard Gaussian, or of the Student-t of 5 degrees of freedom in closed form."""
+    if gaussian:
+        cdf = torch.special.ndtr(torch.from_numpy(z)).numpy()
+        return np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi), cdf
+    angle = np.arctan(z / math.sqrt(FREEDOM))
+    cdf = 0.5 + (angle + np.sin(angle) * np.cos(angle) + 2 / 3 * np.sin(angle) * np.cos(angle) ** 3) / math.pi
+    density = np.exp(-student_t_nll(torch.from_numpy(z), torch.zeros(1, dtype=torch.float64)).numpy())
+    return density, cdf
+
+
+def beta_function(a: float, b: float) -> float:
+    return math.exp(math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b))
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """Gaussian or Student-t (5 degrees of freedom) predictions `[n]` of changes of the log loss, and what came."""
+
+    gaussian: bool
+    mean: np.ndarray
+    scale: np.ndarray
+    realised: np.ndarray
+
+    @property
+    def _z(self) -> np.ndarray:
+        return (self.realised - self.mean) / self.scale
+
+    def nll(self) -> np.ndarray:
+        """Negative log density of what came, in nats."""
+        if self.gaussian:
+            return np.log(self.scale) + 0.5 * (self._z**2 + math.log(2 * math.pi))
+        return np.log(self.scale) - np.log(density_and_cdf(self._z, False)[0])
+
+    def crps(self) -> np.ndarray:
+        """Continuous ranked probability score in log-loss units, in closed form (Jordan et al., 2019, 1709.04743)."""
+        z = self._z
+        density, cdf = density_and_cdf(z, self.gaussian)
+        if self.gaussian:
+            return self.scale * (z * (2 * cdf - 1) + 2 * density - 1 / math.sqrt(math.pi))
+        spread = 2 * density * (FREEDOM + z**2) / (FREEDOM - 1)
+        beta = beta_function(0.5, FREEDOM - 0.5) / beta_function(0.5, FREEDOM / 2) ** 2
+        return self.scale * (z * (2 * cdf - 1) + spread - 2 * math.sqrt(FREEDOM) / (FREEDOM - 1) * beta)
+
+    def places(self) -> np.ndarray:
+        """Probability integral transform."""
+        return density_and_cdf(self._z, self.gaussian)[1]
+
+
+def best_scale(errors: np.ndarray) -> tuple[bool, float]:
+    """Whether Gaussian, and its scale: the more likely of both families, each at its own best."""
+    tried = math.sqrt(float(np.mean(errors**2))) * np.exp(np.linspace(-3, 0.5, 141))
+    zero = np.zeros_like(errors)
+    likely = {
+        (gaussian, float(scale)): float(Predictive(gaussian, zero, np.full_like(errors, scale), errors).nll().mean())
+        for gaussian in (True, False)
+        for scale in tried
+    }
+    return min(likely, key=likely.get)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Everything known at the windows of many runs from which the loss `k` windows later is forecast, `[n]` each."""
+
+    run: np.ndarray
+    inputs: np.ndarray
+    """`[n, 66]`: features, and progress and rate `k` windows later."""
+    law: np.ndarray
+    change: np.ndarray
+
+
+def starts_at(runs: list, k: int) -> Starts:
+    """Start windows `FIRST` and later of runs that last `k` windows more."""
+    columns: dict[str, list[np.ndarray]] = {"run": [], "inputs": [], "law": [], "change": []}
+    for number, run in enumerate(runs):
+        count = len(run.losses) - k - (FIRST - 1)
+        if count < 1:
+            continue
+        begin, end = slice(FIRST - 1, FIRST - 1 + count), slice(FIRST - 1 + k, None)
+        back, increments = power_law(history_of(run.losses)[begin], k)
+        losses = np.log(np.maximum(run.losses, 1e-6))
+        columns["run"].append(np.full(count, number))
+        columns["inputs"].append(np.concatenate((run.features[begin], run.actions[end, 2:]), 1))
+        columns["law"].append((back + increments.cumsum(-1))[:, -1].numpy())
+        columns["change"].append(losses[end] - losses[begin])
+    return Starts(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+class Ridge:
+    """Ridge regression of the change on features and the known future; the penalty by cross-validation over runs."""
+
+    FOLDS = 5
+
+    def __init__(self, known: Starts):
+        folds = known.run % self.FOLDS
+        errors = {}
+        for penalty in PENALTIES:
+            left_out = np.empty_like(known.change)
+            for fold in range(self.FOLDS):
+                fitted = self._fit(known.inputs[folds != fold], known.change[folds != fold], penalty)
+                left_out[folds == fold] = fitted(known.inputs[folds == fold])
+            errors[penalty] = known.change - left_out
+        self.penalty = min(PENALTIES, key=lambda penalty: float(np.mean(np.abs(errors[penalty]))))
+        self.errors = errors[self.penalty]
+        """On training runs that the fit had not seen: what its scale is fitted to."""
+        self.predict = self._fit(known.inputs, known.change, self.penalty)
+
+    @staticmethod
+    def _fit(inputs: np.ndarray, change: np.ndarray, penalty: float) -> Callable[[np.ndarray], np.ndarray]:
+        mean, scale = inputs.mean(0), inputs.std(0) + 1e-6
+        z, offset = (inputs - mean) / scale, change.mean()
+        weights = np.linalg.solve(z.T @ z + penalty * len(z) * np.eye(z.shape[1]), z.T @ (change - offset))
+        return lambda some: (some - mean) / scale @ weights + offset
+
+
+def baselines(learned: list, held_out: list) -> dict[int, dict[str, Predictive]]:
+    """By horizon: persistence, power law of the run so far, and ridge, each with the best scale on training runs."""
+    found = {}
+    for k in SCORED:
+        known, asked = starts_at(learned, k), starts_at(held_out, k)
+        ridge = Ridge(known)
+        means = {
+            "persistence": np.zeros_like(asked.change),
+            "power law": asked.law,
+            "ridge": ridge.predict(asked.inputs),
+        }
+        errors = {"persistence": known.change, "power law": known.change - known.law, "ridge": ridge.errors}
+        found[k] = {}
+        for name, mean in means.items():
+            gaussian, scale = best_scale(errors[name])
+            found[k][name] = Predictive(gaussian, mean, np.full_like(mean, scale), asked.change)
+    return found
+
+
+def with_error(values: np.ndarray, run: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Mean over windows with its standard error and 95 % interval, by bootstrap over runs."""
+    runs, index = np.unique(run, return_inverse=True)
+    sums, counts = np.bincount(index, values), np.bincount(index)
+    chosen = np.random.default_rng(seed).integers(len(runs), size=(RESAMPLES, len(runs)))
+    means = sums[chosen].sum(1) / counts[chosen].sum(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return {
+        "mean": round(float(values.mean()), 5),
+        "se": round(float(means.std()), 5),
+        "low": round(float(low), 5),
+        "high": round(float(high), 5),
+    }
+
+
+def coverage(places: np.ndarray) -> dict:
+    """Share of realised values inside central intervals, and the mean absolute gap to their levels."""
+    inside = [float(np.mean(np.abs(places - 0.5) <= level / 2)) for level in LEVELS]
+    gap = float(np.mean(np.abs(np.array(inside) - np.array(LEVELS))))
+    return {"levels": list(LEVELS), "coverage": [round(value, 4) for value in inside], "ece": round(gap, 4)}
+
+
+def reliability(probability: np.ndarray, happened: np.ndarray, bins: int = 10) -> dict:
+    """Mean probability and observed frequency in bins of equal width; expected calibration error; Brier score."""
+    index = np.minimum((probability * bins).astype(int), bins - 1)
+    rows = [
+        {
+            "probability": round(float(probability[index == b].mean()), 4),
+            "frequency": round(float(happened[index == b].mean()), 4),
+            "n": int((index == b).sum()),
+        }
+        for b in range(bins)
+        if (index == b).any()
+    ]
+    gap = sum(row["n"] * abs(row["probability"] - row["frequency"]) for row in rows) / len(probability)
+    brier = float(np.mean((probability - happened) ** 2))
+    base = float(happened.mean())
+    return {
+        "bins": rows,
+        "ece": round(gap, 4),
+        "brier": round(brier, 4),
+        "brier_of_base_rate": round(base - base**2, 4),
+    }
