@@ -10,7 +10,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from hf_hybrid.arguments import GAINS, PRESETS, HybridArguments, in_words
+from hf_hybrid.arguments import PRESETS, HybridArguments, in_words
+from hf_hybrid.leaps.directions import DIRECTIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -82,10 +83,10 @@ def page() -> str:
         + table(["", *(f"`{name}`" for name in PRESETS)], presets)
         + "\n"
     )
-    gains = [[f"`{name}`", gain, power] for name, (gain, power) in GAINS.items()]
+    gains = [[f"`{name}`", direction.gain, direction.gain_power] for name, direction in DIRECTIONS.items()]
     parts.append(
-        "## Gain by direction\n\nThe gain of a leap is `leap_gain * progress ** power` (times `gain_factor`), in units "
-        "of the real steps since the last\nleap.\n\n" + table(["`direction`", "`leap_gain`", "power"], gains) + "\n"
+        "## Gain by direction\n\nThe gain of a leap is `gain * progress ** gain_power` (times `gain_factor`), in units "
+        "of the real steps since the last\nleap.\n\n" + table(["`direction`", "`gain`", "`gain_power`"], gains) + "\n"
     )
     return "\n".join(parts)
 

@@ -2,7 +2,7 @@
 Train a small Llama from scratch with HybridTrainer and compare it with plain Trainer; two minutes on two CPU cores.
 
     python examples/01_quickstart.py
-    python examples/01_quickstart.py --direction drift --max_steps 600
+    python examples/01_quickstart.py --direction gradient_memory --max_steps 600
 
 On two processes of the CPU (`accelerate launch --cpu` starts only one, whatever `--num_processes` says):
 

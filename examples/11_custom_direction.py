@@ -35,6 +35,8 @@ class Agreement(Direction):
     """
 
     name = "agreement"
+    gain, memory_steps = 3.0, 10  # defaults of the options `leap_gain` and `leap_memory_steps`
+    values_per_weight = 1  # `signs`, counted by memory plans
 
     def __init__(self, context, least: float):
         super().__init__(context)

@@ -55,12 +55,6 @@ PRESETS: dict[str, dict[str, float | int]] = {
         "muon_momentum": 0.85,
     },
 }
-# Gain of a leap at the end of the run, and the power of the progress with which it grows there (0: constant).
-GAINS: dict[str, tuple[float, float]] = {
-    "orthogonal": (3.0, 0.0),
-    "gradient_memory": (4.0, 2.0),
-    "none": (1.0, 0.0),
-}
 
 _LIMITS = {
     "at_least": ("at least", operator.ge),
@@ -151,7 +145,8 @@ class HybridArguments:
         "orthogonal",
         "Where a leap goes. orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
         "as Muon does. gradient_memory: along a long average of the gradients, through the optimizer's own "
-        "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison).",
+        "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison). "
+        "HybridTrainer(direction=...) takes your own.",
         group="Leaps",
     )
     leap_gain: Optional[float] = option(
@@ -339,10 +334,9 @@ class HybridArguments:
         given = getattr(self, name)
         return PRESETS[self.preset][name] if given is None else given
 
-    def gain_schedule(self, direction: str) -> tuple[float, float]:
-        """Gain of a leap along `direction` at the end of the run, and the power of the progress with which it grows."""
-        gain, power = GAINS[direction]
-        return gain * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain, power
+    def final_gain(self, own: float) -> float:
+        """Gain of a leap at the end of the run: `leap_gain`, else the direction's `own` times the preset's factor."""
+        return own * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
 
 
 def check_ranges(options: Any, within: tuple[Field, ...]) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
-from hf_hybrid.leaps.directions.base import DirectionFactory
-from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
+from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.engine import PredictionEngine
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner, WindowCounter
@@ -43,7 +42,7 @@ def build_engine(trainer) -> PredictionEngine:
         controller=PhaseController(phase_lengths(options, max_steps), options.preset_value("confidence_threshold")),
         trajectory=trajectory,
         planner=LeapPlanner(
-            gains=_gain_planner(trainer, stride),
+            gains=_gain_planner(trainer, stride, trajectory),
             probe_budget=options.probe_budget,
             max_steps=max_steps,
             z=2.0,
@@ -67,10 +66,10 @@ def build_engine(trainer) -> PredictionEngine:
     )
 
 
-def _gain_planner(trainer, stride: int) -> GainPlanner:
+def _gain_planner(trainer, stride: int, trajectory: Trajectory) -> GainPlanner:
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
-    gain, power = options.gain_schedule(leading_direction(trainer))
-    values = (gain, power, options.preset_value("leap_worth"))
+    direction = trajectory.direction
+    values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
     if options.planner == "dynamics":
         from hf_hybrid.world_model.dynamics import DynamicsModel
         from hf_hybrid.world_model.imagination import ImaginedGain
@@ -102,30 +101,18 @@ def scheduled_rate(trainer) -> Callable[[float], float]:
     return lambda progress: functions[0](round(progress * max_steps)) / peak if peak > 0 else 0.0
 
 
-def leading_direction(trainer) -> str:
+def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
     """
-    The direction whose gain and memory suit the run: that of the options, but `gradient_memory` where `orthogonal`
-    finds nothing to orthogonalise: no hidden matrices, or an optimizer whose learning rates are of another scale.
-    """
-    direction = trainer.hybrid_args.direction
-    if direction != "orthogonal" or trainer.custom_direction is not None:
-        return direction
-    groups = trainer.optimizer.param_groups
-    fits = any("betas" in group or group.get("algorithm") == "muon" for group in groups)
-    return direction if fits and split_parameters(trainer.model)[0] else "gradient_memory"
+    The user's own direction, else the one that the options name.
 
-
-def make_direction_factory(options: HybridArguments, model) -> DirectionFactory:
+    `gradient_memory` takes the place of `orthogonal` where nothing can be orthogonalised: no hidden matrices are
+    trained, or no learning rate of the optimizer is of Adam's scale.
     """
-    What makes the direction that the options name, for the parameters of `model`.
-
-    Raises:
-        ValueError: If it needs a file that is not there, or that holds something else.
-    """
-    return direction_factory(
-        options.direction,
-        matrices=split_parameters(model)[0],
-    )
+    if trainer.custom_direction is not None:
+        return trainer.custom_direction
+    chosen = DIRECTIONS[trainer.hybrid_args.direction]
+    suits = matrices and any(Orthogonal.suits(group) for group in trainer.optimizer.param_groups)
+    return GradientMemory if chosen is Orthogonal and not suits else chosen
 
 
 def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
@@ -156,11 +143,14 @@ def _trajectory(trainer) -> Trajectory:
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if streaming is not None:
         parameters = [(name, streaming.streamer.counterpart(parameter)) for name, parameter in parameters]
+    matrices = frozenset(split_parameters(trainer.model)[0])
+    direction = direction_of(trainer, matrices)
     trajectory = Trajectory(
         parameters,
         _unwrapped_optimizer(trainer),
-        direction=trainer.direction_factory,
-        memory_steps=leap_memory_steps(options, trainer.state.max_steps, leading_direction(trainer)),
+        direction=direction,
+        matrices=matrices,
+        memory_steps=leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps),
         max_relative_norm=0.5,
         host=options.buffers_device == "cpu",
         store=streaming,

@@ -197,10 +197,9 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
     )
 
 
-def leap_memory_steps(options: HybridArguments, max_steps: int, direction: str) -> int:
-    """Length of the slow averages: as given, else short for orthogonal leaps, in proportion to the run for others."""
-    in_proportion = min(max(max_steps // 6, 5), 1000)
-    return options.leap_memory_steps or (10 if direction == "orthogonal" else in_proportion)
+def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | None) -> int:
+    """Length of the slow averages: as given, else the direction's `default`, else in proportion to the run."""
+    return options.leap_memory_steps or default or min(max(max_steps // 6, 5), 1000)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 
+from hf_hybrid.leaps.directions import DIRECTIONS, Orthogonal
+from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.trajectory import WeightStore
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import PhasePlugin
@@ -258,10 +260,10 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
 
     Raises:
         PlanError: If nothing fits; with the bytes and the nearest plan that works.
-        ValueError: If a direction needs a file that is not there.
     """
     args, options = trainer.args, trainer.hybrid_args
     shape = _shape(trainer.model, device_map, muon=args.optim == "muon")
+    direction = direction_class(getattr(trainer, "custom_direction", None) or DIRECTIONS[options.direction])
     device, batch_size = args.device, args.per_device_train_batch_size
     device_budget = None if options.vram_budget_gib is None else int(options.vram_budget_gib * 2**30)
     if device.type == "cuda":
@@ -287,7 +289,8 @@ def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
         # Called gradient checkpointing before transformers 5.23.
         activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
         enable_predict=options.enable_predict,
-        direction=options.direction if getattr(trainer, "custom_direction", None) is None else "custom",
+        leap_values=direction.values_per_weight,
+        orthogonal_leaps=issubclass(direction, Orthogonal),
         buffers_device=options.buffers_device,
         working_bytes=2 if args.bf16 else None,
         state_count=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid.assembly import build_engine, make_direction_factory
+from hf_hybrid.assembly import build_engine
 from hf_hybrid.callbacks import HookRouter
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.clocks import LeapClock
@@ -52,7 +52,7 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         plugins (`list[PhasePlugin]`, *optional*):
             Parts that follow the phases.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
-            A [`Direction`] of yours, which takes the place of the option `direction`: the class, or what makes one.
+            Your own [`Direction`], used instead of the option `direction`: a subclass, or a callable that makes one.
 
     Raises:
         ValueError: If the model has nothing to train, the data cannot be split, or an option cannot be combined with
@@ -84,7 +84,6 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
                 f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
                 "Directions of the package go by name: set the option `direction` of `HybridConfig`."
             )
-        self.direction_factory = direction or make_direction_factory(self.hybrid_args, self.model)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "

@@ -90,11 +90,12 @@ def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: 
         at = folder / f"checkpoint-{checkpoint}"
         seen = [entry for entry in history if entry["step"] <= checkpoint]
         write(at / "trainer_state.json", {"global_step": checkpoint, "max_steps": 100, "log_history": seen})
-        write(at / "hybrid_state.json", {"schema_version": 1, "options": {"direction": "drift"}, "engine": {
+        write(at / "hybrid_state.json", {"schema_version": 1, "options": {"direction": "gradient_memory"}, "engine": {
             "record": saved, "planner": {"gains": {}}}})  # fmt: skip
     if finished:
         memory = {"held": {"weights": {"device": 0, "host": 4096}, "total": {"device": 0, "host": 4096}}}
-        write(folder / "hybrid_summary.json", {**saved, "direction": "drift", "planner": {}, "memory": memory})
+        summary = {**saved, "direction": "gradient_memory", "planner": {}, "memory": memory}
+        write(folder / "hybrid_summary.json", summary)
     return leaps
 
 

@@ -67,7 +67,7 @@ def test_every_option_is_read_by_something():
         for field in dataclasses.fields(HybridArguments)
         if not re.search(rf'options\.{field.name}\b|hybrid_args\.{field.name}\b|["\']{field.name}["\']', text)
     ]
-    # Read by `preset_value` and `gain_schedule`.
+    # Read by `preset_value` and `final_gain`.
     assert set(unread) <= {"preset", "leap_gain"}
 
 
@@ -184,11 +184,10 @@ def test_presets_are_ordered_and_options_win():
     for option in ("leap_worth", "divergence_threshold"):
         values = [HybridArguments(preset=name).preset_value(option) for name in names[:3]]
         assert values == sorted(values) and len(set(values)) == 3
-    gains = [HybridArguments(preset=name).gain_schedule("orthogonal")[0] for name in names[:3]]
+    gains = [HybridArguments(preset=name).final_gain(3.0) for name in names[:3]]
     assert gains == sorted(gains) and len(set(gains)) == 3
     assert HybridArguments(preset="aggressive", leap_worth=0.5).preset_value("leap_worth") == 0.5
-    assert HybridArguments(leap_gain=0.5).gain_schedule("orthogonal") == (0.5, 0.0)
-    assert HybridArguments().gain_schedule("gradient_memory") == (4.0, 2.0)
+    assert HybridArguments(leap_gain=0.5).final_gain(3.0) == 0.5 and HybridArguments().final_gain(4.0) == 4.0
 
 
 @pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])
@@ -197,7 +196,7 @@ def test_phase_lengths_suit_the_run(steps):
     cycle = lengths.warmup + lengths.full + lengths.correct
     assert cycle < steps or steps < 10
     assert lengths.warmup <= 100 and lengths.max_predict <= 10
-    assert 5 <= leap_memory_steps(HybridArguments(), steps, "gradient_memory") <= 1000
+    assert 5 <= leap_memory_steps(HybridArguments(), steps, None) <= 1000
     assert phase_lengths(HybridArguments(warmup_phase_steps=3), steps).warmup == 3
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
+from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.memory_setup import make_plan
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
@@ -157,9 +157,6 @@ def test_chunks_shrink_the_loss():
 
 # Buffers of leaps.
 
-VALUES = {"orthogonal": 1, "gradient_memory": 1, "none": 0}
-"""fp32 values per weight between leaps."""
-
 
 def run(folder, memory="auto", **options):
     """A tiny run: what its leaps hold at the end, and what was planned for it."""
@@ -174,10 +171,10 @@ def run(folder, memory="auto", **options):
     return summary["buffer_bytes"], planned
 
 
-@pytest.mark.parametrize("direction", VALUES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
     held, planned = run(tmp_path, direction=direction)
-    assert sum(held.values()) == TOTAL * (4 * VALUES[direction] + 4) + 4 * EMBEDDING
+    assert sum(held.values()) == TOTAL * (4 * DIRECTIONS[direction].values_per_weight + 4) + 4 * EMBEDDING
     assert planned.table.get("drift", "device") == sum(held.values())
     assert planned.table.get("drift", "host") == 0
 
@@ -192,8 +189,15 @@ def test_planned_buffers_of_streamed_weights(options, tmp_path):
     assert (places[0] > 0) == ("buffers_device" not in options)
 
 
-def test_a_direction_of_the_user_is_planned_as_one_value(tmp_path):
-    held, planned = run(tmp_path, keyword=GradientMemory)
+def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
+    class Twice(GradientMemory):
+        values_per_weight = 2
+
+        def __init__(self, context):
+            super().__init__(context)
+            self.buffers["other"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
+
+    held, planned = run(tmp_path, keyword=Twice)
     assert planned.table.get("drift", "device") == sum(held.values())
 
 
@@ -206,7 +210,7 @@ def test_orthogonal_leaps_need_room_to_orthogonalise():
     """An fp32 and four bf16 copies of the largest hidden matrix, at a moment when nothing else is computed."""
     shape = replace(llama_8b(), largest_hidden=10**9)
     options = {"tokens": 16, "activation_checkpointing": True}
-    along, without = (plan(shape, direction=name, **options).table for name in ("orthogonal", "gradient_memory"))
+    along, without = (plan(shape, orthogonal_leaps=is_default, **options).table for is_default in (True, False))
     assert along.get("buffers", "device") == 12 * 10**9 and without.get("buffers", "device") == 0
     streamed = plan(shape, mode="stream", **options).table
     assert streamed.get("buffers", "host") == 16 * 10**9, "four in fp32 where a CPU computes"
@@ -396,7 +400,6 @@ def test_refusals_for_other_reasons_look_the_same(tiny):
         ({"optimizer_states": "4bit"}, "`optimizer_states` must be one of exact, 8bit"),
         ({"batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
         ({"prefetch_layers": -1}, "`prefetch_layers` must be at least 0"),
-        ({"direction": "up"}, "`direction` must be one of orthogonal, .*, got `up`"),
     ],
 )
 def test_values_out_of_range_are_refused(tiny, options, message):

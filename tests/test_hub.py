@@ -434,7 +434,7 @@ def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
     }  # fmt: skip
     assert re.search(r'^```bibtex\n@software\{hf_hybrid,\n(  \w+ += ".*",?\n){4}\}\n```$', cited, re.MULTILINE)
     known = {reference["title"]: reference["url"] for reference in cff["references"]}
-    by_direction = {"orthogonal": ["Muon: An", "Muon is"], "gradient_memory": ["The AdEMAMix"], "drift": []}
+    by_direction = {"orthogonal": ["Muon: An", "Muon is"], "gradient_memory": ["The AdEMAMix"], "none": []}
     for direction, papers in by_direction.items():
         trainer = new_trainer(tmp_path / direction, direction=direction)
         trainer.train()

@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import FixedGain, GainPlanner
 from hf_hybrid.leaps.leaper import Leaper
@@ -98,7 +98,7 @@ class Valleys:
         self.named = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in shapes.items()]
         optimizer = torch.optim.SGD([p for _, p in self.named], lr=self.RATE)
         self.trajectory = Trajectory(
-            self.named, optimizer, direction="gradient_memory", memory_steps=2, max_relative_norm=100.0
+            self.named, optimizer, direction=GradientMemory, memory_steps=2, max_relative_norm=100.0
         )
         self.controller = PhaseController(PhaseLengths(1, 2, 2, 1), confidence_threshold=0.0)
         planner = LeapPlanner(
@@ -199,7 +199,8 @@ def trained(optimizer, names, gain=3.0):
         trajectory = Trajectory(
             list(twin.named_parameters()),
             made := optimizer(twin.parameters(), lr=1e-3),
-            direction=direction_factory(name, matrices=matrices),
+            direction=DIRECTIONS[name],
+            matrices=matrices,
             memory_steps=10,
             max_relative_norm=10.0,
         )

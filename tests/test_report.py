@@ -41,7 +41,7 @@ def test_a_finished_run(tmp_path):
     assert numbers["peak_memory"] is None and PROFILER_HINT in found["notes"]
     assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
     assert found["memory"]["held_at_the_end"] == {"weights": {"device": 0, "host": 4096}}
-    assert found["options"]["direction"] == "drift" and found["options"]["learning_rate"] == 1e-3
+    assert found["options"]["direction"] == "gradient_memory" and found["options"]["learning_rate"] == 1e-3
 
 
 def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_after_it(tmp_path):
@@ -265,7 +265,7 @@ def test_comparison_of_two_runs(tmp_path):
     assert table["real steps"] == ["96", "100", "+4", "1.04"]
     assert table["backward passes"] == ["96", "–", "–", "–"]
     assert table["peak memory"][1] == "12.0 GiB"
-    assert ["direction", "drift", "not recorded"] in found["different_options"]
+    assert ["direction", "gradient_memory", "not recorded"] in found["different_options"]
     assert all(row[0] != "output_dir" for row in found["different_options"])
     assert any("Wall times are of different kinds" in note for note in found["notes"])
 

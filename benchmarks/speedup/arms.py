@@ -8,6 +8,8 @@ What is compared: trainers, directions, planners, controls and peers.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ class Arm:
         config (`dict`, *optional*): Options of `HybridConfig`; `None` for plain `Trainer`.
         arguments (`dict`): Options of `TrainingArguments` that differ from the task's.
         optimizer (`Callable`, *optional*): From trainable parameters, learning rate and steps to an optimizer.
-        direction (`Callable`, *optional*): A direction of the benchmark's own.
+        direction (`Callable`, *optional*): Returns a direction that is not part of the package.
         rate_of (`str`): Whose best learning rate the search begins at: `"adamw"`, `"muon"`, or `"one"` for 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
     """
@@ -59,16 +61,9 @@ def _ademamix(parameters, rate, steps):
     return AdEMAMix(parameters, lr=rate, betas=(0.9, 0.95, slow), **options)
 
 
-def _random_direction(*args, **kwargs):
-    from benchmarks.speedup.controls import RandomDirection
-
-    return RandomDirection(*args, **kwargs)
-
-
-def _shuffled_history(*args, **kwargs):
-    from benchmarks.speedup.controls import ShuffledHistory
-
-    return ShuffledHistory(*args, **kwargs)
+def _direction(module: str, name: str) -> Callable:
+    """Imports a direction when a run needs it: the process that schedules runs does without torch."""
+    return lambda: getattr(importlib.import_module(f"benchmarks.{module}"), name)
 
 
 ARMS = {
@@ -84,17 +79,27 @@ ARMS = {
         # Directions.
         Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
         Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),
-        Arm("drift", "leaps along the drift", {"direction": "drift"}),
-        Arm("linear", "leaps along fitted lines", {"direction": "linear"}),
-        Arm("snoo", "SNOO as leaps", {"direction": "snoo"}),
-        Arm("rre", "reduced rank extrapolation", {"direction": "rre"}),
-        Arm("nino", "the published nowcaster", {"direction": "nino"}, needs_nino=True),
+        Arm("drift", "leaps along the drift", {}, direction=_direction("directions.drift", "Drift")),
+        Arm("linear", "leaps along fitted lines", {}, direction=_direction("directions.extrapolation", "Linear")),
+        Arm("snoo", "SNOO as leaps", {}, direction=_direction("directions.drift", "Snoo")),
+        Arm("rre", "reduced rank extrapolation", {}, direction=_direction("directions.extrapolation", "ReducedRank")),
+        Arm("nino", "the published nowcaster", {}, direction=_direction("directions.nino", "NiNo"), needs_nino=True),
         # Planners.
         Arm("planner-bandit", "gain by a contextual bandit", {"planner": "bandit"}),
         Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
         # Controls.
-        Arm("random", "control: random direction of equal norm", {}, direction=_random_direction),
-        Arm("shuffled", "control: lines fitted to a shuffled history", {}, direction=_shuffled_history),
+        Arm(
+            "random",
+            "control: random direction of equal norm",
+            {},
+            direction=_direction("speedup.controls", "RandomDirection"),
+        ),
+        Arm(
+            "shuffled",
+            "control: lines on a shuffled history",
+            {},
+            direction=_direction("speedup.controls", "ShuffledHistory"),
+        ),
         # Peers.
         Arm("prodigy", "Prodigy", optimizer=_prodigy, rate_of="one"),
         Arm(
@@ -134,11 +139,15 @@ def train(
         if arm.config is None:
             trainer = Trainer(model, TrainingArguments(**values), **common)
         else:
-            config = dict(arm.config) | ({"nino_checkpoint": nino} if arm.needs_nino else {})
+            config = dict(arm.config)
             if task.tuned is True:
                 config.setdefault("lr_rescue", "off")
             if arm.direction is not None:
-                common["direction"] = arm.direction
+                common["direction"] = arm.direction()
+            if arm.needs_nino:
+                from benchmarks.directions.nino import Nowcaster
+
+                common["direction"] = functools.partial(common["direction"], network=Nowcaster.load(nino))
             args = hf_hybrid.HybridConfig(**(values | config))
             trainer = hf_hybrid.HybridTrainer(model, args, probe_dataset=data["probe"], **common)
         seconds = trainer.train().metrics["train_runtime"]

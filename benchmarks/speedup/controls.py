@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.directions.extrapolation import Linear
+from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionContext
-from hf_hybrid.leaps.directions.extrapolation import Linear
-from hf_hybrid.leaps.directions.orthogonal import Orthogonal
-
-
-def hidden_matrices(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> set[str]:
-    """Those of the benchmark's models, which are Llamas."""
-    ends = ("embed_tokens", "lm_head")
-    return {n for n, p in zip(names, parameters) if p.ndim == 2 and not any(end in n for end in ends)}
 
 
 class RandomDirection(Orthogonal):
@@ -24,7 +18,7 @@ class RandomDirection(Orthogonal):
     name = "random"
 
     def __init__(self, context: DirectionContext):
-        super().__init__(context, hidden_matrices(context.names, context.parameters))
+        super().__init__(context)
         self._leap = 0
 
     def prepare(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
-from hf_hybrid.leaps.directions.registry import direction_factory
+from hf_hybrid.leaps.directions import DIRECTIONS
 from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
@@ -270,7 +270,8 @@ class Training:
         self.trajectory = Trajectory(
             model.named_parameters(),
             self.optimizer,
-            direction=direction_factory(settings.direction, matrices=split_parameters(model)[0]),
+            direction=DIRECTIONS[settings.direction],
+            matrices=frozenset(split_parameters(model)[0]),
             memory_steps=settings.memory_steps,
             max_relative_norm=settings.max_relative_norm,
         )

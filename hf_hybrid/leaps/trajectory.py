@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.directions.preconditioners import last_step
-from hf_hybrid.leaps.directions.registry import direction_factory
 
 Tensor = torch.Tensor
 
@@ -50,10 +49,10 @@ class Trajectory:
     Args:
         parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters.
         optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
-        direction (`str` or `Callable[[DirectionContext], Direction]`): A name that
-            [`~hf_hybrid.leaps.directions.registry.direction_factory`] knows, or what makes the direction.
+        direction (`Callable[[DirectionContext], Direction]`): A subclass of `Direction`, or a callable that makes one.
         memory_steps (`int`): Length of slow averages in real steps.
         max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
+        matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them by themselves.
         host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
         store (`WeightStore`, *optional*): For weights that live elsewhere than they compute. A leap under test is then
             one number: whoever copies weights to where they compute adds it ([`displaced`]), and a rejection costs
@@ -65,9 +64,10 @@ class Trajectory:
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         optimizer: torch.optim.Optimizer,
         *,
-        direction: str | DirectionFactory,
+        direction: DirectionFactory,
         memory_steps: int,
         max_relative_norm: float,
+        matrices: Collection[str] = (),
         host: bool = False,
         store: WeightStore | None = None,
     ):
@@ -88,9 +88,10 @@ class Trajectory:
             memory_steps=memory_steps,
             host=host,
             clock=self.clock,
+            matrices=matrices,
             settle=self.settle_updates,
         )
-        self.direction = (direction_factory(direction) if isinstance(direction, str) else direction)(self.context)
+        self.direction = direction(self.context)
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
         self.formed = 0

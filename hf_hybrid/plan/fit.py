@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, Unit, format_bytes
-from hf_hybrid.plan.request import LEAP_VALUES, OPTION, Request
+from hf_hybrid.plan.request import OPTION, Request
 
 # What autograd saves in a layer per token, hidden unit and byte of an activation; how much more to recompute it.
 # Approximate: measured with a Llama in bf16 and SDPA attention (49 B); wide MLPs and experts differ.
@@ -23,8 +23,6 @@ UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, 16
 # Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16.
 MUON_SCRATCH = 4 + 4 * 2
 LEAP_SCRATCH_ON_HOST = 4 * 4  # leaps orthogonalise in fp32 there
-LOOKING_BACK = ("linear", "rre", "nino")  # hold a history as well
-ORTHOGONALISING = ("orthogonal", "gradient_memory")  # the latter what Muon moves
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,13 @@ class _PerWeight:
         eight_bit = request.optimizer_states == "8bit"
         self.state = request.state_count * (EIGHT_BIT_STATE if eight_bit else self.own[0])
         self.scratch = UPDATE_SCRATCH * min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
-        leap = max(shape.largest_muon, shape.largest_hidden * (request.direction == "orthogonal"))
-        leap *= request.enable_predict and request.direction in ORTHOGONALISING
+        # Leaps orthogonalise what Muon moves, and all hidden matrices along the default direction.
+        leap = request.enable_predict * max(shape.largest_muon, shape.largest_hidden * request.orthogonal_leaps)
         self.orthogonal = {
             "device": MUON_SCRATCH * max(shape.largest_muon, leap),
             "host": max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap),
         }
-        history = request.leap_history if request.direction in LOOKING_BACK else 0
-        self.leaps = 4 * (LEAP_VALUES[request.direction] + history + (request.tail_average > 0)) + self.own[0]
+        self.leaps = 4 * (request.leap_values + (request.tail_average > 0)) + self.own[0]
         self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
 
     def states(self, unit: Unit) -> float:

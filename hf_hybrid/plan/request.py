@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# fp32 values per trainable weight that a direction remembers between leaps; nino's forecast lasts as long as a leap.
-LEAP_VALUES = {
-    "orthogonal": 1,
-    "gradient_memory": 1,
-    "drift": 2,
-    "snoo": 2,
-    "linear": 1,
-    "rre": 1,
-    "nino": 2,
-    "none": 0,
-    "custom": 1,
-}
-
 OPTION = {
     "mode": "memory",
     "batch_size": "per_device_train_batch_size",
@@ -28,7 +15,6 @@ _CHOICES = {
     "base_precision": ("same", "int8"),
     "accumulation_walk": ("auto", "layer", "micro_batch"),
     "buffers_device": ("auto", "cpu"),
-    "direction": tuple(LEAP_VALUES),
 }
 
 
@@ -62,8 +48,8 @@ class Request:
     chunked_loss: bool = False
     activation_checkpointing: bool = False  # of a resident model; streamed layers always are
     enable_predict: bool = True  # leaps hold slow memories and a snapshot of the trainable weights
-    direction: str = "orthogonal"  # or "custom": of the user's own
-    leap_history: int = 5  # states that linear, rre and nino look back on
+    leap_values: float = 1  # fp32 values per trainable weight that the direction of leaps holds
+    orthogonal_leaps: bool = True  # a leap orthogonalises hidden matrices, as the default direction does
     tail_average: float = 0.0  # share of the run at whose end a mean of the trainable weights is held
     buffers_device: str = "auto"  # of leaps: beside the weights, or "cpu"
     working_bytes: int | None = None  # of a weight in computation, 2 under bf16; None: as stored

@@ -37,6 +37,8 @@ from transformers.utils import hf_api
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
+from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
+from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -190,7 +192,7 @@ def card_facts(
                      **_time(own["seconds"], summary)},
         "command": command(secrets),
         "versions": versions(*["peft"] * (model["adapter"] is not None), *["trl"] * bool(getattr(trainer, "_name", None))),
-        "papers": papers_of(args, summary),
+        "papers": papers_of(trainer, summary),
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
     metadata = metadata_of(facts, given, ids, evaluated)
@@ -547,18 +549,12 @@ def _time(seconds: float | None, summary: dict) -> dict[str, str]:
     return {"Time in steps, over all starts": format_seconds(in_steps)} if in_steps else {}
 
 
-def papers_of(args, summary: dict) -> list[tuple[str, str]]:
+def papers_of(trainer, summary: dict) -> list[tuple[str, str]]:
     """Title and address of the papers behind the optimizer and the leaps of the run."""
-    found = list(_MUON) if getattr(args.optim, "value", args.optim) == "muon" else []
-    return unique(found + list(_OF_DIRECTIONS.get(summary.get("direction"), ()) if summary.get("leaps") else []))
-
-
-_MUON = (
-    ("Muon: An optimizer for hidden layers in neural networks", "https://kellerjordan.github.io/posts/muon/"),
-    ("Muon is Scalable for LLM Training", "https://arxiv.org/abs/2502.16982"),
-)
-_ADEMAMIX = (("The AdEMAMix Optimizer: Better, Faster, Older", "https://arxiv.org/abs/2409.03137"),)
-_OF_DIRECTIONS = {"orthogonal": _MUON, "gradient_memory": _ADEMAMIX}
+    optim, custom = trainer.args.optim, getattr(trainer, "custom_direction", None)
+    found = list(Orthogonal.papers) if getattr(optim, "value", optim) == "muon" else []
+    direction = direction_class(custom or DIRECTIONS.get(summary.get("direction"), Direction))
+    return unique(found + list(direction.papers if summary.get("leaps") else ()))
 
 
 def limits(facts: dict[str, Any], state, seconds: float | None, license_is_known: bool) -> list[str]:

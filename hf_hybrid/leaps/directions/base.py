@@ -1,8 +1,30 @@
-"""What every direction of a leap is, what it may know, and how it remembers."""
+"""
+What a direction is: the part of a leap that says where the weights go.
+
+A leap replaces a few optimizer steps by one jump. How far it jumps is decided elsewhere (planner, cap, probe); where
+it jumps to is decided by a direction, one class per method. The life of a direction follows the phases:
+
+1. Real steps (Warmup, Full, Correct) call `observe_gradients` between clipping and the optimizer's step, and
+   `observe_step` after it. Here a direction learns: it averages gradients, or keeps copies of the weights.
+2. A leap calls `prepare` once, then `displacement` for every parameter. It may ask several times: a leap over the cap
+   is formed again with a smaller gain, a probed leap is tried at other gains, and streamed weights are displaced each
+   time a layer is brought to the device. This is why `displacement` must give the same answer each time.
+3. `block_begins` follows when the leap is kept or undone. A block is the real steps from one leap to the next.
+   `leap_judged` follows when Correct is over and the leap can no longer be undone.
+
+Displacements are per unit of learning rate: the trajectory adds `gain * lr_sum * displacement`, with `lr_sum` the sum
+of the learning rates of the block. A displacement of the size of an optimizer step therefore makes the gain a pure
+number, "as far as the block went, times gain", which keeps its meaning under any learning rate and schedule.
+
+What the rest of the package must know about a method stands in the class itself: its default gain and how the gain
+grows (`gain`, `gain_power`), how long its averages remember (`memory_steps`), what it costs in memory
+(`values_per_weight`), and whom to cite (`papers`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +36,12 @@ Tensor = torch.Tensor
 @dataclass
 class Clock:
     """
-    Where a run stands; kept by [`~hf_hybrid.leaps.trajectory.Trajectory`], only to be read by directions.
+    Where a run stands. [`~hf_hybrid.leaps.trajectory.Trajectory`] keeps it; directions only read it.
 
     Attributes:
-        steps_seen (`int`): Real steps since the beginning, or since the direction was told to forget.
+        steps_seen (`int`): Real steps since the run began, or since the direction was last reset.
         steps_in_block (`int`): Real steps since the last leap.
-        lr_sums (`list[float]`): Learning rates of these, added up; one number per parameter group.
+        lr_sums (`list[float]`): Sum of the learning rates of these steps, one number per parameter group.
         progress (`float`): Share of the run that is done, 0 to 1.
     """
 
@@ -32,18 +54,19 @@ class Clock:
 @dataclass
 class DirectionContext:
     """
-    What a direction is built from: the trainable parameters, their optimizer, and where buffers belong.
+    What a direction is built from: the trainable parameters, their optimizer, and the place of its buffers.
 
     Attributes:
         names (`list[str]`): Names of the parameters in the model.
-        parameters (`list[torch.nn.Parameter]`): The parameters; everywhere an `index` counts in this list.
+        parameters (`list[torch.nn.Parameter]`): The parameters; every `index` counts in this list.
         groups (`list[int]`): Index of each parameter's group in `optimizer.param_groups`.
-        optimizer (`torch.optim.Optimizer`): What moves them, unwrapped.
-        memory_steps (`int`): How long slow averages should remember, in real steps.
+        optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
+        memory_steps (`int`): How many real steps slow averages should remember.
         host (`bool`): Whether buffers live in host memory instead of beside the weights.
         clock (`Clock`): Where the run stands.
-        settle (`Callable[[], None]`): To be called before weights or optimizer states are read, except in
-            [`Direction.prepare`] and [`Direction.displacement`]: their update may still be under way.
+        matrices (`Collection[str]`): Names of the hidden matrices: 2-D weights that are neither embedding nor head.
+        settle (`Callable[[], None]`): Finishes optimizer updates that are still under way. Call it before you read
+            weights or optimizer states; in [`Direction.prepare`] and [`Direction.displacement`] this has been done.
     """
 
     names: list[str]
@@ -53,6 +76,7 @@ class DirectionContext:
     memory_steps: int
     host: bool
     clock: Clock
+    matrices: Collection[str] = ()
     settle: Callable[[], None] = lambda: None
     _scratches: dict[torch.device, Tensor] = field(default_factory=dict)
 
@@ -61,11 +85,11 @@ class DirectionContext:
         return self.optimizer.param_groups[self.groups[index]]
 
     def state(self, index: int) -> Mapping[str, Any]:
-        """What the optimizer keeps of a parameter; empty before its first update."""
+        """The optimizer's state of a parameter; empty before its first update."""
         return self.optimizer.state.get(self.parameters[index], {})
 
     def lr_sum(self, index: int) -> float:
-        """Learning rates of a parameter since the last leap, added up."""
+        """Sum of a parameter's learning rates since the last leap."""
         return self.clock.lr_sums[self.groups[index]]
 
     def buffer(
@@ -86,8 +110,9 @@ class DirectionContext:
         return torch.device("cpu") if self.host else parameter.device
 
     def scratch(self, like: Tensor, device: torch.device) -> Tensor:
-        """One fp32 buffer per device, as large as the largest parameter: allocating costs more than the arithmetic."""
+        """A view of one fp32 buffer per device that all parameters share; it lasts until the next call."""
         if device not in self._scratches:
+            # Allocated once: a new tensor per parameter costs more than the arithmetic on it.
             size = max(parameter.numel() for parameter in self.parameters)
             self._scratches[device] = torch.empty(size, dtype=torch.float32, device=device)
         return self._scratches[device][: like.numel()].view(like.shape)
@@ -104,20 +129,34 @@ class Direction:
     """
     A way to predict where the weights will be. Subclass it, and pass `HybridTrainer(..., direction=MyDirection)`.
 
-    A leap adds `gain * lr_sum * displacement(index)` to every parameter, `lr_sum` being the learning rates of the real
-    steps since the last leap: at a gain of 1 a leap goes as far as those steps would along the direction. Real steps
-    call [`observe_gradients`] and [`observe_step`]; a leap calls [`prepare`] once and then [`displacement`] as often as
-    it wants; [`block_begins`] when it was kept or undone. A leap that was kept may still be undone later.
+    A leap adds `gain * lr_sum * displacement(index)` to every parameter, where `lr_sum` is the sum of the learning
+    rates of the real steps since the last leap. At a gain of 1 a leap goes as far as those steps would along the
+    direction. The module's docstring tells when each method is called. Pass `functools.partial(MyDirection, ...)` for
+    a direction with arguments of its own.
 
-    All that must outlive a checkpoint belongs into `buffers` (tensors) or [`state_dict`] (plain values).
+    Keep everything that must survive a checkpoint in `buffers` (tensors) or [`state_dict`] (plain values).
 
     Args:
-        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
+        context (`DirectionContext`): Parameters, optimizer and the place of buffers.
 
     Attributes:
-        buffers (`dict[str, list[torch.Tensor]]`): By kind, a name without a dot; one tensor per parameter, in order, or
-            an empty list. The kind `"memory"` is a slow average, whose norm is one of the signals.
+        gain (`float`): Gain of a leap at the end of the run, before the preset's factor; the option `leap_gain`
+            replaces it.
+        gain_power (`float`): The gain grows with this power of the share of the run that is done; 0: constant.
+        memory_steps (`int`, *optional*): Length of slow averages in real steps; the option `leap_memory_steps`
+            replaces it. `None`: a sixth of the run, at least 5 and at most 1000. Read from the class.
+        values_per_weight (`float`): Most fp32 values per trainable weight that the direction holds, without the
+            snapshot of the weights. Memory plans count them before training, so it is read from the class.
+        papers (`tuple[tuple[str, str], ...]`): Title and link of each source, for model cards.
+        buffers (`dict[str, list[torch.Tensor]]`): By kind, a name without a dot; one tensor per parameter, in order,
+            or an empty list. The kind `"memory"` is a slow average, whose norm is one of the signals.
     """
+
+    gain: float = 1.0
+    gain_power: float = 0.0
+    memory_steps: int | None = None
+    values_per_weight: float = 1
+    papers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, context: DirectionContext):
         self.context = context
@@ -125,67 +164,67 @@ class Direction:
 
     @property
     def name(self) -> str:
-        """What summaries and checkpoints call it."""
+        """The name in summaries and checkpoints."""
         return type(self).__name__
 
     @property
     def ready(self) -> bool:
-        """Whether a leap would lead anywhere; while not, none is made."""
+        """Whether the direction knows enough for a leap; no leap is made before."""
         return True
 
     @property
     def block_is_open(self) -> bool:
-        """Whether what the direction compares the end of a block with is there; if not, a block begins after a step."""
+        """Whether the direction recorded where the block began; if not, a new block begins after the next step."""
         return True
 
     def observe_gradients(self) -> None:
-        """Gradients of a real step are there and clipped; the optimizer has not stepped yet."""
+        """Called in a real step when the gradients are clipped and the optimizer has not stepped yet."""
 
     def observe_step(self, learning_rates: list[float]) -> None:
-        """The optimizer stepped with these learning rates, one per parameter group."""
+        """Called after the optimizer stepped with these learning rates, one per parameter group."""
 
     def prepare(self) -> None:
-        """A leap is about to be formed: take in the block of real steps behind it, whose sums are in the clock."""
+        """Called before a leap is formed: take in the block of real steps before it, whose sums are in the clock."""
 
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
         """
         Displacement of one parameter per unit of `gain * lr_sum`.
 
-        Asked for several times between [`prepare`] and [`block_begins`], and always while the parameter holds the
-        weights of before the leap: the answer must be the same each time.
+        It is called several times between [`prepare`] and [`block_begins`], always while the parameter holds its
+        weights from before the leap, and must return the same values each time.
 
         Args:
-            index (`int`): Which parameter.
-            out (`torch.Tensor`): Where the result goes: fp32, of the parameter's shape, where its buffers live.
+            index (`int`): Index of the parameter.
+            out (`torch.Tensor`): Receives the result: fp32, of the parameter's shape, on the device of its buffers.
 
         Returns:
-            `out`; `None` to leave the parameter where it is.
+            `out`, or `None` to leave the parameter where it is.
         """
         return None
 
     def predicted_gradient(self, index: int) -> Tensor | None:
-        """The gradient that the direction expects, for the fall of the loss to first order; `None` if it has none."""
+        """The gradient that the direction expects, for the first-order fall of the loss; `None` if it expects none."""
         return None
 
     def flops(self) -> float:
-        """Floating-point operations of one leap, as far as they are more than a few per weight."""
+        """Floating-point operations of one leap; a few per weight may be left out."""
         return 0.0
 
     def block_begins(self, *, undoable: bool) -> None:
-        """A new block of real steps begins at the weights of now; `undoable` while the leap before it is on trial."""
+        """Called when a new block begins at the current weights; `undoable` while the leap before it is on trial."""
 
     def leap_judged(self) -> None:
-        """The last leap is final: it cannot be undone any more."""
+        """Called when the last leap is final and can no longer be undone."""
 
     def reset(self) -> None:
-        """Forget what leads the way, for example after it led astray."""
+        """Clear the memory that the direction follows, for example after it led astray."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the buffers are saved by themselves."""
+        """Plain JSON values; the buffers are saved separately."""
         return {}
 
     def load_state_dict(self, buffers: dict[str, list[Tensor]], values: dict[str, Any]) -> None:
-        """Restore the buffers, which are copied to where they belong, and what [`state_dict`] returned."""
+        """Restore the buffers, copied to their device, and the values that [`state_dict`] returned."""
         for kind, saved in buffers.items():
             self.buffers[kind] = [
                 self.context.buffer(parameter, shape=tensor.shape, dtype=tensor.dtype).copy_(tensor)
@@ -193,30 +232,15 @@ class Direction:
             ]
 
 
-class BlockDirection(Direction):
-    """A direction that goes by how far the weights moved since the last leap: keeps an fp32 copy of them (`anchor`)."""
-
-    def __init__(self, context: DirectionContext):
-        super().__init__(context)
-        self.buffers["anchor"] = []
-
-    @property
-    def block_is_open(self) -> bool:
-        return bool(self.buffers["anchor"])
-
-    def block_begins(self, *, undoable: bool) -> None:
-        self.context.settle()
-        if not self.buffers["anchor"]:
-            self.buffers["anchor"] = [self.context.buffer(parameter) for parameter in self.context.parameters]
-        for anchor, parameter in zip(self.buffers["anchor"], self.context.parameters):
-            anchor.copy_(parameter.detach())
-
-    def moved(self, index: int, out: Tensor) -> Tensor:
-        """Displacement of a parameter since the block began, in `out`."""
-        return out.copy_(self.context.parameters[index].detach()).sub_(self.buffers["anchor"][index])
-
-
 class NoDirection(Direction):
-    """Nowhere: the frozen control, whose predicted steps change nothing."""
+    """The frozen control: leaps go nowhere, and predicted steps change nothing."""
 
     name = "none"
+    values_per_weight = 0
+
+
+def direction_class(factory: DirectionFactory) -> type[Direction]:
+    """The class that a factory builds; [`Direction`] itself if that cannot be told before it is called."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory if isinstance(factory, type) and issubclass(factory, Direction) else Direction

@@ -1,4 +1,27 @@
-"""`gradient_memory`: a slow average of the gradients, passed through the optimizer's own preconditioner."""
+"""
+`gradient_memory`: a slow average of the gradients, passed through the optimizer's own preconditioner.
+
+AdEMAMix (Pagliardini et al., 2024, arXiv 2409.03137) observes that gradients stay useful for thousands of steps, far
+longer than the ten that Adam's `beta1 = 0.9` remembers. It adds to Adam's step a second, slow average `m2` of the
+gradients, under the same second moment `v`:
+
+    step = -lr (m1 + alpha m2) / (sqrt(v) + eps)
+
+The slow term adds up over steps and changes little from one to the next. So it need not be part of the step: once per
+block a leap can apply the slow terms of all steps in the block together, without touching the optimizer,
+
+    leap = -gain * (sum of the block's learning rates) * m2 / (sqrt(v) + eps)
+
+which is what this direction does with AdamW; `gain` is AdEMAMix's `alpha`. `m2` is a running mean until it has seen
+`memory_steps` gradients and an exponential average from then on, so it needs no bias correction. AdEMAMix warms
+`alpha` up because an early average is soon obsolete; here the gain grows with the square of the run's progress.
+
+Under another optimizer "the same preconditioner" means that optimizer's own rule (preconditioners.py): a leap then is
+the step that the optimizer would make if the slow average were its gradient. Where the rule is unknown (Lion, 8-bit
+states, Schedule-Free ...), only its scale can be matched. Each tensor of the average is scaled to the distance that
+its weights really moved in the last block, per unit of learning rate. The distance is estimated from at most 4096
+evenly spaced weights, copied when the block begins, so that it costs no second copy of the model.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +41,21 @@ from hf_hybrid.leaps.directions.preconditioners import (
 Tensor = torch.Tensor
 
 SAMPLES = 4096
-"""Coordinates of a tensor that its length of way is estimated from, where the optimizer's rule is not known."""
+"""Weights of a tensor from which the distance it moved is estimated, where the optimizer's rule is not known."""
 
 
 class GradientMemory(Direction):
     """
-    The slow momentum of AdEMAMix (Pagliardini et al., 2024, arXiv 2409.03137), taken out of the step and into a leap.
+    Leaps along a slow average of the gradients, by the optimizer's own rule (AdEMAMix, arXiv 2409.03137).
 
-    Adam-type optimizers, SGD, Muon and Adafactor make a step of the memory by their own rule
-    ([`~hf_hybrid.leaps.directions.preconditioners.preconditioner_of`]). For any other optimizer (Lion, 8-bit
-    states, Schedule-Free ...) the memory is scaled, per tensor, to the length of the way that the weights really went
-    in the last block per unit of learning rate, estimated from at most 4096 evenly spaced coordinates.
+    Adam-type optimizers, SGD, Muon and Adafactor make a step of the average by their own rule
+    ([`~hf_hybrid.leaps.directions.preconditioners.preconditioner_of`]). For any other optimizer the average is scaled,
+    per tensor, to the distance that the weights moved in the last block.
     """
 
     name = "gradient_memory"
+    gain, gain_power = 4.0, 2.0
+    papers = (("The AdEMAMix Optimizer: Better, Faster, Older", "https://arxiv.org/abs/2409.03137"),)
     ORTHOGONALISING: tuple[Preconditioner, ...] = (muon,)
     """Rules that cost matrix products."""
 
@@ -43,7 +67,7 @@ class GradientMemory(Direction):
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        # A running mean until the memory is full: no bias to correct, right from the first step.
+        # A running mean until the memory is full: no bias to correct from the first step on.
         weight = 1.0 / min(self.context.clock.steps_seen, self.context.memory_steps)
         memories, gradients = self.buffers["memory"], [p.grad for p in self.context.parameters]
         is_plain = all(g is not None and g.dtype == torch.float32 and not g.is_sparse for g in gradients)
@@ -58,7 +82,7 @@ class GradientMemory(Direction):
 
     @property
     def block_is_open(self) -> bool:
-        # Before the first update no optimizer says what it keeps.
+        # Which parameters are sampled shows in the optimizer's state, which is empty before its first update.
         if self.context.clock.steps_seen != 1 or self.buffers["sample"]:
             return True
         self.context.settle()
@@ -81,9 +105,9 @@ class GradientMemory(Direction):
             if then.numel() and lr_sum > 0:
                 parameter, memory = self.context.parameters[index], self.buffers["memory"][index]
                 now = _sample(parameter).to(then.device, torch.float32)
-                way = sums.square(now - then).sqrt() * math.sqrt(parameter.numel() / then.numel()) / lr_sum
+                moved = sums.square(now - then).sqrt() * math.sqrt(parameter.numel() / then.numel()) / lr_sum
                 norm = sums.square(memory).sqrt()
-                self._scales[index] = torch.where(norm > 0, -way / norm, torch.zeros_like(norm))
+                self._scales[index] = torch.where(norm > 0, -moved / norm, torch.zeros_like(norm))
 
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
         memory, rule = self.buffers["memory"][index], self._preconditioner(index)

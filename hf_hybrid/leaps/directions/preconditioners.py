@@ -1,4 +1,17 @@
-"""From a slow average of the gradients to a step as the optimizer would make it: pure functions on one parameter."""
+"""
+From an average of the gradients to the step that the optimizer would make of it: pure functions on one parameter.
+
+Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment
+`v`, SGD takes the gradient as it is, Muon orthogonalises a matrix, Adafactor divides by a second moment that it keeps
+as one mean per row and one per column. That map, without the optimizer's own momentum, is its preconditioner. Each
+function here applies one of them to `memory`, an average of gradients, and reads what it needs (second moments, their
+step count) from the optimizer's state without changing it. Results are per unit of learning rate and point downhill.
+
+Newton-Schulz, shared by Muon and the direction `orthogonal`: with the matrix scaled so that no singular value exceeds
+1, repeat `X <- a X + b (X X^T) X + c (X X^T)^2 X`. The polynomial acts on each singular value alone,
+`s <- a s + b s^3 + c s^5`. Muon's coefficients are not those that converge to 1: they are steep at 0, so that five
+rounds lift even small singular values to somewhere between 0.7 and 1.2, which is as good for training and much faster.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +23,16 @@ import torch
 
 Tensor = torch.Tensor
 Preconditioner = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], Tensor], Tensor]
-"""Takes `memory` (fp32), the optimizer's state of the parameter, its group, and `out` like `memory`; returns `out`."""
+"""Takes `memory` (fp32), the parameter's optimizer state and group, and `out`, shaped as `memory`; returns `out`."""
 
 MUON_COEFFICIENTS, MUON_STEPS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-"""Of Muon's Newton-Schulz iteration (Jordan et al., 2024), where a group does not say."""
+"""Muon's Newton-Schulz iteration (Jordan et al., 2024), where a parameter group does not say otherwise."""
 
 
 def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
     """
-    `-memory / (sqrt(v_hat) + eps)`: the slow term of AdEMAMix (Pagliardini et al., 2024, arXiv 2409.03137) taken out of
-    the step and into a leap.
+    `-memory / (sqrt(v_hat) + eps)`: Adam's rule, and the slow term of AdEMAMix (Pagliardini et al., 2024, arXiv
+    2409.03137).
     """
     bias = 1.0 - group["betas"][1] ** _as_number(state["step"])
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
@@ -62,9 +75,9 @@ def orthogonalise(
     eps: float = MUON_EPS,
 ) -> Tensor:
     """
-    Muon's quintic Newton-Schulz iteration on `[rows, columns]`: singular values come to lie near 1.
+    Muon's quintic Newton-Schulz iteration on `[rows, columns]`: moves all singular values near 1.
 
-    In bf16, as `torch.optim.Muon` does it; on a CPU, where bf16 is several times slower, in fp32.
+    It computes in bf16, as `torch.optim.Muon` does; in fp32 on a CPU, where bf16 is several times slower.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
@@ -105,8 +118,8 @@ def preconditioner_of(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
 ) -> Preconditioner | None:
     """
-    The rule of an optimizer whose state is understood: Adam-type with an elementwise, unquantised second moment, SGD,
-    Muon (`torch.optim.Muon`, or a group with `algorithm="muon"`) and transformers' Adafactor; `None` for any other.
+    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, SGD, Muon
+    (`torch.optim.Muon`, or a group with `algorithm="muon"`) and transformers' Adafactor; `None` for any other.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return sgd

@@ -1,4 +1,11 @@
-"""`nino`: the published MLP that forecasts each weight from its last values."""
+"""
+`nino`: a published network that forecasts each weight from its last values.
+
+NiNo (Knyazev et al., "Accelerating Training with Neuron Interaction and Nowcasting Networks", ICLR 2025, arXiv
+2409.04434) trains a network on recorded runs to predict, from a weight's last five values, its value up to 40 states
+later. Values are normalised per parameter, so that one network serves all; an embedding tells it the kind of the
+parameter. This is the variant without the graph over neurons (`nino_mlp.pt`), which needs nothing but the weights.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, silu
 
+from benchmarks.directions.history import HistoryDirection
 from hf_hybrid.leaps.directions.base import DirectionContext
-from hf_hybrid.leaps.directions.history import HistoryDirection
 
 Tensor = torch.Tensor
 
@@ -60,7 +67,7 @@ class Nowcaster:
         """
         if not Path(path).is_file():
             raise ValueError(
-                f"`nino_checkpoint={path}` is not a file. Download `nino_mlp.pt` from the repository of NiNo "
+                f"`path={path}` is not a file. Download `nino_mlp.pt` from the repository of NiNo "
                 "(SamsungSAILMontreal/nino on GitHub) and pass its path."
             )
         try:
@@ -69,7 +76,7 @@ class Nowcaster:
             cls._check(tensors)
         except Exception as error:  # torch raises several kinds for what is no checkpoint of its own
             raise ValueError(
-                f"`nino_checkpoint={path}` is no checkpoint of NiNo's MLP without graph ({error}). Pass `nino_mlp.pt` "
+                f"`path={path}` is no checkpoint of NiNo's MLP without graph ({error}). Pass `nino_mlp.pt` "
                 "or `nino_mlp_h32.pt`."
             ) from error
         return cls(tensors)
@@ -116,20 +123,24 @@ class Nowcaster:
 
 class NiNo(HistoryDirection):
     """
-    Nowcasting by the published MLP of NiNo (Knyazev et al., "Accelerating Training with Neuron Interaction and
-    Nowcasting Networks", ICLR 2025, arXiv 2409.04434).
+    Nowcasting by the published MLP of NiNo.
 
     A leap of gain 1 is the forecast itself, another gain is NiNo's `upd_scale`. It looks ahead by
     `round(((1 - p) sqrt(40) + p)^2)` states at the share `p` of the run: far at first, one state at the end. In the
     paper states lie 200 steps apart.
 
     Args:
-        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
-        network (`Nowcaster`): The network, which says how many states are kept.
+        context (`DirectionContext`): Parameters, optimizer and the place of buffers.
+        network (`Nowcaster`): The network; it determines how many states are kept.
         spacing (`int`, *optional*): Real steps between states.
     """
 
     name = "nino"
+    gain, gain_power = 0.2, 0.0
+    values_per_weight = HistoryDirection.values_per_weight + 1  # a leap holds its forecast
+    papers = (
+        ("Accelerating Training with Neuron Interaction and Nowcasting Networks", "https://arxiv.org/abs/2409.04434"),
+    )
 
     def __init__(self, context: DirectionContext, network: Nowcaster, spacing: int | None = None):
         super().__init__(context, network.states, spacing)
@@ -159,7 +170,7 @@ class NiNo(HistoryDirection):
         self._forecasts.clear()
 
     def _forecast(self, index: int, out: Tensor) -> Tensor:
-        """The forecast change of a parameter in `out`, in chunks: memory does not grow with the parameter."""
+        """The forecast change of a parameter in `out`, in chunks, so that memory does not grow with the parameter."""
         device, count = out.device, out.numel() * self.states
         network = self._networks.setdefault(device, self._networks[torch.device("cpu")].to(device))
         starts = range(0, out.numel(), CHUNK)
@@ -177,7 +188,7 @@ class NiNo(HistoryDirection):
         return out
 
     def _values(self, index: int, start: int) -> Tensor:
-        """A chunk of a parameter in all its states, `[weights, states]`, oldest first; the last one is that of now."""
+        """A chunk of a parameter in all its states, `[weights, states]`, oldest first; the last is the current one."""
         chunk = slice(start, start + CHUNK)
         history = self.buffers["history"][index].view(self.states, -1)
         states = [self.context.parameters[index].detach().reshape(-1)[chunk].to(history.device, torch.float32)]

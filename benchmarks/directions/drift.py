@@ -1,24 +1,38 @@
-"""`drift` and `snoo`: along the way that the weights went since the last leap."""
+"""
+`drift` and `snoo`: onward from where the last block of real steps moved the weights.
+
+Both keep a copy of the weights from the beginning of the block (`anchor`) and a momentum over the displacements of
+blocks. `drift` divides each displacement by the learning rates that made it and leaps along the average: it predicts
+that the weights go on as they went (EMA-Nesterov, arXiv 2605.25395). `snoo` treats the displacement of a block as a
+gradient and makes a Nesterov step with it around the optimizer (SNOO, arXiv 2510.15830), which is DiLoCo (arXiv
+2311.08105) with one worker: with `d` the displacement,
+
+    b <- momentum b + d        weights <- start of the block + rate (momentum b + d)
+"""
 
 from __future__ import annotations
 
 import torch
 
-from hf_hybrid.leaps.directions.base import BlockDirection, DirectionContext
+from benchmarks.directions.history import BlockDirection
+from hf_hybrid.leaps.directions.base import DirectionContext
 
 Tensor = torch.Tensor
 
 SNOO_MOMENTUM, SNOO_RATE = 0.5, 0.7
 """
-What was used around a well-tuned optimizer (modded-nanogpt, track 3). The paper's 0.75 and 0.8 multiply the way of the
-weights by 3.2, which pays where the learning rate is too small.
+The values used around a well-tuned optimizer (modded-nanogpt, track 3). The paper's 0.75 and 0.8 multiply the movement
+of the weights by 3.2, which helps where the learning rate is too small.
 """
 
 
 class Drift(BlockDirection):
-    """EMA-Nesterov (arXiv 2605.25395) in leaps: the low-pass displacement per unit of learning rate. Any optimizer."""
+    """EMA-Nesterov in leaps: the averaged displacement per unit of learning rate. For any optimizer."""
 
     name = "drift"
+    gain, gain_power = 4.0, 2.0
+    values_per_weight = 2
+    papers = (("EMA-Nesterov", "https://arxiv.org/abs/2605.25395"),)
 
     def __init__(self, context: DirectionContext):
         super().__init__(context)
@@ -46,22 +60,33 @@ class Drift(BlockDirection):
 
 class Snoo(BlockDirection):
     """
-    SNOO (arXiv 2510.15830), which is DiLoCo (arXiv 2311.08105) with one worker: Nesterov momentum around the optimizer.
+    SNOO in leaps: Nesterov momentum around the optimizer.
 
-    With `d` the displacement of a block, `b <- momentum b + d`, and the weights go `rate (momentum b + d)` from where
-    the block began: at a gain of 1 a leap is `rate (momentum b + d) - d`. Blocks should be longer than for other
-    directions; the published ones are 20 to 100 steps.
+    At a gain of 1 a leap is `rate (momentum b + d) - d`, from where the block ended. Blocks should be longer than for
+    other directions; the published ones are 20 to 100 steps.
 
     Args:
-        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
-        momentum (`float`): Of the outer step, 0 to 1.
-        rate (`float`): Of the outer step.
+        context (`DirectionContext`): Parameters, optimizer and the place of buffers.
+        momentum (`float`): Momentum of the outer step, 0 to 1.
+        rate (`float`): Learning rate of the outer step, greater than 0.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
     name = "snoo"
+    values_per_weight = 2
+    papers = (
+        ("SNOO: Step-K Nesterov Outer Optimizer", "https://arxiv.org/abs/2510.15830"),
+        ("DiLoCo: Distributed Low-Communication Training of Language Models", "https://arxiv.org/abs/2311.08105"),
+    )
 
     def __init__(self, context: DirectionContext, momentum: float = SNOO_MOMENTUM, rate: float = SNOO_RATE):
         super().__init__(context)
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"`momentum` must be between 0 and 1, got {momentum}.")
+        if not rate > 0:
+            raise ValueError(f"`rate` must be greater than 0, got {rate}.")
         self.momentum, self.rate = momentum, rate
         self.buffers["memory"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
 

@@ -1,4 +1,4 @@
-"""What `linear`, `rre` and `nino` look back on: how the weights moved between states that lie some real steps apart."""
+"""How the weights moved: since the last leap (`BlockDirection`), and between states some steps apart."""
 
 from __future__ import annotations
 
@@ -7,46 +7,77 @@ from typing import Any
 
 import torch
 
-from hf_hybrid.leaps.directions.base import BlockDirection, DirectionContext
+from hf_hybrid import Direction
+from hf_hybrid.leaps.directions.base import DirectionContext
 
 Tensor = torch.Tensor
 
 STATES = 5
 
 
+class BlockDirection(Direction):
+    """A direction that uses how far the weights moved since the last leap; keeps an fp32 copy of them (`anchor`)."""
+
+    def __init__(self, context: DirectionContext):
+        super().__init__(context)
+        self.buffers["anchor"] = []
+
+    @property
+    def block_is_open(self) -> bool:
+        return bool(self.buffers["anchor"])
+
+    def block_begins(self, *, undoable: bool) -> None:
+        self.context.settle()
+        if not self.buffers["anchor"]:
+            self.buffers["anchor"] = [self.context.buffer(parameter) for parameter in self.context.parameters]
+        for anchor, parameter in zip(self.buffers["anchor"], self.context.parameters):
+            anchor.copy_(parameter.detach())
+
+    def moved(self, index: int, out: Tensor) -> Tensor:
+        """Displacement of a parameter since the block began, in `out`."""
+        return out.copy_(self.context.parameters[index].detach()).sub_(self.buffers["anchor"][index])
+
+
 class HistoryDirection(BlockDirection):
     """
     Keeps a ring of increments of the weights: displacements by real steps alone, from one state to the next.
 
-    Leaps are in none of them, because an increment is summed up from where each block began to where it ended. While a
-    leap is on trial nothing is taken in, so that undoing it leaves the history as it was.
+    Leaps are part of no increment, because increments are summed from the beginning of each block to its end. While a
+    leap is on trial no increment is added to, so that undoing the leap leaves the history as it was.
 
     Args:
-        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
-        states (`int`): States to look back on, the last one being that of now; one fp32 copy of the weights each.
-        spacing (`int`, *optional*): Real steps between them, at least. Default: all states together span the memory of
-            the slow averages.
+        context (`DirectionContext`): Parameters, optimizer and the place of buffers.
+        states (`int`): States to look back on, the current weights included; one fp32 copy of the weights each.
+        spacing (`int`, *optional*): Least real steps between them. Default: all states together span
+            `context.memory_steps`.
+
+    Raises:
+        ValueError: If `states` are too few to fit anything.
     """
 
+    gain, gain_power = 4.0, 2.0
+    values_per_weight = 1 + STATES
     least_increments = 1
-    """Increments without which there is nothing to go by."""
+    """Increments that must be complete before a leap."""
 
     def __init__(self, context: DirectionContext, states: int = STATES, spacing: int | None = None):
         super().__init__(context)
+        if states <= self.least_increments:
+            raise ValueError(f"`states` must be at least {self.least_increments + 1} for `{self.name}`, got {states}.")
         self.states = states
         self.spacing = spacing or max(context.memory_steps // states, 1)
-        # One slot more than there are increments: the open one, which the blocks of now are added to.
+        # One slot more than there are increments: the open one, which is being added to.
         self.buffers["history"] = [
             context.buffer(parameter, shape=(states, *parameter.shape), zero=True) for parameter in context.parameters
         ]
         self._undoable = False
         self._since_anchor, self._steps_since_anchor = self._no_rates(), 0
-        self._forget()
+        self._clear()
 
     def _no_rates(self) -> list[float]:
         return [0.0] * len(self.context.optimizer.param_groups)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._open, self._complete, self._steps_open = 0, 0, 0
         self._rates = [self._no_rates() for _ in range(self.states)]
 
@@ -119,7 +150,7 @@ class HistoryDirection(BlockDirection):
             history[self._open].zero_()
 
     def reset(self) -> None:
-        self._forget()
+        self._clear()
         for history in self.buffers["history"]:
             history.zero_()
 
@@ -137,7 +168,7 @@ class HistoryDirection(BlockDirection):
 
     def load_state_dict(self, buffers: dict[str, list[Tensor]], values: dict[str, Any]) -> None:
         if values["states"] != self.states:
-            return  # `leap_history` was changed: the history starts anew
+            return  # the run was resumed with another number of states: the history starts anew
         super().load_state_dict(buffers, values)
         self._open, self._complete, self._steps_open = values["open"], values["complete"], values["steps_open"]
         self._rates = [list(rates) for rates in values["rates"]]

@@ -1,4 +1,12 @@
-"""`linear` and `rre`: published extrapolations of the sequence of weights."""
+"""
+`linear` and `rre`: published extrapolations of a sequence of states of the weights.
+
+`linear` fits a line to the last states of each weight, over the sum of the learning rates, and goes on along it
+(Kamarthi and Pittner, 1999, "Accelerating neural network training using weight extrapolations"; "Linefit" among the
+baselines of NiNo). `rre`, reduced rank extrapolation (Eddy, 1979; Mesina, 1977), looks for the limit of the sequence:
+of all affine combinations of the states it takes the one whose residual, the same combination of the increments, is
+smallest over all weights together. For a linear iteration with few modes that is the fixed point.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.directions.history import STATES, HistoryDirection
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import DirectionContext
-from hf_hybrid.leaps.directions.history import STATES, HistoryDirection
 
 Tensor = torch.Tensor
 
@@ -16,10 +24,7 @@ RRE_REGULARIZATION = 0.1
 
 
 class Linear(HistoryDirection):
-    """
-    Linefit: per weight, the least-squares slope of its last states over the learning rates added up (Kamarthi and
-    Pittner, 1999, "Accelerating neural network training using weight extrapolations"; a baseline of NiNo's authors).
-    """
+    """Linefit: each weight's least-squares slope over the sum of the learning rates."""
 
     name = "linear"
     _coefficients: Sequence[Sequence[float] | None] = ()
@@ -36,18 +41,21 @@ class Linear(HistoryDirection):
 
 class ReducedRank(HistoryDirection):
     """
-    Reduced rank extrapolation (Eddy, 1979; Mesina, 1977): of all affine combinations of the last states the one whose
-    residual is smallest, over all weights together. Exact for a linear iteration with few modes.
+    Reduced rank extrapolation of all weights together.
 
     Args:
-        context (`DirectionContext`): Parameters, optimizer and where buffers belong.
-        states (`int`): States to look back on: one more than increments.
+        context (`DirectionContext`): Parameters, optimizer and the place of buffers.
+        states (`int`): States to look back on, one more than increments; at least 3.
         spacing (`int`, *optional*): Real steps between them.
-        regularization (`float`): Tikhonov's, relative to the mean square norm of the increments: the noisier they are
-            the more it takes.
+        regularization (`float`): Tikhonov regularization relative to the mean square norm of the increments; noisy
+            increments need more.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
     name = "rre"
+    gain, gain_power = 1.0, 0.0
     least_increments = 2
 
     def __init__(
@@ -58,6 +66,8 @@ class ReducedRank(HistoryDirection):
         regularization: float = RRE_REGULARIZATION,
     ):
         super().__init__(context, states, spacing)
+        if not regularization >= 0:
+            raise ValueError(f"`regularization` must be at least 0, got {regularization}.")
         self.regularization = regularization
         self._coefficients: list[float] | None = None
 
@@ -89,33 +99,33 @@ class ReducedRank(HistoryDirection):
 
 def slope_coefficients(lengths: Sequence[float]) -> list[float] | None:
     """
-    What the increments of a sequence are to be multiplied by so that their sum is its least-squares slope.
+    Coefficients that make the sum of a sequence's increments its least-squares slope.
 
     Args:
-        lengths (`Sequence[float]`): How far each increment goes along the axis that the slope is over.
+        lengths (`Sequence[float]`): Length of each increment along the axis of the slope.
 
     Returns:
-        `list[float]`: One coefficient per increment; `None` if there is no way along the axis.
+        `list[float]`: One coefficient per increment; `None` if all lengths are 0.
     """
     places = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     mean = sum(places) / len(places)
     spread = sum((place - mean) ** 2 for place in places)
     if not spread > 0:
         return None
-    # An increment is part of every state behind it.
+    # An increment is part of every later state.
     return [sum(place - mean for place in places[i + 1 :]) / spread for i in range(len(lengths))]
 
 
 def rre_coefficients(gram: Tensor, regularization: float) -> list[float] | None:
     """
-    What `k` increments, oldest first, are to be multiplied by to get from the last state to the extrapolated one.
+    Coefficients of `k` increments, oldest first, that lead from the last state to the extrapolated one.
 
     Args:
         gram (`torch.Tensor`): Their inner products, `[k, k]`, fp64.
         regularization (`float`): Added to the diagonal, times `trace / k`.
 
     Returns:
-        `list[float]`: The coefficients; `None` if nothing moved, or what moved is not finite.
+        `list[float]`: The coefficients; `None` if nothing moved or a product is not finite.
     """
     count, trace = len(gram), gram.trace()
     if not (torch.isfinite(gram).all() and trace > 0):
@@ -123,5 +133,6 @@ def rre_coefficients(gram: Tensor, regularization: float) -> list[float] | None:
     identity = torch.eye(count, dtype=gram.dtype)
     damped = gram + identity * trace * max(regularization / count, torch.finfo(gram.dtype).eps)
     shares = torch.linalg.solve(damped, torch.ones(count, dtype=gram.dtype))
-    # Shares of the states that the increments start from: of each increment, those before and at it are taken back.
+    # Shares of the states at which increments start. Going back from the last state to a state takes back all
+    # increments from there on, so an increment is taken back by the shares of all states up to its start.
     return (-(shares / shares.sum()).cumsum(0)).tolist()
