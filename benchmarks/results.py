@@ -75,7 +75,7 @@ def lines(path: Path) -> Iterator[Row]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with `None` for numbers that JSON has no name for."""
+    """`value` with `None` in the place of numbers that are not finite, for which JSON has no name."""
     if isinstance(value, dict):
         return {str(name): finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def finite(value: Any) -> Any:
 
 
 def provenance(threads: int | None = None, device: str = "cpu") -> Row:
-    """How a run of this process comes about: `command`, `date`, `hardware` and `versions`."""
+    """Where a run of this process comes from: `command`, `date`, `hardware` and `versions`."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -103,7 +103,7 @@ def provenance(threads: int | None = None, device: str = "cpu") -> Row:
 
 
 def command() -> str:
-    """What started this process."""
+    """The command that started this process."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"-m {spec.name}" if spec else sys.argv[0]
     return " ".join(["python", program, *sys.argv[1:]])

@@ -30,7 +30,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def around(self, function: Callable) -> Callable:
-        """`function`, clocked."""
+        """Wrap `function` so that its seconds are added."""
 
         def timed(*args, **kwargs):
             start = time.process_time()

@@ -24,6 +24,7 @@ from hf_hybrid.cli.main import COMMANDS, build_parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES += sorted((ROOT / "benchmarks").rglob("README.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")

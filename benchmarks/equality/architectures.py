@@ -55,7 +55,7 @@ def _arguments(folder: str, steps: int) -> dict[str, Any]:
 
 
 def _train(trainer: Trainer) -> list[float]:
-    """Train, and return the losses; raises when a weight or loss is not finite or nothing was learned."""
+    """Train, and return the losses. Raises if a weight or a loss is not finite, or no weight changed."""
     trainer.remove_callback(PrinterCallback)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
@@ -71,13 +71,13 @@ def _train(trainer: Trainer) -> list[float]:
 
 
 def plain_trainer(model: PreTrainedModel, folder: str) -> Trainer:
-    """The reference: what cannot be trained with it does not count."""
+    """Make the reference. A type that it cannot train does not count."""
     arguments = TrainingArguments(**_arguments(folder, PLAIN_STEPS))
     return Trainer(model=model, args=arguments, train_dataset=samples())
 
 
 def hybrid_trainer(model: PreTrainedModel, folder: str) -> Trainer:
-    """A HybridTrainer whose short phases all happen within HYBRID_STEPS steps."""
+    """Make a HybridTrainer whose phases are so short that all happen within HYBRID_STEPS steps."""
     config = HybridConfig(
         **_arguments(folder, HYBRID_STEPS),
         warmup_phase_steps=2,
@@ -110,17 +110,20 @@ def _check(model_type: str, make_trainer: Callable[[PreTrainedModel, str], Train
 
 
 def check_plain(model_type: str) -> Row:
-    """Train with `transformers.Trainer`; "error" is None for a pass, "parameters" when it could not be built."""
+    """
+    Train with `transformers.Trainer`; `error` is `None` if that works, `parameters` is `None` if the model could not be
+    built.
+    """
     return _check(model_type, plain_trainer)
 
 
 def check_hybrid(model_type: str) -> Row:
-    """Train through all phases with `HybridTrainer`; "error" is None for a pass."""
+    """Train through all phases with `HybridTrainer`; `error` is `None` if that works."""
     return _check(model_type, hybrid_trainer)
 
 
 def check(worker: Worker, model_type: str) -> Row:
-    """Both, one after the other: why each failed, or `"ok"`."""
+    """Train with both, and return the row: for each `"ok"`, or the reason of its failure."""
     silent = {"error": f"no answer within {worker.timeout:g} s: it hangs, or it ended its process"}
     plain, hybrid = worker.ask(check_plain, model_type) or silent, {}
     if plain["error"] is None:

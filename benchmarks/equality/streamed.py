@@ -37,7 +37,7 @@ WALKS = ("micro_batch", "layer")
 
 
 def arguments(folder: str) -> dict:
-    """What both trainers are given."""
+    """The arguments of both trainers."""
     return {
         "output_dir": folder,
         "max_steps": STEPS,
@@ -58,7 +58,7 @@ def arguments(folder: str) -> dict:
 
 
 def train(trainer: Trainer) -> dict:
-    """Losses and gradient norms of every step, and the weights at the end."""
+    """Train. Returns the loss and the gradient norm of every step, and the weights at the end."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     rows = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
@@ -66,7 +66,7 @@ def train(trainer: Trainer) -> dict:
 
 
 def difference(first: dict, second: dict) -> str:
-    """How two runs differ; empty for not at all."""
+    """The first difference of two runs in words; an empty string if there is none."""
     for step, (a, b) in enumerate(zip(first["steps"], second["steps"]), start=1):
         if a != b:
             return f"step {step}: loss and gradient norm {a} against {b}"
@@ -78,7 +78,7 @@ def difference(first: dict, second: dict) -> str:
 
 
 def check(model_type: str, walk: str) -> Row:
-    """One row of the table."""
+    """Train a type in both ways, and return the row."""
     row = {"model_type": model_type, "walk": walk, "outcome": "", "detail": "", "units": 0, "loads": 0}
     try:
         with tempfile.TemporaryDirectory() as folder:

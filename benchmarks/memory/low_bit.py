@@ -66,7 +66,7 @@ def train(sources: TextAndModels, arm: str, seed: int, steps: int, rate: float) 
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Per arm: mean loss, and what it is above the baseline of the same seed."""
+    """For each arm, the mean loss and its excess over the baseline of the same seed."""
     baseline = {row["seed"]: row["eval_loss"] for row in rows if row["arm"] == BASELINE}
     arms = {}
     for arm in ARMS:
@@ -85,7 +85,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def update_speed(count: int = 2**22, repeats: int = 5) -> dict[str, float]:
-    """Millions of weights updated per second, the best of a few steps."""
+    """Measure the millions of weights updated per second, in the best of a few steps."""
     speeds = {}
     for name, dtype, make in (
         ("torch AdamW fused, fp32", torch.float32, lambda p: torch.optim.AdamW(p, fused=True)),

@@ -34,12 +34,12 @@ from hf_hybrid.streaming.loss import linear_cross_entropy
 
 
 def all_logits(hidden, weight, targets):
-    """What a causal language model's head and loss do."""
+    """The head and the loss of a causal language model, with all logits at once."""
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
 
 
 def loss_head(dtype: torch.dtype, tokens: int = 2048, width: int = 64, vocabulary: int = 65536) -> dict:
-    """Peaks of the head."""
+    """Measure the peaks of head and loss, with all logits and with chunks."""
     peaks, seconds = {}, {}
     for name, loss in (("all_logits", all_logits), ("chunked", linear_cross_entropy)):
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ def llama(hidden: int, layers: int) -> LlamaForCausalLM:
 
 
 def activations(hidden: int = 128, layers: int = 8, rows: int = 2, tokens: int = 128) -> dict:
-    """Bytes saved for backward by the backbone, from embeddings to the last norm."""
+    """Count the bytes that the backbone, from embeddings to the last norm, saves for the backward pass."""
     model = llama(hidden, layers).train()
     ids = torch.randint(256, (rows, tokens))
 
@@ -83,7 +83,7 @@ def activations(hidden: int = 128, layers: int = 8, rows: int = 2, tokens: int =
 
 
 def int8(hidden: int = 256) -> dict:
-    """Stored bytes of int8 probes."""
+    """Count the stored bytes of int8 probes."""
     model = llama(hidden, 4)
     plugin = Int8Predict("on")
     plugin.on_train_begin(PluginContext(model, None, 1))

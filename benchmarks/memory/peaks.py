@@ -8,33 +8,37 @@ Peak memory and time per optimizer step: streamed training, resident training an
     python -m benchmarks.memory.peaks --report            # the table from what is there
 
 Every mode runs in a process of its own, one after the other, on random weights and tokens; nothing is downloaded.
-`--models`, `--modes` and `--tokens` choose rows. Finished rows are not repeated; each is appended to the results as
-soon as it is measured. `--smoke` and `--dry_run` write to a temporary file unless `--results` names one.
+`--models`, `--modes` and `--tokens` choose rows. Each row is appended to the results as soon as it is measured, and a
+finished row is not measured again. `--smoke` and `--dry_run` write to a temporary file unless `--results` names one.
 
 Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
-`HybridTrainer(memory="stream", enable_predict=False)`; `fsdp2` is FSDP2 with CPU offload in one process, `torchao` its
-`CPUOffloadOptimizer` (needs a GPU; it can not clip gradients). `*-8bit` has bf16 weights and 8-bit AdamW states, the
-others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer.
+`HybridTrainer(memory="stream", enable_predict=False)`; `fsdp2` is FSDP2 with CPU offload in one process; `torchao` is
+its `CPUOffloadOptimizer`, which needs a GPU and cannot clip gradients. `*-8bit` has bf16 weights and 8-bit AdamW
+states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer.
 
-What the numbers are:
+Fields of a row:
 
-- `seconds`: median over steps, from the end of a step to the end of the next, the device synchronised, without warm-up
-  steps (two). A streamed layer's update is done in the step after its gradients were: it is in there all the same.
-- `ratio`: `seconds` over those of the resident mode with the same weights, states and tokens per step.
-- `floor`: no step is faster with this plan: computation without attention, or transfers, at the rates measured here.
-- `device_reserved`, `device_allocated` (GPU): peaks of torch's allocator; `device_used`: what the driver says that the
-  process holds after the last step, which includes CUDA's context. The cap covers that context too.
+- `seconds`: median over the steps after the first two, from the end of a step to the end of the next, with the device
+  synchronised. A streamed layer is updated in the step after the one that made its gradients; that time is included.
+- `floor`: a lower bound of `seconds` for this mode, from the rates measured here. It is the time of the computation
+  without attention, or of the transfers if they take longer.
+- `device_reserved`, `device_allocated` (GPU): peaks of torch's allocator.
+- `device_used` (GPU): memory of the process after the last step, as the driver counts it. It includes CUDA's context,
+  and so does the cap.
 - `device_held`: bytes of weights, gradients and optimizer states on the device, counted at the end of a backward pass,
-  without activations. On a CPU, whose memory is device and host in one, the only measured number of the device:
-  for streamed modes the slots and what is not streamed, for resident modes all of it.
+  without activations. For streamed modes these are the slots and all that is not streamed. On a CPU, where device and
+  host share one memory, no other number of the device is measured.
 - `device_plan`: the peak that the planner expects on the device, activations included.
-- `host_peak`: peak of resident memory above that before the model was built; on a CPU with all the device's, too.
-  `host_training_peak`: the same from the first step on, when copies that setting up made are gone.
-- `host_held`: weights, gradients, states and parked activations that streaming keeps on the host, counted.
+- `host_peak`: peak of the process's resident memory above what it was before the model was built. On a CPU it includes
+  the device's.
+- `host_training_peak`: the same from the first step on, without the copies that setting up made.
+- `host_held`: bytes of weights, gradients, states and parked activations that streaming keeps on the host.
 
-The base of the 50B rows shares one small vector until it is packed or moved, so that the host never holds its bf16
-weights; what is packed, transported and trained is real. Windows of several sizes are trained in one process, smallest
-first; peaks are counted anew for each, those of the host with what earlier windows left allocated.
+The table adds `ratio`: `seconds` over those of the resident mode with the same weights, states and tokens per step.
+
+The frozen weights of the 50B model share one small vector until they are packed or moved, so that the host never holds
+them in bf16; all that is packed, moved and trained is real. One process trains windows of several sizes, the smallest
+first. Peaks are counted anew for each window; host peaks include what earlier windows left allocated.
 """
 
 from __future__ import annotations
@@ -126,8 +130,8 @@ MOST_RATIO, RATIO_FROM_TOKENS = 1.15, 16000
 
 
 @dataclass
-class Plan:
-    """Which rows are to be there, and how they are measured."""
+class Job:
+    """Which rows to measure, and how."""
 
     models: dict[str, Model]
     modes: tuple[str, ...]
@@ -147,12 +151,12 @@ class Plan:
         return None if MODES[mode].trainer == "plain" else self.cap_gib
 
     def found(self, model: str, mode: str) -> list[dict]:
-        """The rows that are there, by tokens."""
+        """The rows that are there, in the order of their tokens."""
         rows = self.results.rows(model=model, mode=mode, device=self.device, cap_gib=self.cap(mode))
         return sorted((row for row in rows if row["sequence"] == self.sequence), key=lambda row: row["tokens"])
 
     def spec(self, name: str, model: Model, mode_name: str, windows: list[int], machine: dict) -> dict:
-        """What the process of one model and mode is told."""
+        """The specification for the process of one model and mode."""
         mode = MODES[mode_name]
         options = {**model.options, **mode.options} if mode.trainer == "streamed" else {}
         if mode.kept:
@@ -184,7 +188,7 @@ LOCAL = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME"
 
 
 def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
-    """Run one specification in a process of its own; its exit code, `None` if it took too long, and its last words."""
+    """Run a specification. Returns the exit code (`None`: it took too long) and the end of the error output."""
     arguments = [sys.executable, "-m", "benchmarks.memory.process", json.dumps(spec)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -202,40 +206,41 @@ def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
         return code, errors.read()[-2000:]
 
 
-def measured_machine(plan: Plan) -> dict:
-    """Rates of copies and of matrix products, by a process that leaves nothing on the device."""
-    if plan.machines.get(device=plan.device) is None:
-        spec = {"machine": True, "device": plan.device, "results": str(plan.machines.path), "command": command()}
+def measured_machine(job: Job) -> dict:
+    """Rates of copies and of matrix products, measured in a process of its own, which leaves nothing on the device."""
+    if job.machines.get(device=job.device) is None:
+        spec = {"machine": True, "device": job.device, "results": str(job.machines.path), "command": command()}
         code, errors = run_process(spec, 120)
         if code != 0:
             raise RuntimeError(f"The machine could not be measured:\n{errors}")
-        plan.machines.reload()
-    return plan.machines.get(device=plan.device)
+        job.machines.reload()
+    return job.machines.get(device=job.device)
 
 
 DONE = ("measured", "out of memory", "refused", "skipped")
 
 
-def run_row(plan: Plan, name: str, mode: str, machine: dict) -> None:
-    """The windows of one model and mode that have no result yet."""
-    done = {row["tokens"] for row in plan.found(name, mode) if row["outcome"] in DONE}
-    missing = [count for count in plan.windows if count * plan.sequence not in done]
-    left = plan.ends_at - time.monotonic()
+def run_row(job: Job, name: str, mode: str, machine: dict) -> None:
+    """Measure the windows of one model and mode that have no result yet."""
+    done = {row["tokens"] for row in job.found(name, mode) if row["outcome"] in DONE}
+    missing = [count for count in job.windows if count * job.sequence not in done]
+    left = job.ends_at - time.monotonic()
     if not missing or left < 30:
         return
     print(f"{name} {mode} ...", flush=True)
     started = time.monotonic()
-    spec = plan.spec(name, plan.models[name], mode, missing, machine)
-    code, errors = run_process(spec, min(plan.row_seconds, left))
-    before, asked = time.monotonic() - started, {count * plan.sequence for count in missing}
-    plan.results.reload()
+    spec = job.spec(name, job.models[name], mode, missing, machine)
+    code, errors = run_process(spec, min(job.row_seconds, left))
+    before, asked = time.monotonic() - started, {count * job.sequence for count in missing}
+    job.results.reload()
     if code != 0:
-        written = {row["tokens"] for row in plan.found(name, mode) if row["outcome"] in DONE}
+        written = {row["tokens"] for row in job.found(name, mode) if row["outcome"] in DONE}
         for tokens in asked - written:
-            key = {"model": name, "mode": mode, "device": plan.device, "cap_gib": plan.cap(mode), "tokens": tokens}
+            key = {"model": name, "mode": mode, "device": job.device, "cap_gib": job.cap(mode), "tokens": tokens}
             why = {"outcome": "timeout" if code is None else "failed", "detail": errors}
-            plan.results.add({**key, "sequence": plan.sequence, **why, "command": command()})
-    for row in plan.found(name, mode):
+            origin = {"command": command(), "hardware": machine["hardware"], "versions": machine["versions"]}
+            job.results.add({**key, "sequence": job.sequence, **why, **origin})
+    for row in job.found(name, mode):
         if row["tokens"] in asked:
             print(f"  {line(row, None)}", flush=True)
     print(f"  {before:.0f} s in all", flush=True)
@@ -267,9 +272,9 @@ HEADER = (
 )
 
 
-def report(plan: Plan) -> None:
+def report(job: Job) -> None:
     """Print the table, with ratios where the resident rows are there, and whether the goals are met."""
-    rows = [row for name, model in plan.models.items() for mode in model.modes for row in plan.found(name, mode)]
+    rows = [row for name, model in job.models.items() for mode in model.modes for row in job.found(name, mode)]
     seconds = {(r["model"], r["mode"], r["tokens"]): r["seconds"] for r in rows if r["outcome"] == "measured"}
     print(f"\n{HEADER}")
     goals = []
@@ -277,12 +282,12 @@ def report(plan: Plan) -> None:
         reference = seconds.get((row["model"], MODES[row["mode"]].against, row["tokens"]))
         ratio = row["seconds"] / reference if reference and row["outcome"] == "measured" else None
         print(f"{row['model']:5s}{row['mode']:22s} {line(row, ratio)}")
-        goals += judged(row, ratio, plan.models[row["model"]])
+        goals += judged(row, ratio, job.models[row["model"]])
     print("\n".join(goals))
 
 
 def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
-    """The goals of the streamed low-bit and int8 modes, each with what was measured."""
+    """Say for each goal of the streamed low-bit and int8 modes whether it is met."""
     low = row["mode"] in ("stream-8bit", "lora-stream-int8")
     if not low or model.host_goal is None or row["outcome"] != "measured":
         return []
@@ -303,8 +308,8 @@ def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
 # Command line.
 
 
-def chosen_plan(args: argparse.Namespace) -> Plan:
-    """From the options, with the defaults of the scale."""
+def chosen_job(args: argparse.Namespace) -> Job:
+    """Make the job from the options; its defaults depend on the scale."""
     tiny = args.smoke or args.dry_run
     models = MODELS if args.gpu else ON_CPU
     models = {name: model for name, model in models.items() if args.models is None or name in args.models}
@@ -323,7 +328,7 @@ def chosen_plan(args: argparse.Namespace) -> Plan:
         windows = [max(tokens // (2048 if args.gpu else sequence), 1) for tokens in args.tokens]
     modes = args.modes or (SMOKE_MODES if args.smoke else tuple(MODES))
     real = args.gpu and not args.dry_run
-    return Plan(
+    return Job(
         models=models,
         modes=modes,
         device="cuda" if real else "cpu",
@@ -365,14 +370,14 @@ def main() -> None:
             LOCAL["OMP_NUM_THREADS"] = "1"  # tiny products take longer on several
             if args.results == HERE / "results.jsonl":
                 args.results = Path(scratch) / "results.jsonl"
-        plan = chosen_plan(args)
+        job = chosen_job(args)
         if not args.report:
-            machine = measured_machine(plan)
-            for name, model in plan.models.items():
+            machine = measured_machine(job)
+            for name, model in job.models.items():
                 for mode in model.modes:
-                    if mode in plan.modes:
-                        run_row(plan, name, mode, machine)
-        report(plan)
+                    if mode in job.modes:
+                        run_row(job, name, mode, machine)
+        report(job)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class RandomTokens(Dataset):
 
 
 class Weights:
-    """Matrices whose rows are windows of one vector of normal numbers: made at the speed of a copy, of full rank."""
+    """Makes matrices of full rank at the speed of a copy: their rows are stretches of one vector of normal numbers."""
 
     STEP, OFFSET = 37, 7919
 
@@ -69,7 +69,7 @@ class Weights:
         self.count = 0
 
     def make(self, shape: torch.Size, *, shared: bool) -> torch.Tensor:
-        """Shared matrices are views of the vector: they take no memory."""
+        """Make a matrix. A shared one is a view of the vector and takes no memory."""
         if len(shape) == 1:
             return torch.ones(shape, dtype=self.vector.dtype)
         self.count += 1
@@ -78,7 +78,7 @@ class Weights:
 
 
 def build(spec: dict) -> nn.Module:
-    """The model on the host, with adapters where the mode has them."""
+    """Build the model on the host, with adapters if the mode has them."""
     shape, mode = spec["model"], spec["mode"]
     dtype = torch.bfloat16 if mode["low_bit"] else getattr(torch, shape["weights"])
     config = LlamaConfig(
@@ -156,7 +156,7 @@ class HostMemory:
             time.sleep(0.01)
 
     def peak(self, *, reset: bool = False) -> int:
-        """Since the last reset."""
+        """The peak since the last reset."""
         peak = self._status("VmHWM") if self.exact else max(self.sampled, self._now())
         if reset:
             self.sampled = 0
@@ -179,12 +179,12 @@ class DeviceMemory:
             torch.cuda.set_per_process_memory_fraction((cap_gib * GIB - self.elsewhere) / self.total)
 
     def wait(self) -> None:
-        """Until everything queued is done."""
+        """Wait until everything queued is done."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def peaks(self) -> dict[str, int]:
-        """Since the last call."""
+        """The peaks since the last call."""
         if not self.on_gpu:
             return {}
         peaks = {
@@ -200,7 +200,7 @@ class DeviceMemory:
 
 
 def _used_by_this_process() -> int | None:
-    """What the driver says; `None` where it does not tell, for example in a container."""
+    """Bytes that the driver counts for this process; `None` where it does not tell, for example in a container."""
     try:
         import pynvml
 
@@ -213,14 +213,14 @@ def _used_by_this_process() -> int | None:
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Of all processes of the machine, stolen time included, and of this one."""
+    """CPU seconds of all processes of the machine, stolen time included, and of this one."""
     fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 class Meter(TrainerCallback):
-    """Seconds of steps, and what is held at the end of the second backward pass."""
+    """Measures seconds of steps, and the bytes held at the end of the second backward pass."""
 
     def __init__(self, host: HostMemory, device: DeviceMemory, count_held):
         self.host, self.device, self.count_held = host, device, count_held
@@ -228,7 +228,7 @@ class Meter(TrainerCallback):
         self.begin()
 
     def begin(self) -> None:
-        """A window begins."""
+        """Start to measure a window."""
         self.ends: list[float] = []
         self.busy: list[tuple[float, float]] = []
         self.held: dict = {}
@@ -247,7 +247,7 @@ class Meter(TrainerCallback):
         self.busy.append(processor_seconds())
 
     def row(self) -> dict:
-        """What was measured since `begin`."""
+        """The measurements since `begin`."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:])]
         peak = self.host.peak(reset=True)
         (all_before, own_before), (all_after, own_after) = self.busy[WARM_UP - 1], self.busy[-1]
@@ -284,18 +284,18 @@ class Run:
         self.autocast = self.on_gpu and (exact_in_fp32 or self.mode["adapters"])
 
     def window(self, micro_batches: int) -> list[float]:
-        """Train; the losses."""
+        """Train with so many micro-batches per step. Returns the losses."""
         raise NotImplementedError
 
     def held(self) -> dict[str, int]:
-        """Bytes of weights, gradients and states."""
+        """Count the bytes of weights, gradients and states."""
         raise NotImplementedError
 
     def statistics(self) -> dict:
         return {}
 
     def plan(self, micro_batches: int) -> fit.MemoryPlan:
-        """What the planner expects of this mode."""
+        """The plan of this mode."""
         own = {
             "plain": {"mode": "off", "activation_checkpointing": self.mode["checkpointing"]},
             "torchao": {"mode": "off", "activation_checkpointing": True},
@@ -513,7 +513,7 @@ RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "fsdp2": Fsdp2Run, "torchao
 
 
 def why_skipped(spec: dict) -> str | None:
-    """What this machine lacks for the mode."""
+    """The reason why this machine cannot run the mode; `None` if it can."""
     mode = spec["mode"]
     needs = {"peft": mode["adapters"], "bitsandbytes": mode["low_bit"], "torchao": mode["trainer"] == "torchao"}
     if mode["trainer"] == "torchao" and spec["device"] != "cuda":
@@ -523,7 +523,7 @@ def why_skipped(spec: dict) -> str | None:
 
 
 def machine(device: str) -> dict:
-    """Rates that floors are computed with, and what they were measured on."""
+    """Measure the rates that floors are computed with."""
     rates = measure_machine(0.5)
     size = 8192 if device == "cuda" else 1024
     for dtype in (torch.float32, torch.bfloat16):
@@ -544,7 +544,7 @@ PER_STEP = ("loads", "bytes_in", "bytes_out", "seconds_waited")
 
 
 def measure(run: Run, micro_batches: int) -> dict:
-    """One row."""
+    """Measure one row."""
     run.meter.begin()
     before = run.statistics()
     losses = run.window(micro_batches)

@@ -34,7 +34,7 @@ PAIR_STEPS = 30
 
 
 class Clocked(MemoryProfilerCallback):
-    """Counts the CPU seconds of every hook of its own."""
+    """The profiler, with a stopwatch around each of its hooks."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Bench:
 
 
 def own_share(bench: Bench, name: str, steps: int) -> dict:
-    """CPU seconds within the callback over those of the rest."""
+    """Measure the CPU seconds within the callback over those of the rest."""
     profiler, clock = Clocked(), StepClock()
     bench.run(name, 2)  # warms caches
     start = time.process_time()

@@ -45,7 +45,7 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained: what the reference does, and what the plan is asked."""
+    """One way to train a model, for the reference and for the plan."""
 
     weights: torch.dtype
     autocast: bool
@@ -54,7 +54,7 @@ class Way:
     eight_bit: bool = False
 
     def asked(self) -> dict:
-        """Arguments of `plan_memory`."""
+        """The arguments of `plan_memory` that ask for this way."""
         dtype = "mixed" if self.autocast else str(self.weights).removeprefix("torch.")
         states = "8bit" if self.eight_bit else "exact"
         return {
@@ -75,7 +75,7 @@ WAYS = {
 
 
 def _sized(config: type, heads: tuple[int, int, int], vocabulary: int, **more) -> list:
-    """Three sizes: layers, width, tokens."""
+    """Make configurations of three sizes."""
     configs = []
     for layers, width, count in zip((4, 8, 10), (768, 2048, 4096), heads):
         sizes = {name: value(width, count) if callable(value) else value for name, value in more.items()}
@@ -118,7 +118,9 @@ BATCHES = ((8, 512), (4, 1024), (2, 2048))  # of each size
 
 
 class _GroupedProducts(TorchDispatchMode):
-    """torch 2.13's shape function of grouped products knows bf16 alone; fp32 ones have the same shape."""
+    """
+    Gives grouped products in fp32 the shapes of those in bf16, the only ones that torch 2.13 can compute without data.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
@@ -128,7 +130,7 @@ class _GroupedProducts(TorchDispatchMode):
 
 
 def build(config, way: Way) -> nn.Module:
-    """The model with all layers, on the meta device."""
+    """Build the model with all its layers on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=way.weights)
         if way.lora:
@@ -141,7 +143,7 @@ def build(config, way: Way) -> nn.Module:
 
 
 def fill(model: nn.Module) -> nn.Module:
-    """Fake tensors for those of the meta device."""
+    """Put fake tensors in the place of the meta tensors."""
     made = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -154,7 +156,7 @@ def fill(model: nn.Module) -> nn.Module:
 
 
 def eight_bit_optimizer(parameters):
-    """That of bitsandbytes, whose tables are made of data that fake tensors lack."""
+    """The 8-bit AdamW of bitsandbytes, without its tables: they are computed from data, which fake tensors lack."""
     import bitsandbytes as bnb
 
     class AdamW8bit(bnb.optim.AdamW8bit):
@@ -165,7 +167,7 @@ def eight_bit_optimizer(parameters):
 
 
 class _Tracker(MemTracker):
-    """Without what it also writes down of every module after every operation, which takes most of its time."""
+    """torch's tracker without its statistics of every module after every operation, which take most of its time."""
 
     def _update_peak_stats(self, peak_state):
         for device, held in self._curr_mem_snap.items():
@@ -174,7 +176,7 @@ class _Tracker(MemTracker):
 
 
 def tracked_peak(config, way: Way, batch: tuple[int, int]) -> int:
-    """What torch's tracker says of a whole step, the second: states are there."""
+    """Peak of a whole step by torch's tracker. It is the second step, so that optimizer states exist."""
     model = build(config, way)
     plain = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with FakeTensorMode(), _GroupedProducts(), plain:
@@ -206,7 +208,7 @@ def _loss(model: nn.Module, inputs: dict, way: Way) -> torch.Tensor:
 
 
 class _Peak(TrainerCallback):
-    """Of the third step."""
+    """Keeps the allocator's peak of the third step."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
@@ -217,7 +219,7 @@ class _Peak(TrainerCallback):
 
 
 def allocated_peak(config, way: Way, batch: tuple[int, int]) -> int:
-    """What the allocator handed out at most in a step of a real run."""
+    """Peak of torch's allocator in a step of a real run."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=way.weights)
@@ -237,7 +239,7 @@ def allocated_peak(config, way: Way, batch: tuple[int, int]) -> int:
 
 
 def measure(name: str, size: int, way: str, gpu: bool, reference: int | None = None) -> dict:
-    """One row: the plan and the reference, which may be known."""
+    """Make one row: the plan, and the reference if it is not known."""
     config, batch = MODELS[name][size], BATCHES[size]
     accelerator = "cuda" if gpu else "cpu"
     start = time.perf_counter()
@@ -262,7 +264,7 @@ def measure(name: str, size: int, way: str, gpu: bool, reference: int | None = N
 
 
 def table(rows: list[dict]) -> str:
-    """Of models and sizes; GiB of the reference and error of the plan for each way."""
+    """A table of models and sizes, with the GiB of the reference and the error of the plan for each way."""
     lines = ["| model | weights | batch | " + " | ".join(WAYS) + " |", "|---|---|---|" + "---|" * len(WAYS)]
     for name, configs in MODELS.items():
         for config, batch in zip(configs, BATCHES):

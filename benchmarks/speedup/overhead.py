@@ -34,7 +34,7 @@ DISABLED_STEPS = 30
 
 
 class OwnTime(Stopwatch):
-    """CPU seconds spent in what the package adds to a run."""
+    """Adds up the CPU seconds of the package's own work in a run."""
 
     def __init__(self, trainer):
         super().__init__()
@@ -51,7 +51,7 @@ class OwnTime(Stopwatch):
 
 
 class Uphill:
-    """Turns every leap against its direction while it is entered."""
+    """While this context is entered, every leap goes against its direction."""
 
     def __enter__(self):
         self.original = Trajectory.leap

@@ -66,7 +66,7 @@ def mean_curve(plain: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
 
 
 def cost_of(result: dict) -> dict[str, float]:
-    """What a run computed, in steps: backward passes, probes, arithmetic of leaps and of Muon, and their sum."""
+    """Costs of a run in steps: backward passes, probes, arithmetic of leaps and of Muon, and their sum."""
     names = ("backward_passes", "probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps")
     costs = {name: result["summary"][name] for name in names}
     return {**costs, "total": sum(costs.values())}
@@ -132,7 +132,7 @@ def pace(rows: list[dict], tuned: dict[int, dict[int, float]]) -> dict:
 
 
 def plain_losses(results: Results, task: str, seeds: list[int]) -> dict[int, dict[int, float]]:
-    """Plain AdamW: steps -> seed -> final loss, each the best of the learning rates that were run there."""
+    """Collect plain AdamW's final losses: steps -> seed -> the best over learning rates."""
     found: dict[int, dict[int, float]] = {}
     for row in results.rows(task=task, arm="adamw"):
         if row["seed"] in seeds and row["eval_loss"] is not None:
@@ -173,7 +173,7 @@ def table_of(results: Results, task: str, arms: list[str] | None, seeds: list[in
 
 
 def better_rate(results: list[dict]) -> list[dict]:
-    """The results at one learning rate: of those with the most seeds the one with the lowest mean loss."""
+    """Choose the learning rate with the most seeds, and of several such rates the one with the lowest mean loss."""
     by_rate: dict[float, list[dict]] = {}
     for result in results:
         by_rate.setdefault(result["rate"], []).append(result)
@@ -185,7 +185,7 @@ def better_rate(results: list[dict]) -> list[dict]:
 
 
 def print_table(table: dict) -> None:
-    """A task's arms, best first."""
+    """Print the arms of a task, the best first."""
     print(f"\n{table['task']}: {table['about']}; {table['steps']} steps")
     for steps, losses in sorted(table["plain"].items(), key=lambda item: int(item[0])):
         print(f"  adamw, {steps} steps: " + "  ".join(f"{loss:.4f}" for _, loss in sorted(losses.items())))
@@ -205,12 +205,12 @@ def print_table(table: dict) -> None:
 
 
 IN_CURVES = {"hybrid": None, "muon": None, "fast": None, "beta1-0.7": "adamw", "hybrid-beta1-0.7": "hybrid"}
-"""Arms drawn beside the plain curve; in the colour of the named one, hollow, where it differs by an option."""
+"""Arms drawn beside the plain curve. One that differs from another by an option is hollow, in the other's colour."""
 COLOURS = {"adamw": "#444444", "hybrid": "#0b6e99", "muon": "#c26a00", "fast": "#2a7d2e"}
 
 
 def plot_curves(tables: list[dict], path: Path) -> None:
-    """L(T) of plain AdamW with a band of one standard deviation over seeds, and where the arms ended."""
+    """Draw the plain curve with a band of one standard deviation over seeds, and the final losses of the arms."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -252,7 +252,7 @@ def plot_curves(tables: list[dict], path: Path) -> None:
 
 
 def plot_speedups(tables: list[dict], path: Path) -> None:
-    """S of every arm with its standard error, one panel per task."""
+    """Draw S of every arm with its standard error, one panel per task."""
     import matplotlib
 
     matplotlib.use("Agg")

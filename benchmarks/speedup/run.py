@@ -55,7 +55,7 @@ def make(run: Run) -> dict:
 
 
 def make_base() -> None:
-    """The model that fine-tuning starts from."""
+    """Train the model that fine-tuning starts from."""
     from transformers import Trainer, TrainingArguments
 
     task = TASKS["code"]

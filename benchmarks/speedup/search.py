@@ -29,7 +29,7 @@ MOST_RATES = 6
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: the key of its line."""
+    """One training run; its fields are the key of its line in the results."""
 
     task: str
     arm: str
@@ -59,7 +59,7 @@ class Search:
         return self.results.get(**asdict(run))
 
     def loss(self, run: Run) -> float | None:
-        """Final held-out loss; infinite if the run diverged, `None` if it was not made yet."""
+        """The final held-out loss: infinite if the run diverged, `None` if it was not made yet."""
         row = self.result(run)
         return None if row is None else math.inf if row["eval_loss"] is None else row["eval_loss"]
 
@@ -86,7 +86,9 @@ class Search:
             grid = [grid[0] / 2, *grid] if best == grid[0] else [*grid, grid[-1] * 2]
 
     def _start_grid(self, task: str, arm: str) -> tuple[float, ...] | None:
-        """Where the search begins: around the best rate of the arm's family; `None` while that is not known."""
+        """
+        The rates that the search begins with, around the best rate of the arm's family; `None` while that is not known.
+        """
         family = ARMS[arm].rate_of
         if TASKS[task].tuned is not True:
             return (1.0,) if family == "one" else TASKS[task].grid
@@ -125,5 +127,5 @@ class Search:
 
 
 def arms_of(task: str, arms: list[str]) -> list[str]:
-    """Those that make sense for a task, in the order of `ARMS`."""
+    """The arms that make sense for a task, in the order of `ARMS`."""
     return [arm for arm in ARMS if arm in arms and (TASKS[task].tuned is True or arm in DEFAULT_ARMS)]

@@ -1,4 +1,4 @@
-"""What is trained: the tasks of the speed-up benchmark, with their texts, models and training settings."""
+"""The tasks of the speed-up benchmark: texts, models and training settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PROBE, TEST = 64, 480
 DEFAULT_RATE = 5e-5
 
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
-"""What made plain AdamW best from scratch (docs/evaluation.md); linear decay to zero, as `Trainer` defaults to."""
+"""
+Options with which plain AdamW was best from scratch (docs/evaluation.md), beside `Trainer`'s linear decay to zero.
+"""
 
 
 @dataclass(frozen=True)

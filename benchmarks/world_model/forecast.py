@@ -52,8 +52,8 @@ TOKENS = (8, 128)
 DRAWS = 2000
 
 
-def replay(run, options: dict) -> dict:
-    """Forecasts after every window of a run, as a real run would have made them, and imagined branches."""
+def follow(run, options: dict) -> dict:
+    """Follow a recorded run. Returns the forecasts that the model makes after every window, and imagined branches."""
     dynamics = DynamicsModel(**options)
     forecasts, confidences, branches = {k: [] for k in SCORED}, [], []
     losses = np.log(np.maximum(run.losses, 1e-6))
@@ -76,7 +76,9 @@ def replay(run, options: dict) -> dict:
 
 
 def imagined(dynamics: DynamicsModel, branch) -> dict | None:
-    """What the model expects of a branch against the run as it went on, up to 20 windows ahead, and what came."""
+    """
+    Compare a branch with the run, up to 20 windows ahead: the difference that the model expects, and the real one.
+    """
     base, other = branch.base, branch.other
     shared = min(len(base.losses), len(other.losses), max(SCORED))
     if shared < 1 or not np.isfinite(branch.base.held_out[-1] + branch.other.held_out[-1]):
@@ -100,7 +102,7 @@ def imagined(dynamics: DynamicsModel, branch) -> dict | None:
 
 
 def scores_of(replays: list[dict], others: dict[int, dict[str, Predictive]], held_out: list) -> dict:
-    """CRPS and NLL by horizon, paired differences to the baselines, and calibration."""
+    """Score forecasts by horizon: CRPS and NLL, paired differences to the baselines, and calibration."""
     found = {}
     for k in SCORED:
         rows = np.array([row for replayed in replays for row in replayed["forecasts"][k]])
@@ -144,7 +146,7 @@ def baseline_scores(others: dict[int, dict[str, Predictive]], held_out: list) ->
 
 
 def branch_scores(replays: list[dict]) -> dict:
-    """Imagined against realised differences of branches, in training losses and in the held-out loss at the end."""
+    """Compare imagined and real differences of branches, in training losses and in the held-out loss at the end."""
     rows = [{"run": number, **row} for number, replayed in enumerate(replays) for row in replayed["branches"]]
     column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     targets = {
@@ -161,7 +163,10 @@ def branch_scores(replays: list[dict]) -> dict:
 
 
 def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np.ndarray) -> dict:
-    """Correlations, and share of right signs: of the model, and of the rules that leaps always or never help."""
+    """
+    Correlation of guesses and truth, and how often a sign is right: of the model, and of two rules (leaps always help,
+    leaps never help).
+    """
     rules = {"model": np.sign(guess), "leaps_always_help": -leaping, "leaps_never_help": leaping}
     ranks = [values.argsort().argsort().astype(float) for values in (guess, truth)]
     rng, found = np.random.default_rng(0), []
@@ -263,7 +268,7 @@ def main() -> None:
     arms = Results(args.results, "forecast", ("arm",))
     for name, options in ARMS.items():
         started = time.perf_counter()
-        replays = [replay(run, options) for run in held_out]
+        replays = [follow(run, options) for run in held_out]
         probability, happened = map(np.array, zip(*[row for r in replays for row in r["confidences"]]))
         branches = branch_scores(replays)
         if name != MAIN_ARM:

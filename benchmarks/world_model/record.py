@@ -31,8 +31,8 @@ from transformers.utils import logging
 from benchmarks.world_model.small_run import (
     HELD_OUT,
     PROBE,
+    Course,
     DivergedError,
-    Plan,
     Policy,
     Settings,
     Training,
@@ -55,7 +55,7 @@ def draw_policy(rng: random.Random, direction: str, first: int, last: int) -> Po
 
 
 def draw_settings(index: int) -> Settings:
-    """The run of this index."""
+    """Draw the settings of a run; they follow from its index."""
     rng = random.Random(f"run {index}")
     steps = rng.choices((150, 200, 300, 400, 600), (1.5, 1.5, 3, 1.5, 1))[0]
     size = draw_size(rng, steps)
@@ -103,7 +103,7 @@ def draw_settings(index: int) -> Settings:
 
 
 def draw_size(rng: random.Random, steps: int) -> dict:
-    """Architecture and batch, small enough for a run of `steps` steps to cost at most `SECONDS`."""
+    """Draw an architecture and a batch with which a run of `steps` steps costs at most `SECONDS`."""
     while True:
         architecture = rng.choices(("llama", "gpt2", "qwen2", "qwen3", "gemma"), (3, 3, 2, 2, 2))[0]
         layers, hidden = rng.choices((1, 2, 3, 4), (4, 3, 2, 2))[0], rng.choice((32, 32, 48, 64, 96))
@@ -126,10 +126,10 @@ def draw_size(rng: random.Random, steps: int) -> dict:
 
 @dataclass
 class BranchUnderWay:
-    """A copy of the run that goes another way from the end of window `start` on."""
+    """A copy of the run that takes another course from the end of window `start` on."""
 
     start: int
-    plan: Plan
+    course: Course
     training: Training
     windows: Windows = field(default_factory=Windows)
     base_held_out: list[float] = field(default_factory=lambda: [math.nan] * (len(AFTER) + 1))
@@ -137,18 +137,21 @@ class BranchUnderWay:
     diverged: int | None = None
 
 
-def branch_plan(settings: Settings, number: int, step: int) -> Plan:
-    """For 50 to 200 steps leaps where the run has none; where it has some, none or others."""
+def branch_course(settings: Settings, number: int, step: int) -> Course:
+    """
+    Draw what a branch does differently for 50 to 200 steps: it leaps where the run does not, and else leaps not at all
+    or in another way.
+    """
     rng = random.Random(f"branch {settings.index} {number}")
     last = min(step + 10 * rng.randint(5, 20), settings.steps)
     other = draw_policy(rng, settings.direction, step, last)
     base = settings.base
     leaps_anyway = base is not None and min(base.last, last) - max(base.first, step) >= (last - step) / 2
-    return Plan(base, None if leaps_anyway and rng.random() < 0.6 else other, step, last)
+    return Course(base, None if leaps_anyway and rng.random() < 0.6 else other, step, last)
 
 
 def branch_steps(settings: Settings) -> list[int]:
-    """One in each third of the run, at least 50 steps before its end; a branch starts at the end of its window."""
+    """Draw the steps at which branches start: one in each third of the run, at least 50 steps before its end."""
     rng = random.Random(f"branches {settings.index}")
     last = min(0.9, 1.0 - 60 / settings.steps)
     return [
@@ -161,18 +164,18 @@ def run(settings: Settings) -> dict:
     """Train with branches; returns `settings`, `windows`, `diverged` (step or `None`) and `branches`."""
     training, windows, branches = Training.start(settings), Windows(), []
     due = branch_steps(settings)
-    plan = Plan(settings.base)
+    course = Course(settings.base)
     diverged = None
     try:
         while not training.ended:
-            closed = training.advance(plan.at(training.now.step), windows)
+            closed = training.advance(course.at(training.now.step), windows)
             for branch in branches:
-                _measure(training, branch.plan.first, branch.base_held_out)
+                _measure(training, branch.course.first, branch.base_held_out)
             if closed and due and training.now.step >= due[0]:
                 due.pop(0)
                 step = training.now.step
                 branches.append(
-                    BranchUnderWay(len(windows.losses), branch_plan(settings, len(branches), step), training.copy())
+                    BranchUnderWay(len(windows.losses), branch_course(settings, len(branches), step), training.copy())
                 )
     except DivergedError:
         diverged = training.now.step
@@ -182,12 +185,12 @@ def run(settings: Settings) -> dict:
 
 
 def continue_branch(branch: BranchUnderWay) -> None:
-    """To the end of the run."""
+    """Train a branch to the end of the run."""
     training = branch.training
     try:
         while not training.ended:
-            training.advance(branch.plan.at(training.now.step), branch.windows)
-            _measure(training, branch.plan.first, branch.held_out)
+            training.advance(branch.course.at(training.now.step), branch.windows)
+            _measure(training, branch.course.first, branch.held_out)
     except DivergedError:
         branch.diverged = training.now.step
 
@@ -208,7 +211,7 @@ def set_up_worker() -> None:
 
 
 def record_run(job: tuple[int, Path]) -> str:
-    """Make a run and write its file; returns a line for the log, with the seconds of one core that it took."""
+    """Make a run and write its file. Returns a line for the log, with the seconds of one core that the run took."""
     index, folder = job
     started = time.process_time()
     settings = draw_settings(index)
@@ -227,7 +230,7 @@ def record_run(job: tuple[int, Path]) -> str:
 
 
 def record(indices: Iterable[int], workers: int, folder: Path) -> None:
-    """Those that are not there yet; one line each."""
+    """Make the runs that are not there yet, and print a line for each."""
     folder.mkdir(parents=True, exist_ok=True)
     there = recorded_indices(folder)
     jobs = [(index, folder) for index in indices if index not in there]

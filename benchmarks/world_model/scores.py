@@ -12,15 +12,15 @@ import torch
 from hf_hybrid.world_model.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
 
 FIRST = 3
-"""Windows before the first forecast that is scored: planners choose from then on."""
+"""Windows before the first forecast that is scored; planners start to choose there."""
 PENALTIES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 LEVELS = tuple(np.round(np.arange(0.05, 1.0, 0.1), 2).tolist())
-"""Of central intervals."""
+"""Levels of the central intervals."""
 RESAMPLES = 2000
 
 
 def density_and_cdf(z: np.ndarray, gaussian: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Of the standard Gaussian, or of the Student-t of 5 degrees of freedom in closed form."""
+    """Density and distribution function of the standard Gaussian, or of the Student-t with 5 degrees of freedom."""
     if gaussian:
         cdf = torch.special.ndtr(torch.from_numpy(z)).numpy()
         return np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi), cdf
@@ -36,7 +36,9 @@ def beta_function(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class Predictive:
-    """Gaussian or Student-t (5 degrees of freedom) predictions `[n]` of changes of the log loss, and what came."""
+    """
+    Predictions `[n]` of changes of the log loss, Gaussian or Student-t (5 degrees of freedom), and the real changes.
+    """
 
     gaussian: bool
     mean: np.ndarray
@@ -48,7 +50,7 @@ class Predictive:
         return (self.realised - self.mean) / self.scale
 
     def nll(self) -> np.ndarray:
-        """Negative log density of what came, in nats."""
+        """Negative log density of the real changes, in nats."""
         if self.gaussian:
             return np.log(self.scale) + 0.5 * (self._z**2 + math.log(2 * math.pi))
         return np.log(self.scale) - np.log(density_and_cdf(self._z, False)[0])
@@ -64,12 +66,15 @@ class Predictive:
         return self.scale * (z * (2 * cdf - 1) + spread - 2 * math.sqrt(FREEDOM) / (FREEDOM - 1) * beta)
 
     def places(self) -> np.ndarray:
-        """Probability integral transform."""
+        """Predicted probability of a change below the real one (the probability integral transform)."""
         return density_and_cdf(self._z, self.gaussian)[1]
 
 
 def best_scale(errors: np.ndarray) -> tuple[bool, float]:
-    """Whether Gaussian, and its scale: the more likely of both families, each at its own best."""
+    """
+    Choose the family under which the errors are more likely, each with its best scale. Returns whether it is Gaussian,
+    and the scale.
+    """
     tried = math.sqrt(float(np.mean(errors**2))) * np.exp(np.linspace(-3, 0.5, 141))
     zero = np.zeros_like(errors)
     likely = {
@@ -82,7 +87,7 @@ def best_scale(errors: np.ndarray) -> tuple[bool, float]:
 
 @dataclass(frozen=True)
 class Starts:
-    """Everything known at the windows of many runs from which the loss `k` windows later is forecast, `[n]` each."""
+    """What is known at `n` windows of many runs, to forecast the loss `k` windows later; each field is `[n]`."""
 
     run: np.ndarray
     inputs: np.ndarray
@@ -92,7 +97,7 @@ class Starts:
 
 
 def starts_at(runs: list, k: int) -> Starts:
-    """Start windows `FIRST` and later of runs that last `k` windows more."""
+    """Collect the windows, from the `FIRST` on, of runs that last `k` windows more."""
     columns: dict[str, list[np.ndarray]] = {"run": [], "inputs": [], "law": [], "change": []}
     for number, run in enumerate(runs):
         count = len(run.losses) - k - (FIRST - 1)
@@ -109,7 +114,9 @@ def starts_at(runs: list, k: int) -> Starts:
 
 
 class Ridge:
-    """Ridge regression of the change on features and the known future; the penalty by cross-validation over runs."""
+    """
+    Ridge regression of the change on features and the known future. Cross-validation over runs chooses the penalty.
+    """
 
     FOLDS = 5
 
@@ -124,7 +131,7 @@ class Ridge:
             errors[penalty] = known.change - left_out
         self.penalty = min(PENALTIES, key=lambda penalty: float(np.mean(np.abs(errors[penalty]))))
         self.errors = errors[self.penalty]
-        """On training runs that the fit had not seen: what its scale is fitted to."""
+        """Errors on training runs that the fit had not seen. The scale of the forecasts is fitted to them."""
         self.predict = self._fit(known.inputs, known.change, self.penalty)
 
     @staticmethod
@@ -136,7 +143,10 @@ class Ridge:
 
 
 def baselines(learned: list, held_out: list) -> dict[int, dict[str, Predictive]]:
-    """By horizon: persistence, power law of the run so far, and ridge, each with the best scale on training runs."""
+    """
+    For each horizon, forecast by persistence, by the power law of the run so far, and by ridge. Scales are the best
+    ones on training runs.
+    """
     found = {}
     for k in SCORED:
         known, asked = starts_at(learned, k), starts_at(held_out, k)

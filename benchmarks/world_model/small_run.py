@@ -26,7 +26,7 @@ STRIDE = 10
 """Real steps of a window."""
 HELD_OUT, PROBE = 32, 16
 PROBE_EVERY = 8
-"""Leaps from one that is probed to the next: as rare as the package's budget for probes makes them."""
+"""One leap in so many is probed; the package's budget makes probes about as rare."""
 STATISTICS_EVERY = 8
 """Real steps between measurements of the optimizer's moments, as in the package."""
 MAX_PREDICT = 8
@@ -35,12 +35,15 @@ PRETRAINING_STEPS = 120
 
 
 class DivergedError(Exception):
-    """Loss or gradients are not finite."""
+    """The loss or the gradients of a run are not finite."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Leaps after every `every` real steps from step `first` to step `last`, with `gain * progress**power`."""
+    """
+    When a run leaps and how far: after every `every` real steps between `first` and `last`, with the gain `gain *
+    progress**power`.
+    """
 
     every: int
     gain: float
@@ -52,8 +55,8 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A policy (`None`: no leaps), and another one from step `first` to step `last`."""
+class Course:
+    """A policy for the whole run (`None`: no leaps), and another one from step `first` to step `last`."""
 
     base: Policy | None
     other: Policy | None = None
@@ -67,7 +70,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that makes a run."""
+    """All that a run follows from."""
 
     index: int
     architecture: str
@@ -78,15 +81,15 @@ class Settings:
     dropout: float
     text: str
     text_before: str | None
-    """Fine-tuning: the text that the model was trained on for a short while before the run."""
+    """The text that the model was trained on for a short while before a fine-tuning run; `None` from scratch."""
     rows: int
-    """Different training sequences."""
+    """Number of different training sequences."""
     batch: int
     length: int
     steps: int
     optimizer: str
     betas: tuple[float, float]
-    """Of SGD, the first is the momentum."""
+    """SGD takes the first as its momentum."""
     weight_decay: float
     rate: float
     rate_over_reference: float
@@ -101,7 +104,7 @@ class Settings:
 
 
 def reference_rate(optimizer: str, betas: tuple[float, float], hidden: int, fine_tuning: bool) -> float:
-    """Near the best learning rate of these small models."""
+    """A learning rate near the best one of these small models."""
     rate = 0.5 * (1.0 - betas[0]) * 10 if optimizer == "sgd" else 6e-3 * math.sqrt(48 / hidden)
     return rate * (0.5 if fine_tuning else 1.0)
 
@@ -123,7 +126,7 @@ def text_bytes(name: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Material:
-    """Sequences `[n, length]`, disjoint, and which of them make the batch of a real step `[steps, batch]`."""
+    """Disjoint sequences `[n, length]`, and the indices of those that make each batch, `order` `[steps, batch]`."""
 
     train: torch.Tensor
     order: torch.Tensor
@@ -132,7 +135,7 @@ class Material:
 
 
 def make_material(settings: Settings, text: str, rows: int, steps: int) -> Material:
-    """A stretch of the text cut into sequences, shuffled; one order per epoch."""
+    """Cut a stretch of the text into sequences, shuffle them, and draw an order for each epoch."""
     rng = np.random.default_rng((settings.index, steps))
     source = text_bytes(text)
     rows = min(rows, len(source) // settings.length - HELD_OUT - PROBE)
@@ -173,7 +176,7 @@ def make_model(settings: Settings) -> torch.nn.Module:
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Weight decay on matrices only, as in `Trainer`."""
+    """Make the optimizer. Only matrices decay, as in `Trainer`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
@@ -213,7 +216,7 @@ def evaluate(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def pretrain(settings: Settings, model: torch.nn.Module) -> None:
-    """What the model learned before a fine-tuning run."""
+    """Train the model on the text of before a fine-tuning run."""
     steps = PRETRAINING_STEPS
     material = make_material(settings, settings.text_before, steps * settings.batch, steps)
     rate = reference_rate("adamw", (0.9, 0.99), settings.hidden, False)
@@ -228,7 +231,7 @@ def pretrain(settings: Settings, model: torch.nn.Module) -> None:
 
 @dataclass
 class Windows:
-    """What is kept of every window, in order; see `hf_hybrid.world_model.dynamics` for features and actions."""
+    """The record of each window, in order; `hf_hybrid.world_model.dynamics` explains features and actions."""
 
     features: list[list[float]] = field(default_factory=list)
     actions: list[list[float]] = field(default_factory=list)
@@ -243,7 +246,7 @@ class Counters:
     step: int = 0
     real: int = 0
     owed: int = 0
-    """Predicted steps of the last leap that are still to pass."""
+    """Predicted steps of the last leap that are still to be skipped."""
     leaps: int = 0
     phase: Phase = Phase.WARMUP
     steps_in_phase: int = 0
@@ -254,7 +257,7 @@ class Counters:
     relative_norm: float = 0.0
     residual: float = 0.0
     moved: float = 0.0
-    """In the window: gains times real steps of their blocks."""
+    """Sum over the leaps of this window: gain times real steps of the leap's block."""
     predicted: int = 0
     """In the window."""
     losses: tuple[float, ...] = ()
@@ -262,7 +265,7 @@ class Counters:
 
 
 class Training:
-    """A run at one moment: [`advance`] makes a step, [`copy`] a second one that goes its own way."""
+    """A run at one moment. [`advance`] makes a step; [`copy`] makes a second run that can take another course."""
 
     def __init__(self, settings: Settings, material: Material, model: torch.nn.Module):
         self.settings, self.material, self.model = settings, material, model

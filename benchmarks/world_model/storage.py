@@ -19,7 +19,9 @@ from hf_hybrid.world_model.rssm_records import Branch, Continuation, Record
 
 RECORDINGS = Path(__file__).resolve().parent / "recordings"
 AFTER = (10, 50, 200)
-"""Steps after the start of a branch at which the held-out loss is measured; and at the end."""
+"""
+Steps after the start of a branch at which the held-out loss is measured. It is measured at the end of the run too.
+"""
 HELD_OUT_EVERY = 5
 RUNS_PER_SHARD = 64
 FEATURE_STEP = 5.0 / 127
@@ -42,7 +44,7 @@ class RecordedRun(Record):
     A run of `W` windows, as arrays, with up to three branches: as it went on, and another way.
 
     Args:
-        settings (`dict`): What made it (`Settings`), with `diverged` and, per branch, plan and `diverged`.
+        settings (`dict`): What made it (`Settings`), with `diverged` and, per branch, course and `diverged`.
         steps (`np.ndarray`): int32 `[W]`, steps done at the end of each window.
     """
 
@@ -51,14 +53,14 @@ class RecordedRun(Record):
 
 
 def as_arrays(result: dict) -> dict[str, np.ndarray]:
-    """A run as what is stored: a JSON header and the windows of run and branches one after the other."""
+    """Turn a run into arrays: a JSON header, and the windows of the run and its branches one after the other."""
     branches = result["branches"]
     header = {
         **result["settings"],
         "diverged": result["diverged"],
         "windows": len(result["windows"].losses),
         "branches": [
-            {"start": b.start, "windows": len(b.windows.losses), "diverged": b.diverged, **asdict(b.plan)}
+            {"start": b.start, "windows": len(b.windows.losses), "diverged": b.diverged, **asdict(b.course)}
             for b in branches
         ],
     }
@@ -76,7 +78,7 @@ def as_arrays(result: dict) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """All or nothing; the same arrays give the same bytes."""
+    """Write a file in one move, so that it is whole or absent. The same arrays give the same bytes."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     partial = path.with_suffix(".partial")
@@ -89,7 +91,7 @@ def headers_of(arrays) -> list[dict]:
 
 
 def runs_in(path: Path) -> list[RecordedRun]:
-    """All runs of a file, single or packed."""
+    """Read all runs of a file, single or packed."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     features = arrays["features"].astype(np.float32) * np.float32(FEATURE_STEP)
@@ -112,7 +114,7 @@ def runs_in(path: Path) -> list[RecordedRun]:
 
 
 def load_records(folder: Path = RECORDINGS) -> tuple[list[RecordedRun], list[RecordedRun]]:
-    """Runs to learn from and runs held out (every fifth), in the order of their indices."""
+    """Read all runs. Returns those to learn from and those held out (every fifth), in the order of their indices."""
     runs = sorted((run for path in folder.glob("*.npz") for run in runs_in(path)), key=lambda r: r.settings["index"])
     held_out = [run for run in runs if run.settings["index"] % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     return [run for run in runs if run.settings["index"] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1], held_out
@@ -123,7 +125,7 @@ def recorded_indices(folder: Path) -> set[int]:
 
 
 def pack(folder: Path) -> list[Path]:
-    """All files into shards of `RUNS_PER_SHARD` runs."""
+    """Put all files into shards of `RUNS_PER_SHARD` runs."""
     stored = []
     paths = sorted(folder.glob("*.npz"))
     for path in paths:
@@ -145,7 +147,7 @@ def pack(folder: Path) -> list[Path]:
 
 
 def split_by_run(arrays: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """The stored form of every run of a file."""
+    """Take a file apart: the arrays of every run in it."""
     row, branch, runs = 0, 0, []
     for header in headers_of(arrays):
         rows = slice(row, row + header["windows"] + sum(b["windows"] for b in header["branches"]))

@@ -24,7 +24,7 @@ from hf_hybrid.world_model.rssm import RSSM, load_weights, save_weights
 from hf_hybrid.world_model.rssm_records import calibrate, forecast_errors, score_records, train_on_records
 
 FOLDS = 3
-"""The runs to learn from are split so often: the parts left out choose the number of epochs and calibrate scales."""
+"""Parts that the runs to learn from are split into."""
 SETTINGS = {
     "epochs": 9,
     "batch_size": 16,
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 class Progress:
-    """Keeps and prints what [`train_on_records`] tells."""
+    """Keeps and prints the values that [`train_on_records`] reports."""
 
     def __init__(self, fold: int | None):
         self.fold, self.curve, self.started = fold, [], time.perf_counter()
