@@ -214,10 +214,9 @@ def test_peaks_in_the_log_are_those_since_the_last_time(tmp_path):
     assert found == [max(r["host"]["peak_rss"] for r in part) for part in (records[:3], records[3:])]
 
 
-def test_log_keys_can_be_left_out_and_everything_logged_is_written(tmp_path):
-    trainer = plain(tmp_path, MemoryProfilerCallback(log_keys=False), eval_strategy="steps", eval_steps=6)
+def test_everything_logged_is_written(tmp_path):
+    trainer = plain(tmp_path, MemoryProfilerCallback(), eval_strategy="steps", eval_steps=6)
     trainer.train()
-    assert not any("memory/rss_gib" in entry for entry in trainer.state.log_history)
     entries = lines(tmp_path, "logs.jsonl")
     assert [{**e["logs"], "step": e["step"]} for e in entries] == trainer.state.log_history
     assert [e["phase"] for e in entries] == ["train"] * 6 + ["evaluate", "train"]
@@ -307,7 +306,7 @@ def test_out_of_memory_on_a_cpu_leaves_the_last_records(tmp_path):
     assert [r["step"] for r in found["records"]] == list(range(11, 61)), "the last fifty"
     assert found["host"]["rss"] > 0 and not (folder / "cuda_snapshot.pickle").exists()
     assert summary(tmp_path)["out_of_memory"][0]["step"] == 61
-    assert "out of memory in step 61" in profiler.table()
+    assert "out of memory in step 61" in str(profiler)
 
 
 # Bad input.
@@ -319,8 +318,6 @@ def test_out_of_memory_on_a_cpu_leaves_the_last_records(tmp_path):
         ({"account_every": 0}, "`account_every`.*`0`"),
         ({"account_every": 2.5}, "`account_every`.*`2.5`"),
         ({"account_every": True}, "`account_every`.*`True`"),
-        ({"spike_threshold": 0}, "`spike_threshold`.*`0`"),
-        ({"spike_threshold": float("nan")}, "`spike_threshold`.*`nan`"),
     ],
 )
 def test_bad_arguments_are_refused(values, text):

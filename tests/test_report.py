@@ -14,7 +14,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.report.findings import PROFILER_HINT, findings, wilson_interval
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_folder import load_run, phases_by_step, runs_of
+from hf_hybrid.report.run_folder import load_run, phases_by_step, stretches_of
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_phases_of_steps_come_from_the_best_source(tmp_path):
     assert from_record == real
     profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
     assert phases_by_step(load_run(tmp_path)) == known
-    assert runs_of({1: "a", 2: "a", 3: "b", 4: "a"}) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
+    assert stretches_of({1: "a", 2: "a", 3: "b", 4: "a"}) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
 
 
 def test_calibration_shows_what_the_record_supports(tmp_path):

@@ -6,7 +6,7 @@ import bisect
 import math
 from datetime import datetime, timezone
 
-from hf_hybrid.report.run_folder import PHASES, Run, as_dict, number, phases_by_step, reading
+from hf_hybrid.report.run_folder import PHASES, Run, as_dict, number, peak_of, phases_by_step, reading
 
 ACCEPTED = ("unprobed", "kept", "extended", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
@@ -153,14 +153,6 @@ def used_memory(entry: dict, device_total: float | None = None) -> tuple[float |
         return reading(entry, "device.allocated"), device_total, "device (allocator)"
     rss = reading(entry, "host.rss")
     return rss, None, "host (RSS)" if rss is not None else None
-
-
-def peak_of(entry: dict) -> tuple[float | None, str | None]:
-    """Highest use within a step: of the allocator where there is a device, else of the process."""
-    if reading(entry, "device.peak_allocated") is not None:
-        return reading(entry, "device.peak_allocated"), "device"
-    peak = reading(entry, "host.peak_rss")
-    return (peak, "host") if peak is not None else (reading(entry, "host.rss"), "host")
 
 
 def peak_memory(run: Run) -> dict | None:

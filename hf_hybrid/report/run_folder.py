@@ -7,7 +7,6 @@ plain JSON. `training_args.bin` and other pickles are not opened. Importing this
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -25,6 +24,144 @@ PHASES = ("warmup", "full", "predict", "correct")
 """Of hybrid runs, in the order of `Phase.index`."""
 PROFILE = "profile"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+# Writing.
+
+
+class RunLog:
+    """
+    Writes one process's part of a profile folder; docs/profiling.md describes its files.
+
+    Every line is handed to the system at once, so that a killed run keeps all of them. A new run moves what lies there
+    to a folder of the same name with `-previous` behind it; a resumed one appends, and marks its first lines. Other
+    processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
+
+    Args:
+        folder (`str` or `Path`): Made if it is not there.
+        rank (`int`): Of this process.
+        resumed (`bool`): Append.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
+        self.folder, self.rank, self.resumed = Path(folder).absolute(), rank, resumed  # scripts may change their folder
+        self.steps_name = "steps.jsonl" if rank == 0 else f"steps-rank{rank}.jsonl"
+        if rank == 0 and not resumed and self.folder.is_dir() and os.listdir(self.folder):
+            previous = self.folder.with_name(self.folder.name + "-previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            self.folder.rename(previous)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, BinaryIO] = {}
+        self.broken = False
+
+    def write_run(self, values: dict) -> None:
+        """Replace `run.json`."""
+        self._write("run.json", values)
+
+    def write_summary(self, values: dict) -> None:
+        """Replace `summary.json`."""
+        self._write("summary.json", values)
+
+    def add_step(self, record: dict) -> None:
+        """Add a line to `steps.jsonl`."""
+        self._append(self.steps_name, record)
+
+    def add_log(self, entry: dict) -> None:
+        """Add a line to `logs.jsonl`."""
+        if self.rank == 0:
+            self._append("logs.jsonl", entry)
+
+    def records(self) -> Iterator[dict]:
+        """What this process wrote to its steps so far, without a line that a kill cut short."""
+        yield from read_lines(self.folder / self.steps_name, [])
+
+    def out_of_memory_folder(self, step: int) -> Path:
+        """The folder of an out-of-memory error in step `step`."""
+        return self.folder / (f"oom-{step}" if self.rank == 0 else f"oom-{step}-rank{self.rank}")
+
+    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> Path | None:
+        """
+        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step.
+
+        Args:
+            step (`int`): The step under way.
+            values (`dict`): What is known.
+            dump (`Callable[[str], None]`, *optional*): Writes the snapshot to a path.
+
+        Returns:
+            `Path`: The snapshot, if it was written now.
+        """
+        folder = self.out_of_memory_folder(step)
+        snapshot = folder / "cuda_snapshot.pickle"
+
+        def write() -> Path | None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_json(folder / "records.json", values)
+            if dump is None or snapshot.exists():
+                return None
+            dump(str(snapshot))
+            return snapshot
+
+        return self._try(folder.name, write)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _write(self, name: str, values: dict) -> None:
+        if self.rank == 0:
+            self._try(name, lambda: _write_json(self.folder / name, values))
+
+    def _append(self, name: str, entry: dict) -> None:
+        if self.resumed and name not in self._files:
+            entry = {**entry, "resumed": True}
+        line = json.dumps(plain(entry), allow_nan=False, default=str)
+
+        def write() -> None:
+            if name not in self._files:
+                self._files[name] = self._open(self.folder / name)
+            self._files[name].write(f"{line}\n".encode())
+
+        self._try(name, write)
+
+    def _try(self, name: str, write: Callable[[], Path | None]) -> Path | None:
+        """A full disk must not end a training: after the first error nothing more is written."""
+        if self.broken:
+            return None
+        try:
+            return write()
+        except OSError as error:
+            self.broken = True
+            logger.warning("`%s` cannot be written. The training goes on without it: %s", self.folder / name, error)
+            return None
+
+    def _open(self, path: Path) -> BinaryIO:
+        """Unbuffered. A kill may have left half of a line: then a new line is begun."""
+        # The old folder of a new run was moved away, but an old file of another rank was not.
+        file = path.open("ab" if self.resumed or self.rank == 0 else "wb", buffering=0)
+        if file.tell() and not path.read_bytes().endswith(b"\n"):
+            file.write(b"\n")
+        return file
+
+
+def _write_json(path: Path, values: dict) -> None:
+    from hf_hybrid.state_io import write_json  # here, because it needs torch and a report does not
+
+    write_json(path, plain(values))
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: what is not a finite number becomes `None`."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # of numpy or torch
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Reading.
 
 
 @dataclass
@@ -96,6 +233,22 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if math.isfinite(value) else None
+
+
+def reading(entry: dict, name: str) -> float | None:
+    """A number out of a record by its dotted name: `device.peak_allocated`."""
+    part, _, key = name.partition(".")
+    value = entry.get(part)
+    return number(as_dict(value).get(key) if key else value)
+
+
+def peak_of(entry: dict) -> tuple[float | None, str]:
+    """Highest use within a record: of torch's allocator where there is a device, else of the process."""
+    peak = reading(entry, "device.peak_allocated")
+    if peak is not None:
+        return peak, "device"
+    peak = reading(entry, "host.peak_rss")
+    return reading(entry, "host.rss") if peak is None else peak, "host"
 
 
 def as_dict(value: object) -> dict:
@@ -175,7 +328,7 @@ def _read(path: Path, notes: list[str]) -> object:
         return None
 
 
-def _read_lines(path: Path, notes: list[str]) -> list[dict]:
+def read_lines(path: Path, notes: list[str]) -> list[dict]:
     """The objects of a JSON Lines file; a run that was killed may have left half of its last line."""
     if not path.is_file():
         return []
@@ -308,7 +461,7 @@ def _flat(entry: dict) -> dict:
 def _load_profile(folder: Path, notes: list[str]) -> Profile | None:
     if not folder.is_dir():
         return None
-    steps = _read_lines(folder / "steps.jsonl", notes)
+    steps = read_lines(folder / "steps.jsonl", notes)
     if not steps and not (folder / "run.json").is_file():
         return None
     crashes = []
@@ -320,10 +473,10 @@ def _load_profile(folder: Path, notes: list[str]) -> Profile | None:
     return Profile(
         run=as_dict(_read(folder / "run.json", notes)),
         steps=_without_abandoned(steps),
-        logs=_without_abandoned(_flat(entry) for entry in _read_lines(folder / "logs.jsonl", notes)),
+        logs=_without_abandoned(_flat(entry) for entry in read_lines(folder / "logs.jsonl", notes)),
         summary=as_dict(_read(folder / "summary.json", notes)),
         out_of_memory=crashes,
-        ranks={rank: _without_abandoned(_read_lines(path, notes)) for rank, path in sorted(ranks)},
+        ranks={rank: _without_abandoned(read_lines(path, notes)) for rank, path in sorted(ranks)},
         seconds=_total_seconds(steps),
     )
 
@@ -370,7 +523,7 @@ def _trains(entry: dict) -> bool:
     return entry.get("phase") != "evaluate"
 
 
-def runs_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
+def stretches_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
     """Stretches of equal values: first step, last step, value."""
     found: list[tuple[int, int, str]] = []
     for step, value in sorted(values.items()):
@@ -379,158 +532,3 @@ def runs_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
         else:
             found.append((step, step, value))
     return found
-
-
-def reading(entry: dict, name: str) -> float | None:
-    """A number out of a step's record by its dotted name: `device.peak_allocated`."""
-    part, _, key = name.partition(".")
-    return number(as_dict(entry.get(part)).get(key))
-
-
-# Writing a profile.
-
-RUN_NAME = "run.json"
-STEPS_NAME = "steps.jsonl"
-LOGS_NAME = "logs.jsonl"
-SUMMARY_NAME = "summary.json"
-
-
-class RunLog:
-    """
-    Writes one process's part of a profile folder; docs/profiling.md describes its files.
-
-    A run that starts anew moves what lies there to a folder of the same name with `-previous` behind it; a resumed
-    one appends. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
-
-    Args:
-        folder (`str` or `Path`): Made if it is not there.
-        rank (`int`): Of this process.
-        resumed (`bool`): Append.
-    """
-
-    def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
-        self.folder, self.rank = Path(folder).absolute(), rank  # scripts may change their folder
-        if rank == 0 and not resumed:
-            self._make_room()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._appends = resumed or rank == 0  # an old folder was moved away; an old file of another rank was not
-        self._files: dict[str, BinaryIO] = {}
-        self.broken = False
-
-    @property
-    def first(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.rank == 0
-
-    def write_run(self, values: dict) -> None:
-        """`run.json`, whole."""
-        self._write(RUN_NAME, values)
-
-    def write_summary(self, values: dict) -> None:
-        """`summary.json`, whole."""
-        self._write(SUMMARY_NAME, values)
-
-    def add_step(self, record: dict) -> None:
-        """One line of `steps.jsonl`."""
-        self._append(STEPS_NAME if self.first else f"steps-rank{self.rank}.jsonl", record)
-
-    def add_log(self, entry: dict) -> None:
-        """One line of `logs.jsonl`."""
-        if self.first:
-            self._append(LOGS_NAME, entry)
-
-    def records(self) -> Iterator[dict]:
-        """What this process wrote to its steps so far; a line that a kill cut short is passed over."""
-        path = self.folder / (STEPS_NAME if self.first else f"steps-rank{self.rank}.jsonl")
-        if not path.is_file():
-            return
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
-
-    def out_of_memory_folder(self, step: int) -> Path:
-        """Where what is known of an out-of-memory error in step `step` goes."""
-        return self.folder / (f"oom-{step}" if self.first else f"oom-{step}-rank{self.rank}")
-
-    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> Path | None:
-        """
-        `records.json` of an error, and `cuda_snapshot.pickle` of its step's first.
-
-        Args:
-            step (`int`): Under way.
-            values (`dict`): What is known.
-            dump (`Callable[[str], None]`, *optional*): Writes the snapshot to a path.
-
-        Returns:
-            `Path`: The snapshot, if it was written now.
-        """
-        folder = self.out_of_memory_folder(step)
-        snapshot = folder / "cuda_snapshot.pickle"
-        if not self.broken:
-            with self.writing(folder.name):
-                folder.mkdir(parents=True, exist_ok=True)
-                _write_json(folder / "records.json", values)
-                if dump is not None and not snapshot.exists():
-                    dump(str(snapshot))
-                    return snapshot
-        return None
-
-    def close(self) -> None:
-        """Close the files; a later line opens its file again."""
-        while self._files:
-            self._files.popitem()[1].close()
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[None]:
-        """Around what writes a file here: a full disk must not end a training. From then on nothing is written."""
-        try:
-            yield
-        except OSError as error:
-            self.broken = True
-            logger.warning("`%s` cannot be written, the training goes on without: %s", self.folder / name, error)
-
-    def _write(self, name: str, values: dict) -> None:
-        if self.first and not self.broken:
-            with self.writing(name):
-                _write_json(self.folder / name, values)
-
-    def _append(self, name: str, entry: dict) -> None:
-        if self.broken:
-            return
-        line = json.dumps(_plain(entry), allow_nan=False, default=str)
-        with self.writing(name):
-            if name not in self._files:
-                self._files[name] = self._open(self.folder / name)
-            self._files[name].write(f"{line}\n".encode())
-
-    def _open(self, path: Path) -> BinaryIO:
-        """Unbuffered; behind half of a line, which a kill may have left, a new line is begun."""
-        file = path.open("ab" if self._appends else "wb", buffering=0)
-        self._appends = True
-        if file.tell() and not path.read_bytes().endswith(b"\n"):
-            file.write(b"\n")
-        return file
-
-    def _make_room(self) -> None:
-        if not self.folder.is_dir() or not os.listdir(self.folder):
-            return
-        previous = self.folder.with_name(self.folder.name + "-previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        self.folder.rename(previous)
-
-
-def _write_json(path: Path, values: dict) -> None:
-    from hf_hybrid.state_io import write_json  # here, because it needs torch, and a report does not
-
-    write_json(path, values)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can hold it: what is not a finite number becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if getattr(value, "ndim", None) == 0:  # of numpy or torch
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
