@@ -1,4 +1,4 @@
-"""`hf-hybrid env`: what a bug report should say of the machine. Never fails, and names no user, folder or token."""
+"""`hf-hybrid env`: versions, hardware and settings for a bug report. Never fails; names no user, folder or token."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ EXTRAS = {
     "matplotlib": "report",
     "deepspeed": None,
 }
-"""Packages that some options need: by name, the extra of `hf_hybrid` that installs it, if there is one."""
+"""Packages that some options need, and the extra of `hf_hybrid` that installs each."""
 _SETTINGS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Register the subcommand; light, so that `--help` is instant."""
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand."""
     parser = subparsers.add_parser(
         "env",
-        help="versions and hardware, ready to paste into a bug report",
+        help=summary,
         description="Print versions, hardware and settings as Markdown for a bug report. Nothing is downloaded, and no "
         "token, user name or folder is printed.",
     )
@@ -45,31 +45,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """Everything as a Markdown list; what cannot be found out is said to be so."""
-    lines = [f"- hf_hybrid: {hf_hybrid.__version__}", f"- Python: {platform.python_version()}"]
-    lines.append(f"- Platform: {_told(platform.platform)}")
-    lines += [f"- {name}: {_told(lambda name=name: metadata.version(name), 'not installed')}" for name in REQUIRED]
-    lines += [f"- {name}: {_told(lambda found=found: _extra(*found))}" for name, found in zip(EXTRAS, EXTRAS.items())]
-    lines.append(f"- CPU: {_told(_cpu)}")
-    lines.append(f"- RAM: {_told(_ram)}")
-    lines += [f"- {name}: {_told(find)}" for name, find in (("CUDA of torch", _cuda), ("GPUs by torch", _torch_gpus))]
-    lines.append(f"- GPUs by the driver (NVML): {_told(_nvml_gpus)}")
-    lines.append(f"- `accelerate config`: {_told(_accelerate_config)}")
-    lines += [f"- {name}: {os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    return "\n".join(lines) + "\n"
+    """The report as a Markdown list. A line that fails says `unknown`."""
+    facts = {"hf_hybrid": hf_hybrid.__version__, "Python": platform.python_version()}
+    facts["Platform"] = _found(platform.platform)
+    facts |= {name: _found(lambda name=name: metadata.version(name), "not installed") for name in REQUIRED}
+    facts |= {name: _found(lambda name=name: _extra(name)) for name in EXTRAS}
+    finders = {"CPU": _cpu, "RAM": _ram, "CUDA of torch": _cuda, "GPUs by torch": _torch_gpus}
+    finders |= {"GPUs by the driver (NVML)": _nvml_gpus, "`accelerate config`": _accelerate_config}
+    facts |= {name: _found(find) for name, find in finders.items()}
+    facts |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
 
 
-def _told(find: Callable[[], str], otherwise: str | None = None) -> str:
-    """What `find` finds; a report on a broken machine must not break."""
+def _found(find: Callable[[], str], otherwise: str | None = None) -> str:
     try:
         return find()
-    except Exception as error:
-        return otherwise or f"not found out ({type(error).__name__})"
+    except Exception as error:  # a report on a broken machine must not break
+        return otherwise or f"unknown ({type(error).__name__})"
 
 
-def _extra(name: str, extra: str | None) -> str:
+def _extra(name: str) -> str:
     if importlib.util.find_spec(name) is not None:
-        return _told(lambda: metadata.version(name), "installed, version unknown")
+        return _found(lambda: metadata.version(name), "installed, version unknown")
+    extra = EXTRAS[name]
     how = f'pip install "hf-hybrid[{extra}]"' if extra else f"pip install {name}"
     return f"not installed ({how})"
 
@@ -126,7 +124,7 @@ def _nvml_gpu(pynvml, handle) -> str:
         generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
         link = f", PCIe {generation} x{pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
     except pynvml.NVMLError:
-        pass  # virtual GPUs do not tell
+        pass  # virtual GPUs do not know their link
     return f"{name}, {memory.total / 2**30:.1f} GiB ({memory.free / 2**30:.1f} free){link}"
 
 

@@ -1,4 +1,4 @@
-"""`hf-hybrid plan`: what ways to train a model would hold, which fit, and the fastest of them as a YAML file."""
+"""`hf-hybrid plan`: the memory that each way to train a model needs, which of them fit, and the best as a YAML file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ COLUMNS = ("weights", "gradients", "states", "activations", "other")
 HEADINGS = ("weights", "gradients", "states", "activ.", "other", "device", "host")
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Register the subcommand; light, so that `--help` is instant."""
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand."""
     parser = subparsers.add_parser(
         "plan",
-        help="what training a model would hold, and which way to train it fits",
+        help=summary,
         description=(
-            "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints what ways "
-            "to train it would hold on device and host, which fit, and recommends the fastest exact one."
+            "Plan the memory of training a model from its config alone: no weights, no data, no GPU. Prints how much "
+            "device and host memory each way to train needs and which of them fit, and recommends the fastest exact "
+            "one."
         ),
     )
 
@@ -34,8 +35,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
         parser.add_argument(*names, **options)
 
-    add("model", help="id on the Hub, folder, or config file of a causal language model; only config.json is read")
-    add("--sequence_length", type=int, help="tokens per sequence (default: 1024, at most what the model takes)")
+    add("model", help="causal language model: id on the Hub, folder or config file; only config.json is read")
+    add("--sequence_length", type=int, help="tokens per sequence (default: 1024, less if the model takes less)")
     add("--batch_size", type=int, default=8, help="sequences per micro-batch (default: 8)")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step (default: 1)")
     add("--vram", help="device memory, as 24GiB, 24GB (decimal) or bytes (default: what is free on the GPU)")
@@ -46,10 +47,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         default="mixed",
         help="mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)",
     )
-    add("--peft", choices=("none", "lora", "qlora"), default="none", help="what is recommended for (default: none)")
+    add("--peft", choices=("none", "lora", "qlora"), default="none", help="recommend a plan for full training or for adapters (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
-    add("--enable_predict", action="store_true", help="count what predicted steps hold: slow memory and snapshot")
+    add("--enable_predict", action="store_true", help="count what leaps need: average of the gradients, and snapshot")
     add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     Plan, print, and write the YAML file that was asked for.
 
     Returns:
-        `int`: 0; 1 if a file was asked for and nothing fits; 2 for what cannot be planned.
+        `int`: 0; 1 if a file was asked for and nothing fits; 2 if the model cannot be planned.
     """
     try:
         with _quiet():
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What transformers and others say of models that are never trained is left out."""
+    """Silence what transformers and others log about a model that is never trained."""
     import transformers
 
     before = transformers.logging.get_verbosity()
@@ -128,7 +129,7 @@ class _Report:
         self.without_adapters = "" if with_adapters else missing
 
     def as_json(self) -> str:
-        """All plans, and which is recommended."""
+        """All plans, and the recommended one, as JSON."""
         plans = [{**plan.to_dict(), "floor_seconds": self._floor(plan)} for plan in self.plans]
         best = None if self.best is None else self.best.setup.title
         limits = {"vram": self.vram, "ram": self.ram}
@@ -189,8 +190,8 @@ class _Report:
             else "floor s: no step is faster, at the rates of copies and products measured here.\n"
         )
         return (
-            "*: not AdamW in full: rounded states, or a rounded base.\n"
-            f"fits: with {margin:.1f} GiB for the CUDA context and 5 % for the allocator, which are assumed.\n"
+            "*: not exact AdamW: rounded states, or a rounded base.\n"
+            f"fits: with {margin:.1f} GiB for the CUDA context and 5 % for the allocator, both assumed.\n"
             "Attention is fused, and batches are not padded. Streamed plans are computed, the others traced.\n"
             f"{floor}{self.without_adapters}"
         )
@@ -202,7 +203,7 @@ class _Report:
         return f"Recommended{exact}: {self.best}\n"
 
     def as_yaml(self) -> str:
-        """Options of `HybridConfig`, and as comments what else the plan is for."""
+        """The recommended plan as options of `HybridConfig`; a comment holds the command line that goes with it."""
         import yaml
 
         args, best, planner = self.args, self.best, self.planner

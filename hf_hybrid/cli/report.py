@@ -6,19 +6,19 @@ import argparse
 import sys
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Register the subcommand; light, so that `--help` is instant."""
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand."""
     parser = subparsers.add_parser(
         "report",
-        help="make a report from a finished or killed run; compare two runs",
+        help=summary,
         description=(
-            "Make a report from the output folder of a run, finished, killed or still going on: report.html (one "
-            "file, opens offline), report.json, steps.csv, leaps.csv and a PNG for each plot. With two folders: a "
-            "comparison of both. Nothing is downloaded and no model is loaded."
+            "Write a report on the output folder of a run, whether the run finished, was killed or is still going: "
+            "report.html (one file, opens offline), report.json, steps.csv, leaps.csv and a PNG for each plot. With "
+            "two folders: a comparison of both. Nothing is downloaded and no model is loaded."
         ),
     )
-    parser.add_argument("folder", help="output_dir of a HybridTrainer or Trainer run; of run A, when two are compared")
-    parser.add_argument("other", nargs="?", help="output_dir of run B, to compare with the first")
+    parser.add_argument("folder", help="output_dir of a HybridTrainer or Trainer run")
+    parser.add_argument("other", nargs="?", help="output_dir of a run to compare with the first")
     parser.add_argument(
         "-o",
         "--output",
@@ -30,11 +30,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """
-    Write the report and say where it is.
+    Write the report and print where it is.
 
     Returns:
-        `int`: 0; 1 if there is nothing to report on, which is said on the standard error stream. That plots need
-        matplotlib, where it is missing, is a warning in the log.
+        `int`: 0; 1 after a message if there is nothing to report on. Without matplotlib there are no plots, and a
+        warning is logged.
     """
     from hf_hybrid.report.page import write_comparison, write_report
 

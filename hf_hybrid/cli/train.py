@@ -1,4 +1,9 @@
-"""`hf-hybrid train`: checks the options, then trains in this process, or on several that accelerate launches."""
+"""
+`hf-hybrid train`: check the options, then train in this process, or on several that accelerate launches.
+
+Several processes are needed for several GPUs. One process is trained right here: it starts sooner, and Ctrl-C and
+debuggers reach it. Either way `cli/run.py` does the work.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,19 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from hf_hybrid.cli.options import (
-    PROGRAM,
-    LaunchOptions,
-    OptionError,
-    check_required,
-    help_all,
-    help_text,
-    parse_values,
-    set_environment,
-)
+from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, help_all, help_text
 
-SCRIPT = "hf_hybrid.scripts.train"
-CONFIGS = Path(__file__).parent.parent / "scripts" / "accelerate_configs"
+MODULE = "hf_hybrid.cli.run"
+CONFIGS = Path(__file__).parent / "accelerate_configs"
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Register the subcommand; light, so that `--help` is instant."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model on texts or conversations, on one process or several",
-        add_help=False,
-        # No option begins with this: everything is left to the parser that knows TrainingArguments.
-        prefix_chars="\0",
-    )
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand. Its options are left to the parser that knows TrainingArguments."""
+    # No option begins with this prefix, so that argparse hands every word on.
+    parser = subparsers.add_parser("train", help=summary, add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
     return parser
@@ -44,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     Train, or print help.
 
     Returns:
-        `int`: 0; 2 for options that cannot work; 130 after Ctrl-C; else what the processes ended with.
+        `int`: 0; 2 for options that cannot work; 130 after Ctrl-C; else the exit status of the process that failed.
     """
     arguments = args.arguments
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -54,7 +45,17 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(help_all())
         return 0
     try:
-        return _train(arguments)
+        line = CommandLine(arguments)
+        line.set_environment()
+        # A launcher of the user's that started this process has decided on the number of processes.
+        if "LOCAL_RANK" not in os.environ:
+            line.check_required()
+            if line.values.accelerate_config or processes(line.values) > 1:
+                return launch(line)
+            _use_one_device()
+        from hf_hybrid.cli.run import train
+
+        return train(line)
     except OptionError as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
@@ -62,27 +63,11 @@ def run(args: argparse.Namespace) -> int:
         return 128 + signal.SIGINT
 
 
-def _train(arguments: Sequence[str]) -> int:
-    set_environment(arguments)
-    # Started by a launcher already: what it says about processes holds.
-    launched = "LOCAL_RANK" in os.environ
-    if not launched:
-        options = parse_values(arguments)
-        check_required(options.model, options.dataset)
-        if options.accelerate_config or _processes(options) > 1:
-            return launch(arguments, options)
-        _use_one_device()
-    from hf_hybrid.scripts.train import main
-
-    return main(arguments)
-
-
-def _processes(options: argparse.Namespace) -> int:
-    """As many as there are GPUs, unless the options say otherwise."""
-    if options.num_processes is not None:
-        LaunchOptions(num_processes=options.num_processes)  # checks it
-        return options.num_processes
-    if options.cpu or options.use_cpu or options.memory != "off":
+def processes(values: argparse.Namespace) -> int:
+    """Number of processes: one for each GPU, unless the options say otherwise."""
+    if values.num_processes is not None:
+        return LaunchOptions(num_processes=values.num_processes).num_processes  # which checks it
+    if values.use_cpu or values.memory != "off":
         return 1
     import torch
 
@@ -90,7 +75,7 @@ def _processes(options: argparse.Namespace) -> int:
 
 
 def _use_one_device() -> None:
-    """One process computes on one GPU: with more in sight `Trainer` would spread each batch over all (DataParallel)."""
+    """Hide all GPUs but one: `Trainer` would spread each batch over all that one process sees (`DataParallel`)."""
     import torch
 
     if torch.cuda.device_count() > 1:
@@ -98,30 +83,64 @@ def _use_one_device() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or "0"
 
 
-def launch(arguments: Sequence[str], options: argparse.Namespace) -> int:
+def launch(line: CommandLine) -> int:
     """
-    Run the training script on several processes of this machine, through `accelerate launch`.
-
-    Args:
-        arguments (`Sequence[str]`): Of the command line, passed on as they are.
-        options (`argparse.Namespace`): The same, parsed.
+    Train on several processes of this machine, through `accelerate launch`.
 
     Returns:
-        `int`: Exit status of the process that failed first, as a shell gives it; 0 if none did.
+        `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
 
     Raises:
         OptionError: If `accelerate_config` is neither a name nor a file.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from subprocess import CalledProcessError
 
-    command = launch_arguments(arguments, options)
-    with _computing_on_cpu(options.cpu or options.use_cpu):
-        return _exit_status(lambda: launch_command(launch_command_parser().parse_args(command)))
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    command = launch_arguments(line)
+    try:
+        with _computing_on_cpu(line.values.use_cpu):
+            launch_command(launch_command_parser().parse_args(command))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.stderr.write(f"{PROGRAM}: process {rank} ended with exit status {failure.exitcode}.\n")
+        return _as_shell(failure.exitcode)
+    except CalledProcessError as error:
+        return _as_shell(error.returncode)
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def launch_arguments(line: CommandLine) -> list[str]:
+    """
+    The arguments of `accelerate launch`.
+
+    Raises:
+        OptionError: If `accelerate_config` is neither a name nor a file.
+    """
+    values = line.values
+    name = values.accelerate_config or "ddp"
+    if values.use_cpu and name not in ("ddp", "ddp_cpu") and not Path(name).is_file():
+        raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
+    packaged = CONFIGS / f"{'ddp_cpu' if values.use_cpu and name == 'ddp' else name}.yaml"
+    command = ["--config_file", str(packaged if packaged.is_file() else name)]
+    if packaged.is_file():
+        # Port 0 is a free one, so that two runs on one machine do not meet.
+        command += ["--num_processes", str(processes(values)), "--main_process_port", "0"]
+    elif not Path(name).is_file():
+        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+        raise OptionError(f"`--accelerate_config {name}` is neither a file nor one of {names}.")
+    elif values.num_processes is not None:
+        command += ["--num_processes", str(values.num_processes)]
+    return [*command, "--module", MODULE, *line.arguments]
 
 
 @contextlib.contextmanager
 def _computing_on_cpu(on_cpu: bool) -> Iterator[None]:
-    """Processes that start meanwhile use gloo; accelerate's own `--cpu` would start one process, whatever is asked."""
+    """Let processes that start meanwhile use gloo. accelerate's own `--cpu` would start one process, not several."""
     name = "ACCELERATE_USE_CPU"
     before = os.environ.get(name)
     if on_cpu:
@@ -132,49 +151,6 @@ def _computing_on_cpu(on_cpu: bool) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-def launch_arguments(arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
-    """
-    Arguments of `accelerate launch`.
-
-    Raises:
-        OptionError: If `accelerate_config` is neither a name nor a file.
-    """
-    name = options.accelerate_config or "ddp"
-    on_cpu = options.cpu or options.use_cpu
-    if on_cpu and name not in ("ddp", "ddp_cpu") and not Path(name).is_file():
-        raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
-    packaged = CONFIGS / f"{'ddp_cpu' if on_cpu and name == 'ddp' else name}.yaml"
-    command = ["--config_file", str(packaged if packaged.is_file() else name)]
-    if packaged.is_file():
-        # Port 0: a free one, so that two runs on a machine do not meet.
-        command += ["--num_processes", str(_processes(options)), "--main_process_port", "0"]
-    elif not Path(name).is_file():
-        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-        raise OptionError(f"`--accelerate_config {name}` is neither a file nor one of {names}.")
-    elif options.num_processes is not None:
-        command += ["--num_processes", str(options.num_processes)]
-    return [*command, "--module", SCRIPT, *arguments]
-
-
-def _exit_status(run) -> int:
-    from subprocess import CalledProcessError
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run()
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.stderr.write(f"{PROGRAM}: process {rank} ended with exit status {failure.exitcode}.\n")
-        return _as_shell(failure.exitcode)
-    except CalledProcessError as error:
-        return _as_shell(error.returncode)
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
 
 
 def _as_shell(status: int) -> int:

@@ -1,1 +1,0 @@
-"""Scripts that the command line launches, on one process or on several."""
