@@ -1,4 +1,4 @@
-"""`HybridConfig`: TrainingArguments plus the hybrid options, and what can be checked or derived without a model."""
+"""`HybridConfig`: TrainingArguments with the hybrid options, and the checks that need neither model nor data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
 from hf_hybrid.phases import PhaseLengths
-from hf_hybrid.processes import check_sharding_device, mixed_precision_of, sharding_of
+from hf_hybrid.processes import computes_on_cpu, mixed_precision_of, sharding_of
 
 CONFIG_NAME = "hybrid_config.json"
 
@@ -21,11 +22,11 @@ CONFIG_NAME = "hybrid_config.json"
 @dataclass
 class HybridConfigBase(HybridArguments):
     """
-    The options and checks of [`HybridConfig`], for any kind of `TrainingArguments`: put it in front,
-    `class MyConfig(HybridConfigBase, MyArguments)`, and make it a dataclass.
+    The options and checks of [`HybridConfig`] for any kind of `TrainingArguments`. Put it in front,
+    `class MyConfig(HybridConfigBase, MyArguments)`, and make the class a dataclass.
     """
 
-    # Not an enumeration as in TrainingArguments, which the command line would take as all there is.
+    # A `str`, as the command line would take transformers' enumeration for the complete list of values.
     optim: str = dataclasses.field(
         default=TrainingArguments.optim,
         metadata={
@@ -34,16 +35,17 @@ class HybridConfigBase(HybridArguments):
         },
     )
 
-    # transformers places `output_dir` first; keep `HybridConfig("out")` working with the mixin in front.
     def __post_init__(self):
         HybridArguments.__post_init__(self)
-        optim = getattr(self.optim, "value", self.optim)
-        _check_optimizer_name(optim)
-        if self.preset == "fast" and optim == getattr(TrainingArguments.optim, "value", TrainingArguments.optim):
+        optim = optimizer_name(self)
+        names = ["muon", *(name.value for name in OptimizerNames)]
+        if optim not in names:
+            raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
+        if self.preset == "fast" and optim == optimizer_name(TrainingArguments):
             optim = "muon"
         if optim == "muon":
-            self.optim = TrainingArguments.optim  # it makes a member of `OptimizerNames` of it
-        super(HybridArguments, self).__post_init__()  # of the arguments behind
+            self.optim = TrainingArguments.optim  # the next line makes a member of `OptimizerNames` of it
+        super(HybridArguments, self).__post_init__()  # that of the class behind
         if optim == "muon":
             self.optim = optim
         check_training_arguments(self, self)
@@ -51,9 +53,16 @@ class HybridConfigBase(HybridArguments):
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
-        Read back what a run wrote as `hybrid_config.json` (a file, or the folder that holds it).
+        Read the options that a run wrote as `hybrid_config.json`.
 
-        Secrets are never written; pass them again. `overrides` win over the file.
+        Tokens are never written; pass them again.
+
+        Args:
+            path (`str` or `Path`): The file, or the folder that holds it.
+            overrides: Options that win over the file.
+
+        Raises:
+            ValueError: If the file holds an option that does not exist.
         """
         path = Path(path)
         values = json.loads((path / CONFIG_NAME if path.is_dir() else path).read_text(encoding="utf-8"))
@@ -72,20 +81,14 @@ class HybridConfig(HybridConfigBase, TrainingArguments):
     `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
 
     Raises:
-        ValueError: If an option is out of range or the combination cannot be trained in phases.
+        ValueError: If an option is out of range or cannot be combined with another.
     """
-
-
-def _check_optimizer_name(optim: str) -> None:
-    names = ["muon", *(name.value for name in OptimizerNames)]
-    if optim not in names:
-        raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
 
 
 def config_values(args: TrainingArguments) -> dict:
     """The options of `args` that differ from the defaults of its class, as JSON values; tokens are left out."""
     values = {}
-    # Read from the fields: a second instance to compare with would reset accelerate's state.
+    # Defaults come from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         value = getattr(value, "value", value)
@@ -99,7 +102,7 @@ def config_values(args: TrainingArguments) -> dict:
 
 
 def _is_json(value) -> bool:
-    # What `TrainingArguments` turned into an object of accelerate's (`accelerator_config`) is not an option any more.
+    # `TrainingArguments` turns some options into objects (`accelerator_config`), which are not options any more.
     try:
         json.dumps(value)
     except TypeError:
@@ -109,23 +112,26 @@ def _is_json(value) -> bool:
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
     """
-    Refuse what phases cannot be combined with.
+    Refuse options that cannot be combined. The only place that does so before model and data are known.
 
     Raises:
-        ValueError: With the option to change.
+        ValueError: With the option, why, and what to change.
     """
-    _check_memory_options(args, options)
-    check_sharding_device(args)
-    sharding = sharding_of(args)
+    optim, sharding = optimizer_name(args), sharding_of(args)
+    _check_memory_options(optim, options)
+    if sharding == "fsdp" and computes_on_cpu(args):
+        raise ValueError(
+            "`fsdp` shards nothing with `use_cpu=True`: accelerate has it for GPUs only and would train with DDP. Drop "
+            "`fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
+        )
     of_muon = {"muon_lr_scale": 1.0, "muon_momentum": None}
     given = [name for name, default in of_muon.items() if getattr(options, name) != default]
-    if given and args.optim != "muon":
-        optim = getattr(args.optim, "value", args.optim)
+    if given and optim != "muon":
         raise ValueError(
             f"`{given[0]}={getattr(options, given[0])}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, "
             "or set `optim=muon`."
         )
-    if args.optim == "muon" and sharding:
+    if optim == "muon" and sharding:
         raise ValueError(
             f"`optim=muon` orthogonalises whole matrices, and `{sharding}` leaves each process a part of them. Launch "
             f"with DDP (drop `{sharding}`), or choose another `optim`."
@@ -143,8 +149,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`{sharding}` cannot be combined with leaps yet: they need whole parameters on every process. Launch with "
             f"DDP (drop `{sharding}`). {off}"
         )
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "layerwise" in optim or "lomo" in optim:
+    if steps_in_backward(optim):
         raise ValueError(
             f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients. Choose "
             f"another optimizer, for example `adamw_torch_fused`. {off}"
@@ -156,7 +161,7 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         )
 
 
-def _check_memory_options(args: TrainingArguments, options: HybridArguments) -> None:
+def _check_memory_options(optim: str, options: HybridArguments) -> None:
     by_phase = {"checkpoint_phases": None, "weight_precision": None, "predict_states": "stay"}
     given = [name for name, default in by_phase.items() if getattr(options, name) != default]
     if given and not options.enable_predict:
@@ -171,14 +176,16 @@ def _check_memory_options(args: TrainingArguments, options: HybridArguments) -> 
         )
     if options.weight_precision is not None:
         parse_precision(options.weight_precision)
-    optim = str(getattr(args.optim, "value", args.optim))
     if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
         raise ValueError(
             f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "
             "`optim` at its default, or set `optimizer_states=exact`."
         )
     if options.base_precision == "int8" and options.memory == "off":
-        raise ValueError("`base_precision=int8` is how streamed layers travel. Set `memory=auto` or `memory=stream`.")
+        raise ValueError(
+            "`base_precision=int8` is for streamed layers, and `memory=off` streams none. Set `memory=auto` or "
+            "`memory=stream`."
+        )
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:

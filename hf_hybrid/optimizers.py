@@ -22,6 +22,16 @@ _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
+def optimizer_name(args: Any) -> str:
+    """The option `optim` of `TrainingArguments` as text; transformers makes a member of an enumeration of it."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def steps_in_backward(optim: str) -> bool:
+    """Whether the optimizer `optim` updates weights inside the backward pass and frees their gradients there."""
+    return "layerwise" in optim or "lomo" in optim
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
     `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.

@@ -1,4 +1,4 @@
-"""How a run is spread over processes: what the options ask for, and what the launcher asks for by its environment."""
+"""How a run is spread over processes, by its options and by the environment that a launcher sets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Those of torchrun and of the MPI launchers that accelerate and torch read.
+# Set by torchrun and by the MPI launchers that accelerate and torch know.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# In the order in which they are named where several are asked for.
+# If several are asked for, the first is named.
 _LAUNCHED = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",
     "fsdp": "ACCELERATE_USE_FSDP",
@@ -22,11 +22,11 @@ _LAUNCHED = {
 
 def sharding_of(args: Any) -> str | None:
     """
-    What leaves each process a part of the weights, gradients or states, if something does.
+    The mechanism that leaves each process a part of the weights, gradients or states, if there is one.
 
     Args:
         args (`TrainingArguments`): Its options `deepspeed`, `fsdp` and `parallelism_config` are read, and the
-            environment by which `accelerate launch` says the same.
+            environment by which `accelerate launch` asks for the same.
 
     Returns:
         `str`: `"deepspeed"`, `"fsdp"`, `"megatron_lm"` or `"parallelism_config"`; `None` with one process, or DDP.
@@ -38,7 +38,7 @@ def sharding_of(args: Any) -> str | None:
 
 
 def mixed_precision_of(args: Any) -> str:
-    """`"no"`, `"bf16"` or `"fp16"`: what the options ask for, else what the launcher does."""
+    """`"no"`, `"bf16"` or `"fp16"`, by the options, else by the launcher."""
     if getattr(args, "fp16", False):
         return "fp16"
     if getattr(args, "bf16", False):
@@ -46,24 +46,14 @@ def mixed_precision_of(args: Any) -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def check_sharding_device(args: Any) -> None:
-    """
-    Refuse FSDP on the CPU: accelerate knows it for accelerators only, and would train with DDP without a word.
-
-    Raises:
-        ValueError: With what to change.
-    """
-    on_cpu = getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
-    if on_cpu and sharding_of(args) == "fsdp":
-        raise ValueError(
-            "`fsdp` shards nothing with `use_cpu=True`: accelerate has it for GPUs only and would train with DDP. Drop "
-            "`fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
-        )
+def computes_on_cpu(args: Any) -> bool:
+    """Whether the options or the launcher ask for the CPU."""
+    return getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
 
 
 def check_whole_parameters(model: Any) -> None:
     """
-    Refuse leaps of a model whose parameters are sharded already, as by `from_pretrained(..., tp_plan="auto")`.
+    Refuse leaps of a model whose parameters are sharded already, as `from_pretrained(..., tp_plan="auto")` does.
 
     Raises:
         ValueError: With the first such parameter.
@@ -77,14 +67,15 @@ def check_whole_parameters(model: Any) -> None:
 
 
 def warn_of_lone_process() -> None:
-    """Say it where `accelerate launch` was asked for several processes and started one, as it does with `--cpu`."""
-    # It then leaves the address of a first process behind, and no number of processes.
+    """Warn if `accelerate launch` was asked for several processes and started one, as it does with `--cpu`."""
+    # It then sets the address of a first process, but no number of processes.
     launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if launched and not any(variable in os.environ for variable in _WORLD_SIZES):
         logger.warning(
-            "This is the only process, and `accelerate launch` was asked for more: with `--cpu`, and on a machine with "
-            "fewer than two GPUs, it starts one whatever `--num_processes` says. To train with several on the CPU, "
-            "launch with `torchrun --nproc_per_node 2 SCRIPT --use_cpu`; `hf-hybrid train --cpu` starts them itself."
+            "This is the only process. `accelerate launch` starts one process, whatever `--num_processes` says, with "
+            "`--cpu` and on a machine with fewer than two GPUs. To train with several on the CPU, launch with "
+            "`torchrun --nproc_per_node 2 SCRIPT --use_cpu`; `hf-hybrid train --cpu --num_processes 2` starts them "
+            "itself."
         )
 
 

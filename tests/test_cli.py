@@ -21,17 +21,14 @@ from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.options import (
     OWN_OPTIONS,
     AdapterOptions,
+    CommandLine,
     DataOptions,
     ModelOptions,
     OptionError,
     help_all,
     help_text,
-    parse_options,
-    parse_values,
-    set_environment,
 )
-from hf_hybrid.scripts.models import load_model, load_tokenizer
-from hf_hybrid.scripts.text_blocks import training_data
+from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "configs"
@@ -70,6 +67,18 @@ def folder(tmp_path_factory):
 
 
 # Options.
+
+
+def parse_options(arguments):
+    return CommandLine(arguments).options()
+
+
+def parse_values(arguments):
+    return CommandLine(arguments).values
+
+
+def set_environment(arguments):
+    CommandLine(arguments).set_environment()
 
 
 def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
@@ -161,8 +170,8 @@ def test_the_env_of_the_docs_is_taken(tmp_path, environment):
         ("{A: [1]}", "`A` under `env` in `{file}` must be a text or a number, got `[1]`"),
         ("{A: }", "`A` under `env` in `{file}` must be a text or a number, got `None`"),
         ("{A: 2026-01-31}", "`A` under `env` in `{file}` must be a text or a number, got `2026-01-31`. Put text that"),
-        ("{A=B: x}", "`A=B` under `env` in `{file}` is no name of an environment variable"),
-        ("{1: x}", "`1` under `env` in `{file}` is no name of an environment variable"),
+        ("{A=B: x}", "`A=B` under `env` in `{file}` cannot be the name of an environment variable"),
+        ("{1: x}", "`1` under `env` in `{file}` cannot be the name of an environment variable"),
     ],
 )
 def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environment, capsys, env, message):
@@ -178,7 +187,7 @@ def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environ
     "start",
     [
         "from hf_hybrid.cli.main import main; main(['train', *arguments])",
-        "from hf_hybrid.scripts.train import main; sys.argv[1:] = arguments; main()",  # by a launcher of the user's
+        "from hf_hybrid.cli.run import main; sys.argv[1:] = arguments; main()",  # by a launcher of the user's
     ],
 )
 def test_env_holds_before_torch_is_imported(tmp_path, start):
@@ -225,7 +234,7 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
     [
         ("leraning_rate: 1", "`leraning_rate` in `{file}` is no option. Did you mean `learning_rate`?"),
         ("- a\n- b", "must hold lines of the form `learning_rate: 0.001`"),
-        ("a: [", "is no valid YAML"),
+        ("a: [", "is not valid YAML"),
         ("max_steps: few", "argument --max_steps/--max-steps: invalid int value: 'few'"),
         ("config: other.yaml", "`config` in `{file}` is no option"),
     ],
@@ -327,7 +336,7 @@ def test_the_exit_status_says_how_the_processes_ended(folder, environment, monke
     run = folder / f"ends_{status}.yaml"
     run.write_text((folder / "run.yaml").read_text() + "env: {STATUS: 3}\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(train, "SCRIPT", file.stem)
+    monkeypatch.setattr(train, "MODULE", file.stem)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         assert main(["train", "--config", str(run), "--cpu", "--num_processes", "2"]) == status
@@ -421,7 +430,7 @@ def test_models_are_loaded_as_asked(folder, tmp_path):
     "options, adapters, vocabulary, message",
     [
         ({"model": "nobody/nothing"}, {}, 257, "`--model nobody/nothing` cannot be loaded"),
-        ({}, {}, 1000, "The tokenizer has 1000 tokens and the model `{model}` embeds 257"),
+        ({}, {}, 1000, "The tokenizer has 1000 tokens, and the model `{model}` embeds 257"),
         ({}, {"peft": "lora"}, 257, "`--peft lora` adapts trained weights, and `{model}` has none"),
     ],
 )
@@ -445,7 +454,7 @@ def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
 
 def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
     def command(*arguments):
-        return train.launch_arguments(["--x", "1"], parse_values(arguments))
+        return train.launch_arguments(CommandLine(arguments))
 
     on_cpu = command("--cpu", "--num_processes", "3")
     assert Path(on_cpu[1]).name == "ddp_cpu.yaml" and on_cpu[2:6] == [
@@ -454,11 +463,14 @@ def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
         "--main_process_port",
         "0",
     ]
-    assert on_cpu[-4:] == ["--module", "hf_hybrid.scripts.train", "--x", "1"]
+    assert on_cpu[6:] == ["--module", "hf_hybrid.cli.run", "--cpu", "--num_processes", "3"]
     assert Path(command("--num_processes", "2", "--accelerate_config", "fsdp2")[1]).name == "fsdp2.yaml"
     own = tmp_path / "own.yaml"
     own.write_text("num_processes: 2\n")
-    assert command("--accelerate_config", str(own)) == ["--config_file", str(own), *on_cpu[-4:]]
+    assert command("--accelerate_config", str(own)) == [
+        *("--config_file", str(own), "--module", "hf_hybrid.cli.run"),
+        *("--accelerate_config", str(own)),
+    ]
     with pytest.raises(
         OptionError, match="`--accelerate_config zero9` is neither a file nor one of ddp, ddp_cpu, fsdp2"
     ):
@@ -479,7 +491,7 @@ def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
 )
 def test_one_process_for_each_gpu(monkeypatch, arguments, gpus, processes):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert train._processes(parse_values(arguments)) == processes
+    assert train.processes(parse_values(arguments)) == processes
 
 
 def test_one_process_sees_one_gpu(monkeypatch):
@@ -541,7 +553,7 @@ def test_env_says_what_is_missing_and_does_not_fail(monkeypatch):
     assert '- bitsandbytes: not installed (pip install "hf-hybrid[quantization]")' in text
     assert '- trl: not installed (pip install "hf-hybrid[trl]")' in text
     assert '- matplotlib: not installed (pip install "hf-hybrid[report]")' in text
-    assert "- GPUs by torch: not found out (ModuleNotFoundError)" in text
+    assert "- GPUs by torch: unknown (ModuleNotFoundError)" in text
 
 
 def test_env_reads_gpus_from_the_driver(monkeypatch):

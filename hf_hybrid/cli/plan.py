@@ -47,7 +47,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         default="mixed",
         help="mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)",
     )
-    add("--peft", choices=("none", "lora", "qlora"), default="none", help="recommend a plan for full training or for adapters (default: none)")
+    add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
     add("--enable_predict", action="store_true", help="count what leaps need: average of the gradients, and snapshot")

@@ -39,6 +39,7 @@ from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
+from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -459,7 +460,7 @@ VERDICTS = {
 
 def settings_of(args) -> dict[str, Any]:
     """The options that decide a training, in the order in which people ask for them."""
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = optimizer_name(args)
     length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
     # DataParallel splits a batch over the devices of one process.
     devices = args.world_size * max(1, args.n_gpu)
@@ -551,8 +552,8 @@ def _time(seconds: float | None, summary: dict) -> dict[str, str]:
 
 def papers_of(trainer, summary: dict) -> list[tuple[str, str]]:
     """Title and address of the papers behind the optimizer and the leaps of the run."""
-    optim, custom = trainer.args.optim, getattr(trainer, "custom_direction", None)
-    found = list(Orthogonal.papers) if getattr(optim, "value", optim) == "muon" else []
+    custom = getattr(trainer, "custom_direction", None)
+    found = list(Orthogonal.papers) if optimizer_name(trainer.args) == "muon" else []
     direction = direction_class(custom or DIRECTIONS.get(summary.get("direction"), Direction))
     return unique(found + list(direction.papers if summary.get("leaps") else ()))
 
