@@ -22,7 +22,7 @@ _LAZY = {
     "Phase": "hf_hybrid.phases",
     "PhasePlugin": "hf_hybrid.phases",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
-    "plan_memory": "hf_hybrid.plan.plans",
+    "plan_memory": "hf_hybrid.plan.planner",
 }
 # Without those that need TRL: `from hf_hybrid import *` works without it.
 __all__ = [
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     )
     from hf_hybrid.leaps.directions.base import Direction
     from hf_hybrid.phases import Phase, PhasePlugin
-    from hf_hybrid.plan.plans import plan_memory
+    from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.report.profiler import MemoryProfilerCallback
     from hf_hybrid.report.summary import HybridSummary

@@ -14,10 +14,13 @@ from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.trajectory import WeightStore
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phases import PhasePlugin
-from hf_hybrid.plan import fit
 from hf_hybrid.plan.accounting import ModelShape, device_memory, host_memory
+from hf_hybrid.plan.estimate import Estimator, Plan, refuse
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.processes import mixed_precision_of, sharding_of
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.units import Unit
@@ -36,17 +39,17 @@ class StreamedTraining(WeightStore):
         model (`nn.Module`): The model as the trainer holds it.
         streamer (`LayerStreamer`): Of the model.
         window (`Window`): How its layers walk an accumulation window.
-        plan (`MemoryPlan`): What all of it carries out.
+        plan (`Plan`): What all of it carries out.
     """
 
-    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, window: Window, plan: fit.MemoryPlan):
+    def __init__(self, model: torch.nn.Module, streamer: LayerStreamer, window: Window, plan: Plan):
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.optimizer: LazyOptimizer | None = None
         self._updating: Unit | None = None
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> LazyOptimizer:
         """The optimizer that steps what is streamed when it is streamed."""
-        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.plan.optimizer_states == "8bit")
+        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.plan.setup.optimizer_states == "8bit")
         if self.optimizer.on_device:
             self.streamer.on_load = self._noting(self.streamer.on_load)
             self.streamer.before_forward = self._noting(self.streamer.before_forward)
@@ -175,20 +178,20 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         raise ValueError(f"`memory={args.memory}` cannot be used here: {why}, or set `memory=off`.")
     optim = str(getattr(args.optim, "value", args.optim))
     if optim not in STATES_PER_WEIGHT:
-        raise fit.refuse(
+        raise refuse(
             f"`optim={optim}` is not known to step each parameter by itself, which streamed layers need.",
             _shape(model, device_map),
             f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
         )
     if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
-        raise fit.refuse(
+        raise refuse(
             "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
             _shape(model, device_map),
             "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
         )
     trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
     if trains_quantised:
-        raise fit.refuse(
+        raise refuse(
             "The model is quantised and has no adapters: its weights cannot be trained.",
             _shape(model, device_map),
             "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
@@ -232,10 +235,6 @@ def memory_plugins(trainer) -> list[PhasePlugin]:
     return plugins
 
 
-CONTEXT_BYTES = int(0.6 * 2**30)
-"""What a CUDA context and the libraries' kernels take of a device; approximate, it differs by driver and card."""
-
-
 def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:
     layers = find_layers(model)
     if device_map is None:
@@ -249,52 +248,53 @@ def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, 
     return streamed
 
 
-def _shape(model: torch.nn.Module, device_map: dict | None, *, muon: bool = False) -> ModelShape:
-    hidden = split_parameters(model)[0].values()
-    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], hidden if muon else (), hidden)
+def _shape(model: torch.nn.Module, device_map: dict | None, **matrices) -> ModelShape:
+    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], **matrices)
 
 
-def make_plan(trainer, device_map: dict | None) -> fit.MemoryPlan:
+def make_plan(trainer, device_map: dict | None) -> Plan:
     """
     What of the trainer's model is streamed, within its budgets.
 
     Raises:
         PlanError: If nothing fits; with the bytes and the nearest plan that works.
     """
-    args, options = trainer.args, trainer.hybrid_args
-    shape = _shape(trainer.model, device_map, muon=args.optim == "muon")
+    args, options, model = trainer.args, trainer.hybrid_args, trainer.model
+    hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
     direction = direction_class(getattr(trainer, "custom_direction", None) or DIRECTIONS[options.direction])
-    device, batch_size = args.device, args.per_device_train_batch_size
-    device_budget = None if options.vram_budget_gib is None else int(options.vram_budget_gib * 2**30)
-    if device.type == "cuda":
-        device_budget = (device_memory(device) if device_budget is None else device_budget) - CONTEXT_BYTES
-    held = shape.total.bytes((shape.trainable_bytes, shape.element_bytes))  # lies on the host already
-    host_budget = host_memory() + held if options.host_budget_gib is None else options.host_budget_gib * 2**30
-    return fit.plan(
-        shape,
-        tokens=batch_size * sequence_length(trainer),
-        batch_size=batch_size,
-        micro_batches=args.gradient_accumulation_steps,
-        device_budget=device_budget,
-        host_budget=int(host_budget),
-        mode="stream" if device_map is not None else options.memory,
+    orthogonalises = muon or issubclass(direction, Orthogonal)
+    shape = _shape(model, device_map, muon=hidden if muon else (), leaps=hidden if orthogonalises else ())
+    on_gpu = args.device.type == "cuda"
+    vram, ram = (
+        None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
+    )
+    held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
+    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
+    setup = Setup(
+        sequence_length=sequence_length(trainer),
+        batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        vram=device_memory(args.device) if vram is None and on_gpu else vram,
+        ram=host_memory() + held if ram is None else ram,
+        accelerator="cuda" if on_gpu else "cpu",
+        memory="stream" if device_map is not None else options.memory,
+        autocast=args.bf16,
+        # Called gradient checkpointing before transformers 5.23.
+        activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
+        offload_activations=options.offload_activations,
+        chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
         optimizer_states=options.optimizer_states,
+        states_per_weight=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],
         base_precision=options.base_precision,
         resident_layers=options.resident_layers,
         prefetch_layers=options.prefetch_layers,
         stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
-        offload_activations=options.offload_activations,
-        chunked_loss=options.chunked_loss != "off",
-        # Called gradient checkpointing before transformers 5.23.
-        activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
         enable_predict=options.enable_predict,
-        leap_values=direction.values_per_weight,
-        orthogonal_leaps=issubclass(direction, Orthogonal),
+        values_per_weight=direction.values_per_weight,
         buffers_device=options.buffers_device,
-        working_bytes=2 if args.bf16 else None,
-        state_count=STATES_PER_WEIGHT[str(getattr(args.optim, "value", args.optim))],
     )
+    return Estimator(shape, Tracer.of(model)).plan(setup)
 
 
 def sequence_length(trainer) -> int:
@@ -320,7 +320,7 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
             check_separable(trainer.optimizer)
         except UnsupportedOptimizerError as error:
             nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
-            raise fit.refuse(str(error), _shape(model, device_map), nearest) from None
+            raise refuse(str(error), _shape(model, device_map), nearest) from None
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
     if plan.mode == "resident":
@@ -330,10 +330,10 @@ def set_up_memory(trainer, device_map: dict | None) -> StreamedTraining | None:
         _layers(model, device_map),
         embeddings_and_head(model) if plan.stream_embeddings else (),
         device=trainer.args.device,
-        ahead=plan.prefetch_layers,
+        ahead=plan.setup.prefetch_layers,
         kept=plan.resident_layers,
         dtype_of=_working_dtypes(model, trainer.args.bf16),
-        int8=plan.base_precision == "int8",
+        int8=plan.setup.base_precision == "int8",
     )
     obstacle = _obstacle_to_walking(model)
     window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)

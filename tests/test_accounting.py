@@ -167,8 +167,8 @@ def test_shape_of_a_tied_model():
     )
     assert shape.total == Unit(TOTAL)
     matrices = [model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].self_attn.q_proj.weight]
-    both = ModelShape.of(model, LAYERS, orthogonal=matrices)
-    assert both == replace(shape, largest_hidden=32 * 64)
+    both = ModelShape.of(model, LAYERS, leaps=matrices)
+    assert both == replace(shape, largest_leap=32 * 64)
 
 
 def test_shape_of_an_untied_model_in_bf16_and_without_memory():

@@ -10,7 +10,8 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.memory_setup import make_plan
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
-from hf_hybrid.plan.fit import PlanError, Request, plan, refuse, step_floor_seconds, step_traffic
+from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse, step_floor_seconds, step_traffic
+from hf_hybrid.plan.setups import Setup, checkpointing_option
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
 
@@ -30,6 +31,11 @@ LOGITS = TOKENS * 256 * 4
 @pytest.fixture(scope="module")
 def tiny() -> ModelShape:
     return ModelShape.of(tiny_model(), ["model.layers.0", "model.layers.1"])
+
+
+def plan(shape: ModelShape, **setup) -> Plan:
+    """Without a trace: activations are estimated from the sizes."""
+    return Estimator(shape).plan(Setup(**setup))
 
 
 def llama_8b(**changes) -> ModelShape:
@@ -68,9 +74,9 @@ def columns(table, place):
 
 def test_resident_by_hand(tiny):
     buffers = tiny.buffer_bytes
-    result = plan(tiny, tokens=TOKENS)
+    result = plan(tiny, sequence_length=TOKENS)
     drift = TOTAL * (4 + 4) + 4 * EMBEDDING
-    assert result.mode == "resident" and result.request == Request(tokens=TOKENS)
+    assert result.mode == "resident" and result.setup == Setup(TOKENS)
     assert columns(result.table, "device") == [
         4 * TOTAL,
         4 * TOTAL,
@@ -80,17 +86,17 @@ def test_resident_by_hand(tiny):
         buffers,
     ]
     assert result.peak_host_bytes == 0
-    with_host = plan(tiny, tokens=TOKENS, buffers_device="cpu", activation_checkpointing=True)
+    with_host = plan(tiny, sequence_length=TOKENS, buffers_device="cpu", activation_checkpointing=True)
     assert with_host.table.get("activations", "device") == 2 * BOUNDARY + -(-1.15 * SAVED // 1)
     assert with_host.table.get("drift", "host") == drift and with_host.table.get("drift", "device") == 0
 
 
 def test_resident_under_autocast(tiny):
-    assert plan(tiny, tokens=TOKENS, working_bytes=2).table.get("weights", "device") == (4 + 2) * TOTAL
+    assert plan(tiny, sequence_length=TOKENS, autocast=True).table.get("weights", "device") == (4 + 2) * TOTAL
 
 
 def test_streamed_by_hand(tiny):
-    result = plan(tiny, tokens=TOKENS, micro_batches=3, mode="stream", enable_predict=False)
+    result = plan(tiny, sequence_length=TOKENS, gradient_accumulation_steps=3, memory="stream", enable_predict=False)
     assert (result.mode, result.resident_layers, result.stream_embeddings) == ("streamed", 0, False)
     stay = EMBEDDING + REST
     assert columns(result.table, "device") == [
@@ -105,7 +111,7 @@ def test_streamed_by_hand(tiny):
 
 
 def test_what_options_change_in_a_streamed_plan(tiny):
-    base = {"tokens": TOKENS, "micro_batches": 3, "mode": "stream", "enable_predict": False}
+    base = {"sequence_length": TOKENS, "gradient_accumulation_steps": 3, "memory": "stream", "enable_predict": False}
     before = plan(tiny, **base).table
 
     def change(**options):
@@ -126,10 +132,14 @@ def test_what_options_change_in_a_streamed_plan(tiny):
         ("drift", "device"): 8 * stay + 4 * EMBEDDING,
     }
     assert change(enable_predict=True, buffers_device="cpu") == {("drift", "host"): 8 * TOTAL + 4 * EMBEDDING}
-    assert change(working_bytes=2, activation_bytes=4) == {
+    rounded = change(autocast=True)
+    assert rounded.pop(("activations", "device")) == -3 * BOUNDARY + 2.5 * LOGITS - -(-1.15 * SAVED // 1)
+    assert rounded == {
         ("weights", "device"): -2 * 2 * LAYER,
         ("weights", "host"): 2 * 2 * LAYER,  # the rounded copy that travels
-        ("gradients", "device"): -2 * LAYER,
+        # Recomputing holds half as much, so the peak is the loss's: a cast of the head, but no layer's gradient.
+        ("buffers", "device"): 2 * EMBEDDING,
+        ("gradients", "device"): -4 * LAYER,
     }
     assert change(stream_embeddings=True) == {
         ("weights", "host"): 4 * EMBEDDING,
@@ -141,14 +151,14 @@ def test_what_options_change_in_a_streamed_plan(tiny):
 
 def test_offloaded_boundaries_leave_two(tiny):
     shape = replace(tiny, layers=tiny.layers * 4)
-    options = {"tokens": TOKENS, "mode": "stream", "enable_predict": False}
+    options = {"sequence_length": TOKENS, "memory": "stream", "enable_predict": False}
     near, far = plan(shape, **options).table, plan(shape, **options, offload_activations=True).table
     assert far.get("activations", "host") == 6 * BOUNDARY
     assert near.get("activations", "device") - far.get("activations", "device") == 6 * BOUNDARY
 
 
 def test_chunks_shrink_the_loss():
-    options = {"tokens": 2048, "mode": "stream", "enable_predict": False}
+    options = {"sequence_length": 2048, "memory": "stream", "enable_predict": False}
     whole, chunked = plan(llama_8b(), **options), plan(llama_8b(), **options, chunked_loss=True)
     boundaries = 2048 * 4096 * 2 * 32
     assert whole.table.get("activations", "device") == boundaries + 2048 * 128256 * 4 * 2.5
@@ -201,18 +211,18 @@ def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
     assert planned.table.get("drift", "device") == sum(held.values())
 
 
-def test_8bit_states_leap_along_one_value(tiny):
-    sizes = {states: plan(tiny, tokens=TOKENS, optimizer_states=states).table for states in ("exact", "8bit")}
+def test_leaps_of_8bit_states_hold_as_much(tiny):
+    sizes = {states: plan(tiny, sequence_length=TOKENS, optimizer_states=states).table for states in ("exact", "8bit")}
     assert len({table.get("drift", "device") for table in sizes.values()}) == 1
 
 
 def test_orthogonal_leaps_need_room_to_orthogonalise():
     """An fp32 and four bf16 copies of the largest hidden matrix, at a moment when nothing else is computed."""
-    shape = replace(llama_8b(), largest_hidden=10**9)
-    options = {"tokens": 16, "activation_checkpointing": True}
-    along, without = (plan(shape, orthogonal_leaps=is_default, **options).table for is_default in (True, False))
+    options = {"sequence_length": 16, "activation_checkpointing": True}
+    shape = replace(llama_8b(), largest_leap=10**9)
+    along, without = plan(shape, **options).table, plan(llama_8b(), **options).table
     assert along.get("buffers", "device") == 12 * 10**9 and without.get("buffers", "device") == 0
-    streamed = plan(shape, mode="stream", **options).table
+    streamed = plan(shape, memory="stream", **options).table
     assert streamed.get("buffers", "host") == 16 * 10**9, "four in fp32 where a CPU computes"
     assert plan(shape, enable_predict=False, **options).table.get("buffers", "device") == 0
 
@@ -236,11 +246,11 @@ def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
     )
     planned = plan(
         ModelShape.of(model, [name for name, _ in layers]),
-        tokens=TOKENS,
-        mode="stream",
+        sequence_length=TOKENS,
+        memory="stream",
         resident_layers=1,
         stream_embeddings=ends,
-        working_bytes=working and working.itemsize,
+        autocast=working is not None,
         base_precision="int8" if int8 else "same",
         enable_predict=False,
     ).table
@@ -260,11 +270,11 @@ def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
 
 
 def test_8b_with_all_parameters_trained_fits_8_gib():
-    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False}
-    fitted = plan(llama_8b(), device_budget=8 * GIB, host_budget=55 * GIB, **options)
+    options = {"sequence_length": 2048, "optimizer_states": "8bit", "enable_predict": False}
+    fitted = plan(llama_8b(), vram=8 * GIB, ram=55 * GIB, **options)
     assert fitted.mode == "streamed" and fitted.stream_embeddings and fitted.resident_layers > 0
-    assert fitted.weight_bytes == 2 and fitted.fits(8 * GIB, 55 * GIB)
-    least = plan(llama_8b(), mode="stream", stream_embeddings=True, **options)
+    assert fitted.fits and fitted.device_shortfall == fitted.host_shortfall == 0
+    least = plan(llama_8b(), memory="stream", stream_embeddings=True, **options)
     slots, wide, boundaries = 2 * 2 * 218_112_000, 2 * 128256 * 4096, 2048 * 4096 * 2 * 32
     logits = 2048 * 128256 * 4 * 2.5
     per_weight = 2 + 2 + 2 + 2 * 4 / 256  # weights, gradients, two codes and their scales
@@ -273,89 +283,101 @@ def test_8b_with_all_parameters_trained_fits_8_gib():
 
 
 def test_50b_with_adapters_fits_12_gib():
-    options = {"tokens": 2048, "base_precision": "int8", "enable_predict": False}
-    fitted = plan(adapters_on_50b(), device_budget=12 * GIB, host_budget=60 * GIB, **options)
-    assert (fitted.mode, fitted.base_precision, fitted.weight_bytes) == ("streamed", "int8", 1)
+    options = {"sequence_length": 2048, "base_precision": "int8", "enable_predict": False}
+    fitted = plan(adapters_on_50b(), vram=12 * GIB, ram=60 * GIB, **options)
+    assert (fitted.mode, fitted.to_dict()["base_precision"]) == ("streamed", "int8")
     assert fitted.table.get("states", "host") == 0, "adapters are trained on the device"
     assert "frozen layers in int8" in fitted.describe()
 
 
 def test_resident_layers_fill_the_budget():
-    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False, "stream_embeddings": True}
+    options = {"sequence_length": 2048, "optimizer_states": "8bit", "enable_predict": False, "stream_embeddings": True}
     for budget in (6, 8, 12, 40):
-        fitted = plan(llama_8b(), mode="stream", device_budget=budget * GIB, **options)
+        fitted = plan(llama_8b(), memory="stream", vram=budget * GIB, **options)
         more = fitted.resident_layers + 1
-        assert fitted.fits(budget * GIB, None)
+        assert fitted.peak_device_bytes <= budget * GIB
         if more <= 32:
-            assert not plan(llama_8b(), mode="stream", resident_layers=more, **options).fits(budget * GIB, None)
+            over = plan(llama_8b(), memory="stream", resident_layers=more, **options)
+            assert over.peak_device_bytes > budget * GIB
         else:
             assert budget == 40
 
 
 def test_the_lightest_technique_that_fits_is_chosen():
-    options = {"tokens": 2048, "optimizer_states": "8bit", "enable_predict": False, "activation_checkpointing": True}
-    chosen = [plan(llama_8b(), device_budget=budget * GIB, **options) for budget in (80, 24, 6)]
+    options = {
+        "sequence_length": 2048,
+        "optimizer_states": "8bit",
+        "enable_predict": False,
+        "activation_checkpointing": True,
+    }
+    chosen = [plan(llama_8b(), vram=budget * GIB, **options) for budget in (80, 24, 6)]
     assert [p.mode for p in chosen] == ["resident", "streamed", "streamed"]
     assert [p.stream_embeddings for p in chosen] == [False, False, True]
     assert plan(llama_8b(), **options).mode == "resident", "no limit"
-    assert plan(llama_8b(), mode="stream", **options).resident_layers == 0
+    assert plan(llama_8b(), memory="stream", **options).resident_layers == 0
 
 
 def test_what_was_asked_for_is_respected():
-    roomy = {"tokens": 512, "device_budget": 400 * GIB, "enable_predict": False}
+    roomy = {"sequence_length": 512, "vram": 400 * GIB, "enable_predict": False}
     assert plan(llama_8b(), **roomy, resident_layers=3).resident_layers == 3
-    assert plan(llama_8b(), **roomy, mode="stream", stream_embeddings=True).stream_embeddings
-    assert plan(llama_8b(), **roomy, mode="stream", prefetch_layers=3).prefetch_layers == 3
-    assert plan(llama_8b(), **roomy).optimizer_states == "exact"
+    assert plan(llama_8b(), **roomy, memory="stream", stream_embeddings=True).stream_embeddings
+    assert plan(llama_8b(), **roomy, memory="stream", prefetch_layers=3).to_dict()["prefetch_layers"] == 3
+    assert plan(llama_8b(), **roomy).setup.optimizer_states == "exact"
     assert plan(adapters_on_50b(), **roomy, base_precision="int8").mode == "streamed"
 
 
 IMPOSSIBLE = {
-    "host too small": (llama_8b(), {"tokens": 2048, "device_budget": 16 * GIB, "host_budget": 60 * GIB}),
-    "device too small": (llama_8b(), {"tokens": 8192, "batch_size": 4, "device_budget": 6 * GIB}),
-    "resident does not fit": (llama_8b(), {"tokens": 2048, "mode": "off", "device_budget": 24 * GIB}),
-    "too many resident layers": (llama_8b(), {"tokens": 512, "resident_layers": 30, "device_budget": 12 * GIB}),
+    "host too small": (llama_8b(), {"sequence_length": 2048, "vram": 16 * GIB, "ram": 60 * GIB}),
+    "device too small": (llama_8b(), {"sequence_length": 2048, "batch_size": 4, "vram": 6 * GIB}),
+    "resident does not fit": (llama_8b(), {"sequence_length": 2048, "memory": "off", "vram": 24 * GIB}),
+    "too many resident layers": (llama_8b(), {"sequence_length": 512, "resident_layers": 30, "vram": 12 * GIB}),
     "a large window": (
         llama_8b(),
-        {"tokens": 4096, "micro_batches": 16, "mode": "stream", "device_budget": 10 * GIB, "enable_predict": False},
+        {
+            "sequence_length": 4096,
+            "gradient_accumulation_steps": 16,
+            "memory": "stream",
+            "vram": 10 * GIB,
+            "enable_predict": False,
+        },
     ),
     "leaps beside the weights": (
         replace(llama_8b(), layers=(Unit(218_112_000),) * 2),
-        {"tokens": 256, "mode": "off", "device_budget": 14 * GIB, "activation_checkpointing": True},
+        {"sequence_length": 256, "memory": "off", "vram": 14 * GIB, "activation_checkpointing": True},
     ),
     "a frozen base too large for the host": (
         adapters_on_50b(),
-        {"tokens": 2048, "mode": "stream", "device_budget": 16 * GIB, "host_budget": 64 * GIB},
+        {"sequence_length": 2048, "memory": "stream", "vram": 16 * GIB, "ram": 64 * GIB},
     ),
     "embeddings held down": (
         llama_8b(),
-        {"tokens": 512, "mode": "stream", "stream_embeddings": False, "device_budget": 5 * GIB},
+        {"sequence_length": 512, "memory": "stream", "stream_embeddings": False, "vram": 5 * GIB},
     ),
 }
-FIELDS = {"memory": "mode", "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "micro_batches"}
+FIELDS = {"per_device_train_batch_size": "batch_size", checkpointing_option(): "activation_checkpointing"}
 
 
 @pytest.mark.parametrize(("shape", "asked"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_advice_of_a_refusal_works(shape, asked):
     with pytest.raises(PlanError) as caught:
         plan(shape, **asked)
-    error, limits = caught.value, (asked.get("device_budget"), asked.get("host_budget"))
-    assert not error.plan.fits(*limits) and error.nearest.fits(*limits)
+    error = caught.value
+    assert not error.plan.fits and error.nearest.fits
     text = str(error)
     assert str(error.plan.table) in text and "Nearest plan that works: `" in text
-    changed = {FIELDS.get(option, option): value for option, value in error.changes.items()}
     for option, value in error.changes.items():
         assert f"`{option}={value}`" in text
-    if "batch_size" in changed:
-        changed["tokens"] = asked["tokens"] * changed["batch_size"] // asked["batch_size"]
+    changed = {FIELDS.get(option, option): value for option, value in error.changes.items()}
+    if "chunked_loss" in changed:
+        changed["chunked_loss"] = changed["chunked_loss"] == "on"
     again = plan(shape, **{**asked, **changed})
-    assert again.fits(*limits)
+    assert again.fits
     assert again.table == error.nearest.table
 
 
 def test_refusal_says_which_limit_is_exceeded_by_how_much():
     with pytest.raises(PlanError) as caught:
-        plan(llama_8b(), tokens=2048, mode="stream", resident_layers=0, host_budget=90 * GIB)
+        plan(llama_8b(), sequence_length=2048, memory="stream", resident_layers=0, ram=90 * GIB)
     over = caught.value.plan.peak_host_bytes - 90 * GIB
     assert f"({over} bytes) over `host_budget_gib=90`" in str(caught.value)
     assert "vram_budget_gib" not in str(caught.value)
@@ -364,16 +386,16 @@ def test_refusal_says_which_limit_is_exceeded_by_how_much():
 
 def test_speed_is_given_up_before_exactness():
     with pytest.raises(PlanError) as caught:
-        plan(llama_8b(), tokens=2048, batch_size=2, mode="off", device_budget=28 * GIB, enable_predict=False)
+        plan(llama_8b(), sequence_length=1024, batch_size=2, memory="off", vram=28 * GIB, enable_predict=False)
     assert caught.value.changes == {"memory": "auto"}
     with pytest.raises(PlanError) as caught:
-        plan(adapters_on_50b(), tokens=4096, mode="stream", device_budget=12 * GIB, enable_predict=False)
-    assert caught.value.nearest.base_precision == "same"
+        plan(adapters_on_50b(), sequence_length=4096, memory="stream", vram=12 * GIB, enable_predict=False)
+    assert caught.value.nearest.setup.base_precision == "same"
 
 
 def test_a_layer_larger_than_the_device_and_nothing_that_works():
     with pytest.raises(PlanError) as caught:
-        plan(llama_8b(), tokens=1, device_budget=GIB // 4, mode="stream", enable_predict=False)
+        plan(llama_8b(), sequence_length=1, vram=GIB // 4, memory="stream", enable_predict=False)
     error = caught.value
     assert error.nearest is None and error.changes == {}
     assert "the largest layer alone takes 416.02 MiB" in str(error)
@@ -381,7 +403,7 @@ def test_a_layer_larger_than_the_device_and_nothing_that_works():
 
 
 def test_refusals_for_other_reasons_look_the_same(tiny):
-    planned = plan(tiny, tokens=TOKENS)
+    planned = plan(tiny, sequence_length=TOKENS)
     error = refuse("`optim=lomo` cannot be streamed.", planned, "Set `optim=adamw_torch_fused`.")
     assert isinstance(error, ValueError) and error.plan is planned
     assert str(error).split("\n\n") == [
@@ -396,15 +418,15 @@ def test_refusals_for_other_reasons_look_the_same(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "on"}, "`memory` must be one of off, auto, stream, got `on`"),
+        ({"memory": "on"}, "`memory` must be one of off, auto, stream, got `on`"),
         ({"optimizer_states": "4bit"}, "`optimizer_states` must be one of exact, 8bit"),
-        ({"batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"prefetch_layers": -1}, "`prefetch_layers` must be at least 0"),
     ],
 )
 def test_values_out_of_range_are_refused(tiny, options, message):
     with pytest.raises(ValueError, match=message):
-        plan(tiny, **{"tokens": TOKENS, **options})
+        plan(tiny, **{"sequence_length": TOKENS, **options})
 
 
 def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
@@ -417,7 +439,7 @@ def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
     ("shape", "options", "per_weight"),
     [
         # fp32 masters, updated on the host: weights twice, gradients back; 28 B of the update, the rounded copy.
-        (only_layers(10**6, 0, 4), {"working_bytes": 2}, {"h2d": 4, "d2h": 2, "dram": 4 + 2 + 28 + 2}),
+        (only_layers(10**6, 0, 4), {"autocast": True}, {"h2d": 4, "d2h": 2, "dram": 4 + 2 + 28 + 2}),
         # 8-bit states, updated on the device: also gradients and states there, states and weights back.
         (
             only_layers(10**6, 0, 2),
@@ -429,8 +451,8 @@ def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
     ],
 )
 def test_traffic_of_a_step(shape, options, per_weight):
-    planned = plan(shape, tokens=64, mode="stream", enable_predict=False, **options)
-    traffic = step_traffic(shape, planned)
+    planned = plan(shape, sequence_length=64, memory="stream", enable_predict=False, **options)
+    traffic = step_traffic(planned)
     weights = 10 * max(shape.layers[0])
     assert {name: count / weights for name, count in traffic.items()} == pytest.approx(per_weight, rel=1e-2)
 
@@ -439,7 +461,9 @@ def test_traffic_follows_the_walk_and_what_is_resident():
     shape = only_layers(10**6, 0, 4)
 
     def into(**options):
-        return step_traffic(shape, plan(shape, tokens=64, mode="stream", micro_batches=4, **options))["h2d"]
+        return step_traffic(plan(shape, sequence_length=64, memory="stream", gradient_accumulation_steps=4, **options))[
+            "h2d"
+        ]
 
     once = into()
     assert into(accumulation_walk="micro_batch") == 4 * once
@@ -447,18 +471,19 @@ def test_traffic_follows_the_walk_and_what_is_resident():
     assert into(resident_layers=5) == once * 0.75
     offloaded = into(offload_activations=True) - once
     assert offloaded == 4 * 8 * 64 * 4096 * 2
-    assert step_traffic(shape, plan(shape, tokens=64)) == {"h2d": 0, "d2h": 0, "dram": 0}
+    assert step_traffic(plan(shape, sequence_length=64)) == {"h2d": 0, "d2h": 0, "dram": 0}
 
 
 def test_floor_is_the_slower_of_computing_and_moving(tiny):
     full, adapters = only_layers(10**6, 0, 2), only_layers(10, 10**6, 2)
-    computing = step_floor_seconds(full, plan(full, tokens=64, mode="stream"), 4096, 1e12)
-    assert computing == 8 * 10**7 * 4096 / 1e12
-    streamed = plan(adapters, tokens=64, mode="stream")
-    assert step_floor_seconds(adapters, streamed, 4096, 1e12) == pytest.approx(6 * 10**7 * 4096 / 1e12, rel=1e-4)
-    moving = step_floor_seconds(full, plan(full, tokens=64, mode="stream"), 1, 1e15, h2d=1e6, d2h=1e9, dram=1e9)
-    assert moving == 4 * 10**7 / 1e6
+
+    def floor(shape, tokens, flops, memory="stream", **rates):
+        return step_floor_seconds(plan(shape, sequence_length=64, memory=memory), tokens, {"flops": flops, **rates})
+
+    assert floor(full, 4096, 1e12) == 8 * 10**7 * 4096 / 1e12
+    assert floor(adapters, 4096, 1e12) == pytest.approx(6 * 10**7 * 4096 / 1e12, rel=1e-4)
+    assert floor(full, 1, 1e15, h2d=1e6, d2h=1e9, dram=1e9) == 4 * 10**7 / 1e6
     # Tied embeddings multiply as the head; lookups alone do not. Without checkpointing nothing is computed twice.
-    assert step_floor_seconds(tiny, plan(tiny, tokens=64), 1, 1.0) == 6 * TOTAL
+    assert floor(tiny, 1, 1.0, memory="auto") == 6 * TOTAL
     untied = replace(tiny, head=tiny.embedding, tied=False)
-    assert step_floor_seconds(untied, plan(untied, tokens=64), 1, 1.0) == 6 * TOTAL
+    assert floor(untied, 1, 1.0, memory="auto") == 6 * TOTAL

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.phases import Phase, PhasePlugin
-from hf_hybrid.plan.fit import PlanError
+from hf_hybrid.plan.estimate import PlanError
 
 LAYERS = 4
 

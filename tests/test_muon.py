@@ -24,7 +24,8 @@ from transformers import (
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
-from hf_hybrid.plan.fit import PlanError, plan
+from hf_hybrid.plan.estimate import Estimator, PlanError
+from hf_hybrid.plan.setups import Setup
 from hf_hybrid.streaming.layers import find_layers
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -462,10 +463,11 @@ def test_planned_states_are_those_that_are_held(tmp_path, train_set):
     ):
         trainer = trainer_for(tmp_path, train_set, max_steps=2, **options)
         planned = plan_of(trainer).table
-        assert planned.get("states", place) == 4 * muon + 8 * adamw
+        steps = 4 * (2 * 9 + 2) * (place == "device")  # of resident parameters the steps are counted too
+        assert planned.get("states", place) == 4 * muon + 8 * adamw + steps
         trainer.train()
         states = [v for state in trainer.optimizer.state.values() for v in state.values() if v.numel() > 1]
-        assert storage_bytes(states) == planned.get("states", "host") + planned.get("states", "device")
+        assert storage_bytes(states) == planned.get("states", "host") + planned.get("states", "device") - steps
         held = trainer.memory_summary()["held"]["states"]
         counters = 4 * (2 * 2 + 2)  # AdamW's, one per parameter
         assert held["device"] + held["host"] == storage_bytes(states) + counters
@@ -479,10 +481,11 @@ def plan_of(trainer):
 
 def test_a_refusal_does_not_propose_8bit_states():
     shape = shape_of(tiny_model())
-    muon, adamw = plan(shape, tokens=64), plan(dataclasses.replace(shape, layers=shape_without_muon(shape)), tokens=64)
+    without = dataclasses.replace(shape, layers=shape_without_muon(shape))
+    muon, adamw = (Estimator(one).plan(Setup(64)) for one in (shape, without))
     assert adamw.table.get("states", "device") - muon.table.get("states", "device") == 4 * 2 * LAYER
     with pytest.raises(PlanError) as caught:
-        plan(shape, tokens=64, device_budget=1000, host_budget=1000)
+        Estimator(shape).plan(Setup(64, vram=1000, ram=1000))
     assert "8bit" not in str(caught.value)
 
 

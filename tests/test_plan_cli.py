@@ -13,8 +13,9 @@ from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
-from hf_hybrid.plan.models import Blueprint, read_config
-from hf_hybrid.plan.plans import CONTEXT_BYTES, plan_memory
+from hf_hybrid.plan.models import build, read_config
+from hf_hybrid.plan.planner import plan_memory
+from hf_hybrid.plan.setups import CONTEXT_BYTES
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "model_configs"
 
@@ -150,5 +151,5 @@ def test_options_out_of_range(config_file, capsys, words):
 )
 def test_example_configs_are_the_models_they_name(name, weights):
     """By the numbers of weights that their makers publish (the last is made up)."""
-    whole = Blueprint(read_config(EXAMPLES / f"{name}.json")).whole(torch.bfloat16)
+    whole = build(read_config(EXAMPLES / f"{name}.json"), torch.bfloat16)
     assert sum(parameter.numel() for parameter in whole.parameters()) == weights

@@ -8,21 +8,16 @@ import pytest
 import torch
 import transformers
 from conftest import ByteText, config_values, hybrid_config, tiny_model
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.plan.accounting import measure_held
-from hf_hybrid.plan.adapters import add_adapters, lora_config, packed_bytes
-from hf_hybrid.plan.models import Blueprint, on_cpu, read_config
-from hf_hybrid.plan.plans import Planner, plan_memory, recommended
-from hf_hybrid.plan.replay import activations, replay
-from hf_hybrid.plan.setups import Setup, checkpointing_option
-from hf_hybrid.plan.sizes import parse_size
-from hf_hybrid.plan.step import StepOptions, enable_checkpointing, state_bytes, trace_step
-from hf_hybrid.plan.tracker import CATEGORIES
-from hf_hybrid.streaming.layers import find_layers
+from hf_hybrid.plan.estimate import PlanError
+from hf_hybrid.plan.models import add_adapters, build, lora_config, packed_bytes, read_config
+from hf_hybrid.plan.planner import Planner, plan_memory, recommended
+from hf_hybrid.plan.setups import Setup, Way, checkpointing_option, parse_size
+from hf_hybrid.plan.trace import TRACED, Excerpt, Tracer, enable_checkpointing, state_bytes
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 GIB = 2**30
@@ -47,31 +42,23 @@ CONFIGS = {
 }
 
 
-def traced(config, stand_ins: bool, options: StepOptions, adapters: bool = False):
-    """The step of a few layers or of all, and the layers that stand for others."""
-    blueprint = Blueprint(copy.deepcopy(config))
-    excerpt = blueprint.excerpt(torch.float32)
-    model = excerpt.copy() if stand_ins else blueprint.whole(torch.float32)
-    if not stand_ins:
-        model.set_attn_implementation(excerpt.model.config._attn_implementation)
-        model.config.use_cache = False
-        model.train()
-    with torch.device("meta"):
-        model = add_adapters(model, lora_config(4)).train() if adapters else model
-    with FakeTensorMode():
-        on_cpu(model)
-        if options.activation_checkpointing:
-            enable_checkpointing(model, options.accelerator)
-        layers = [layer for _, layer in find_layers(model)]
-        trace = trace_step(model, layers, options)
-    return trace, excerpt.stands_for if stand_ins else tuple(range(len(layers)))
+def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
+    """Of a few layers, or of all of them."""
+    whole = build(config, torch.float32)
+    excerpt = Excerpt.of(whole)
+    if all_layers:
+        whole.config.use_cache = False
+        whole.set_attn_implementation(excerpt.model.config._attn_implementation)
+        excerpt = Excerpt(whole.train(), tuple(range(config.num_hidden_layers)))
+    model = add_adapters(excerpt.model, lora_config(4)) if adapters else excerpt.model
+    return Tracer(dataclasses.replace(excerpt, model=model))
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("llama", {}),
-        ("llama", {"chunked_loss": True, "accumulates": True}),
+        ("llama", {"chunked_loss": True, "gradient_accumulation_steps": 2}),
         ("llama", {"adapters": True, "activation_checkpointing": True}),
         ("gpt2", {"activation_checkpointing": True}),
         ("gemma3", {}),
@@ -80,11 +67,13 @@ def traced(config, stand_ins: bool, options: StepOptions, adapters: bool = False
 )
 def test_layers_that_are_left_out_change_nothing(name, changes):
     """The excerpt has fewer layers than the model, and gives its peak to the byte."""
-    adapters = changes.get("adapters", False)
-    options = StepOptions(2, 32, **{key: value for key, value in changes.items() if key != "adapters"})
-    some, all_layers = (traced(CONFIGS[name], stand_ins, options, adapters) for stand_ins in (True, False))
-    assert some[0].layers < all_layers[0].layers == 6
-    assert replay(*some) == replay(*all_layers)
+    options = {"autocast": True, "accelerator": "cuda", **changes}
+    adapters = options.pop("adapters", False)
+    some, whole = (tracer(CONFIGS[name], all_layers, adapters) for all_layers in (False, True))
+    assert len(set(some.excerpt.stands_for)) < len(whole.excerpt.stands_for) == 6
+    setup = Setup(32, 2, **options)
+    assert some.peak(setup, 0) == whole.peak(setup, 0)
+    assert some.activations(setup) == whole.activations(setup)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -147,15 +136,52 @@ def test_a_streamed_plan_holds_what_the_engine_holds(tmp_path):
     trainer = HybridTrainer(model, config, train_dataset=ByteText(40))
     trainer.train()
     held = trainer.memory_summary()["held"]
-    assert planned.memory_plan.resident_layers == trainer.streaming.plan.resident_layers
+    assert planned.resident_layers == trainer.streaming.plan.resident_layers
     for category in ("weights", "gradients", "states"):
         assert planned.table.get(category, "host") == pytest.approx(held[category]["host"], rel=0.01)
 
 
+def ask_both(model, vram, tmp_path, **asked):
+    """The plan of `plan_memory` and of a trainer, for the same setup."""
+    data, ram = ByteText(40), 2**30
+    batch = {"gradient_accumulation_steps": asked.get("gradient_accumulation_steps", 1)}
+    planned = plan_memory(
+        model, sequence_length=32, batch_size=4, dtype="float32", vram=vram, ram=ram, accelerator="cpu", **asked
+    )
+    options = {name: asked[name] for name in ("memory", "enable_predict", "optimizer_states") if name in asked}
+    budgets = {"vram_budget_gib": vram / 2**30, "host_budget_gib": ram / 2**30}
+    config = hybrid_config(tmp_path, **batch, **options, **budgets)
+    try:
+        return planned, HybridTrainer(model, config, train_dataset=data)
+    except PlanError as refusal:
+        return planned, refusal
+
+
+@pytest.mark.parametrize(
+    ("share", "asked"),
+    [(1.0, {}), (0.999, {"enable_predict": True}), (0.7, {"gradient_accumulation_steps": 3}), (0.5, {}), (0.3, {})],
+)
+def test_trainer_and_plan_give_the_same_answer(share, asked, tmp_path):
+    """From what just fits on the device to what cannot be trained; also which layers stay there, to the byte."""
+    model = tiny_model(num_hidden_layers=6, vocab_size=1024)
+    asked = {"memory": "auto", "enable_predict": False, **asked}
+    resident = plan_memory(
+        model, sequence_length=32, batch_size=4, dtype="float32", accelerator="cpu", **{**asked, "memory": "off"}
+    )
+    planned, answer = ask_both(model, int(share * resident.peak_device_bytes), tmp_path, **asked)
+    if isinstance(answer, PlanError):
+        assert not planned.fits and answer.plan.table == planned.table
+    elif answer.streaming is None:
+        assert planned.fits and planned.mode == "resident" and share == 1.0
+    else:
+        theirs = answer.streaming.plan
+        assert planned.fits and planned.mode == "streamed" and theirs.traced
+        assert theirs.to_dict() == planned.to_dict()
+
+
 def test_boundaries_are_measured_in_tokens():
     """Between checkpointed layers one tensor is left, in fp32 under autocast; behind the last none is."""
-    options = StepOptions(2, 32, activation_checkpointing=True)
-    found = activations(*traced(CONFIGS["llama"], True, options))
+    found = tracer(CONFIGS["llama"]).activations(Setup(32, 2, autocast=True, accelerator="cuda"))
     boundary = 2 * 32 * 64 * 4
     assert round(6 * found.boundary / boundary, 3) == 5 and found.always > boundary
     assert found.layer > boundary and found.loss > 2 * 32 * 512 * 4
@@ -163,7 +189,8 @@ def test_boundaries_are_measured_in_tokens():
 
 def test_autocast_of_a_gpu_is_not_that_of_a_cpu():
     """GPT-2's activation function takes a power, which a GPU computes in fp32."""
-    held = [replay(*traced(CONFIGS["gpt2"], True, StepOptions(2, 32, accelerator=name))) for name in ("cuda", "cpu")]
+    gpt2 = tracer(CONFIGS["gpt2"])
+    held = [gpt2.peak(Setup(32, 2, autocast=True, accelerator=name), 0) for name in ("cuda", "cpu")]
     assert held[0].get("activations") > held[1].get("activations")
     assert held[0].get("weights") == held[1].get("weights")
 
@@ -172,7 +199,7 @@ def test_accumulated_gradients_are_there_from_the_start():
     asked = {"sequence_length": 32, "batch_size": 4, "memory": "off"}
     once, often = (plan_memory(CONFIGS["llama"], gradient_accumulation_steps=count, **asked).table for count in (1, 4))
     assert once.get("gradients", "device") < often.get("gradients", "device")
-    total = sum(p.numel() for p in Blueprint(CONFIGS["llama"]).whole(torch.float32).parameters())
+    total = sum(p.numel() for p in build(CONFIGS["llama"], torch.float32).parameters())
     assert often.get("gradients", "device") == 4 * total
 
 
@@ -187,7 +214,7 @@ def test_8bit_states_are_those_of_the_optimizer():
         held = sum(
             t.untyped_storage().nbytes() for name, t in optimizer.state[parameter].items() if name not in on_host
         )
-        assert held == state_bytes(parameter, "8bit")
+        assert held == state_bytes(parameter, Setup(32, optimizer_states="8bit"))
 
 
 def test_packed_weights_are_those_of_bitsandbytes():
@@ -202,7 +229,7 @@ def test_packed_weights_are_those_of_bitsandbytes():
 def test_a_packed_base_holds_less_and_trains_as_much():
     asked = {"sequence_length": 32, "memory": "off"}
     lora, qlora = (plan_memory(CONFIGS["llama"], peft=name, **asked) for name in ("lora", "qlora"))
-    assert lora.trainable == qlora.trainable < lora.weights / 2
+    assert lora.shape.total.trainable == qlora.shape.total.trainable < lora.shape.total.weights / 2
     assert qlora.table.get("states", "device") == lora.table.get("states", "device")
     # Half a byte and the scales in place of two bytes, of what is not embeddings, head and adapters.
     assert qlora.table.get("weights", "device") < lora.table.get("weights", "device") - 1.2 * 6 * 36864
@@ -212,9 +239,9 @@ def test_what_does_not_fit_is_streamed_or_short():
     asked = {"sequence_length": 128, "batch_size": 8, "dtype": "float32", "accelerator": "cpu"}
     config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "num_hidden_layers": 24})
     roomy = plan_memory(config, vram="1GiB", **asked)
-    assert roomy.fits and roomy.memory_plan.mode == "resident" and roomy.device_shortfall == 0
+    assert roomy.fits and roomy.mode == "resident" and roomy.device_shortfall == 0
     tight = plan_memory(config, vram=roomy.peak_device_bytes // 3, **asked)
-    assert tight.memory_plan.mode == "streamed" and tight.peak_device_bytes < roomy.peak_device_bytes / 2
+    assert tight.mode == "streamed" and tight.peak_device_bytes < roomy.peak_device_bytes / 2
     resident = plan_memory(config, vram=roomy.peak_device_bytes - 1000, memory="off", **asked)
     assert not resident.fits and resident.device_shortfall == 1000
     on_gpu = plan_memory(config, vram="1GiB", **{**asked, "accelerator": "cuda"})
@@ -225,55 +252,48 @@ def test_leaps_are_counted_where_they_are_asked_for():
     asked = {"sequence_length": 32, "memory": "off"}
     without, with_leaps = (plan_memory(CONFIGS["llama"], enable_predict=on, **asked) for on in (False, True))
     assert without.categories["drift"]["device"] == 0
-    assert with_leaps.categories["drift"]["device"] >= 8 * with_leaps.trainable
+    assert with_leaps.categories["drift"]["device"] >= 8 * with_leaps.shape.total.trainable
 
 
 def test_a_model_without_a_list_of_layers_is_traced_whole():
     planned = plan_memory(
         transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="off"
     )
-    assert planned.peak_device_bytes > 12 * planned.weights
+    assert planned.peak_device_bytes > 12 * planned.shape.total.weights
     with pytest.raises(ValueError, match="no list of decoder layers"):
         plan_memory(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), sequence_length=32, memory="stream")
 
 
-def plans_that_fit(*named):
-    return [
-        SimpleNamespace(setup=Setup(title, trains, **more), fits=fits, refused_by_trainer=refused)
-        for title, trains, fits, refused, more in named
-    ]
-
-
 def test_the_fastest_exact_plan_is_recommended():
-    low, int8 = {"optimizer_states": "8bit"}, {"base_precision": "int8"}
-    plans = plans_that_fit(
-        ("resident", "all", False, False, {}), ("8-bit", "all", True, False, low), ("streamed", "all", True, False, {}),
-        ("QLoRA", "adapters", True, False, {"packed": True}), ("LoRA int8", "adapters", True, False, int8),
-        ("LoRA", "adapters", True, True, {}),
-    )  # fmt: skip
-    assert recommended(plans).setup.title == "streamed"
-    assert recommended(plans[:2]).setup.title == "8-bit"
+    def way(title, trains="all", packed=False, fits=True, **setup):
+        return SimpleNamespace(way=Way(title, Setup(32, **setup), trains, packed=packed), fits=fits)
+
+    plans = [
+        way("resident", fits=False), way("8-bit", optimizer_states="8bit"), way("streamed"),
+        way("QLoRA", "adapters", packed=True), way("LoRA int8", "adapters", base_precision="int8"),
+    ]  # fmt: skip
+    assert recommended(plans).way.title == "streamed"
+    assert recommended(plans[:2]).way.title == "8-bit"
     assert recommended(plans[:1]) is None
-    assert recommended(plans, "lora").setup.title == "QLoRA", (
-        "LoRA is refused by the trainer, and nothing else is exact"
-    )
-    assert recommended(plans, "qlora").setup.title == "QLoRA"
+    assert recommended(plans, "lora").way.title == "QLoRA", "nothing is exact"
+    assert recommended([*plans, way("LoRA", "adapters")], "lora").way.title == "LoRA"
+    assert recommended(plans, "qlora").way.title == "QLoRA"
 
 
 def test_usual_plans_share_their_traces():
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
-    planner = Planner(config, sequence_length=32, vram="1GiB", ram="1GiB")
+    planner = Planner(config, sequence_length=32, vram=GIB, ram=GIB, accelerator="cuda", enable_predict=False)
     plans = planner.plans()
-    titles = [plan.setup.title for plan in plans]
+    titles = [plan.way.title for plan in plans]
     assert len(set(titles)) == len(titles) == 15
-    assert sum(len(traces) for traces in planner._traces.values()) < len(plans)
-    resident = {plan.setup.title: plan.peak_device_bytes for plan in plans if not plan.setup.streamed}
+    assert sum(len(found.tracer.traces) for found in planner._estimators.values()) < len(plans)
+    resident = {plan.way.title: plan.peak_device_bytes for plan in plans if plan.mode == "resident"}
     assert resident["bf16 autocast, chunked loss, checkpointing"] < resident["bf16 autocast, chunked loss"]
     packed, adapters = (f"{name}, chunked loss, checkpointing" for name in ("QLoRA", "LoRA"))
     assert resident[packed] < resident[adapters] < resident["LoRA"] < resident["bf16 autocast"]
     assert plans[0].options[checkpointing_option()] is False
     assert {checkpointing_option()} <= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    assert set(plans[0].categories) == {*CATEGORIES, "drift", "total"}
+    assert set(plans[0].categories) == {*TRACED, "states", "drift", "total"}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +313,7 @@ def test_sizes_that_are_none_are_refused(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 1}, "`sequence_length` must be at least 2, got 1"),
+        ({"sequence_length": 0}, "`sequence_length` must be at least 1, got 0"),
         ({"sequence_length": 4096}, "over the 2048 positions"),
         ({"batch_size": 0}, "`batch_size` must be at least 1"),
         ({"batch_size": 10**7}, "tokens at once"),

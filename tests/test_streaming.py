@@ -9,7 +9,7 @@ from tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.plan.fit import PlanError
+from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.streaming.layers import NoLayerListError
 
 LAYERS = 4

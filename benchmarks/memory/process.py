@@ -31,8 +31,10 @@ from transformers.utils import logging
 
 from benchmarks.results import Results, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.plan import fit
 from hf_hybrid.plan.accounting import ModelShape, measure_held, measure_machine, storage_bytes
+from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, step_floor_seconds
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.streaming.layers import find_layers
 
 GIB = 2**30
@@ -294,22 +296,22 @@ class Run:
     def statistics(self) -> dict:
         return {}
 
-    def plan(self, micro_batches: int) -> fit.MemoryPlan:
+    def plan(self, micro_batches: int) -> Plan:
         """The plan of this mode."""
         own = {
-            "plain": {"mode": "off", "activation_checkpointing": self.mode["checkpointing"]},
-            "torchao": {"mode": "off", "activation_checkpointing": True},
-            "fsdp2": {"mode": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
+            "plain": {"memory": "off", "activation_checkpointing": self.mode["checkpointing"]},
+            "torchao": {"memory": "off", "activation_checkpointing": True},
+            "fsdp2": {"memory": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
         }
-        return fit.plan(
-            self.shape,
-            tokens=self.spec["sequence"],
-            micro_batches=micro_batches,
+        setup = Setup(
+            sequence_length=self.spec["sequence"],
+            gradient_accumulation_steps=micro_batches,
             optimizer_states="8bit" if self.mode["low_bit"] else "exact",
             enable_predict=False,
-            working_bytes=2 if self.autocast else None,
+            autocast=self.autocast,
             **own[self.mode["trainer"]],
         )
+        return Estimator(self.shape, Tracer.of(self.model)).plan(setup)
 
 
 class TrainerRun(Run):
@@ -392,14 +394,12 @@ class TrainerRun(Run):
     def statistics(self) -> dict:
         return {} if self.streaming is None else {"streaming": self.streaming.streamer.statistics()}
 
-    def plan(self, micro_batches: int) -> fit.MemoryPlan:
+    def plan(self, micro_batches: int) -> Plan:
         if self.streaming is None:
             return super().plan(micro_batches)
         plan = self.streaming.plan
-        asked = {field.name: getattr(plan.request, field.name) for field in dataclasses.fields(plan.request)}
-        decided = {"resident_layers": plan.resident_layers, "stream_embeddings": plan.stream_embeddings}
-        limits = {"device_budget": None, "host_budget": None}
-        return fit.plan(self.shape, **{**asked, **decided, **limits, "micro_batches": micro_batches})
+        setup = dataclasses.replace(plan.decided, vram=None, ram=None, gradient_accumulation_steps=micro_batches)
+        return Estimator(self.shape, Tracer.of(self.model)).plan(setup)
 
 
 class LoopRun(Run):
@@ -552,7 +552,7 @@ def measure(run: Run, micro_batches: int) -> dict:
     tokens, plan, rates = micro_batches * run.spec["sequence"], run.plan(micro_batches), run.spec["machine"]["rates"]
     working = "bfloat16" if run.autocast or next(run.model.parameters()).dtype == torch.bfloat16 else "float32"
     links = {name: rates.get(name) for name in ("h2d", "d2h", "dram")}
-    floor = fit.step_floor_seconds(run.shape, plan, tokens, rates[f"flops_{working}"], **links)
+    floor = step_floor_seconds(plan, tokens, {"flops": rates[f"flops_{working}"], **links})
     row |= {"floor": floor, "tokens_per_second": tokens / row["seconds"], "losses": losses}
     row |= {"device_plan": plan.peak_device_bytes, "host_plan": plan.peak_host_bytes}
     if before:
@@ -582,7 +582,7 @@ def do(spec: dict, record) -> None:
             row = measure(run, waiting[0])
             record(waiting.pop(0), {**row, "host_peak_is_exact": host.exact})
     except Exception as error:
-        kinds = {torch.OutOfMemoryError: "out of memory", MemoryError: "out of memory", fit.PlanError: "refused"}
+        kinds = {torch.OutOfMemoryError: "out of memory", MemoryError: "out of memory", PlanError: "refused"}
         outcome = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")
         traceback.print_exc()
         for micro_batches in waiting:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.plan.plans import plan_memory
+from hf_hybrid.plan.planner import plan_memory
 
 REFERENCES = {False: "MemTracker under FakeTensorMode", True: "torch.cuda.max_memory_allocated"}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -251,7 +251,7 @@ def measure(name: str, size: int, way: str, gpu: bool, reference: int | None = N
     return {
         "model": name,
         "layers": config.num_hidden_layers,
-        "weights": plan.weights,
+        "weights": plan.shape.total.weights,
         "way": way,
         "batch_size": batch[0],
         "sequence_length": batch[1],

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_hybrid.plan.plans import Planner, TrainingPlan
+    from hf_hybrid.plan.estimate import Plan
+    from hf_hybrid.plan.planner import Planner
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations", "other")
@@ -102,11 +103,11 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.plan.adapters import adapters_installed, lora_config
-        from hf_hybrid.plan.floors import machine_rates
-        from hf_hybrid.plan.plans import Planner, recommended
+        from hf_hybrid.plan.accounting import device_memory, measure_machine
+        from hf_hybrid.plan.models import adapters_installed, lora_config
+        from hf_hybrid.plan.planner import Planner, recommended
 
-        self.args, self.rates = args, machine_rates()
+        self.args, self.rates = args, None if device_memory() is None else measure_machine()
         self.vram, self.vram_said = _device_limit(args.vram)
         self.ram, self.ram_said = _host_limit(args.ram)
         with_adapters = adapters_installed()
@@ -117,57 +118,65 @@ class _Report:
             args.model,
             sequence_length=args.sequence_length,
             batch_size=args.batch_size,
-            micro_batches=args.gradient_accumulation_steps,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=peft,
             vram=self.vram,
             ram=self.ram,
             enable_predict=args.enable_predict,
+            accelerator="cuda",
         )
-        self.plans: list[TrainingPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        self.plans: list[Plan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
         self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
         missing = 'Plans with adapters need peft: pip install "hf-hybrid[peft]"\n'
         self.without_adapters = "" if with_adapters else missing
 
     def as_json(self) -> str:
         """All plans, and the recommended one, as JSON."""
-        plans = [{**plan.to_dict(), "floor_seconds": self._floor(plan)} for plan in self.plans]
-        best = None if self.best is None else self.best.setup.title
+        plans = [self._row(plan) for plan in self.plans]
+        best = None if self.best is None else self.best.way.title
         limits = {"vram": self.vram, "ram": self.ram}
         return json.dumps({**limits, "rates": self.rates, "plans": plans, "recommended": best}, indent=2) + "\n"
+
+    def _row(self, plan: Plan) -> dict:
+        names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
+        names += ("device_shortfall", "host_shortfall", "options")
+        values = {name: getattr(plan, name) for name in names}
+        return {"title": plan.way.title, **values, "exact": plan.way.exact, "floor_seconds": self._floor(plan)}
 
     def as_text(self) -> str:
         """The table, and the recommended plan by category."""
         parts = [self._head(), self._table(), self._legend()]
         if self.args.details:
-            parts += [f"{plan}\n" for plan in self.plans]
+            parts += [f"{plan.way.title}\n{plan.table}\n" for plan in self.plans]
         return "\n".join([*parts, self._recommendation()])
 
     def _head(self) -> str:
-        planner, first = self.planner, self.plans[0]
-        config = planner.blueprint.config.get_text_config()
+        setup, first = self.planner.setup, self.plans[0]
+        config = self.planner.config.get_text_config()
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        facts = [f"{first.weights / 1e9:.2f} billion weights", f"{config.num_hidden_layers} layers"]
+        facts = [f"{first.shape.total.weights / 1e9:.2f} billion weights", f"{config.num_hidden_layers} layers"]
         facts += [f"width {first.shape.hidden}", f"{config.num_attention_heads} heads"]
         facts += [f"{experts} experts"] * bool(experts)
         facts += [f"vocabulary {first.shape.vocab}" + ", tied to the head" * first.shape.tied]
-        steps = f" x {planner.micro_batches} micro-batches" * (planner.micro_batches > 1)
+        count = setup.gradient_accumulation_steps
+        steps = f" x {count} micro-batches" * (count > 1)
         return (
             f"{self.args.model} ({config.model_type}): {', '.join(facts)}\n"
-            f"{planner.batch_size} sequences of {planner.sequence_length} tokens{steps}\n"
+            f"{setup.batch_size} sequences of {setup.sequence_length} tokens{steps}\n"
             f"device: {self.vram_said}\nhost:   {self.ram_said}\n"
         )
 
     def _table(self) -> str:
-        width = max(len(plan.setup.title) for plan in self.plans) + 4
+        width = max(len(plan.way.title) for plan in self.plans) + 4
         headings = "".join(f"{name:>10}" for name in HEADINGS) + f"{'floor s':>10}" * (self.rates is not None)
         lines = [f"{'GiB at the peak':<{width}}{headings}  fits"]
         for plan in self.plans:
             mark = "> " if plan is self.best else "  "
-            name = f"{mark}{plan.setup.title}{'' if plan.setup.exact else ' *'}"
+            name = f"{mark}{plan.way.title}{'' if plan.way.exact else ' *'}"
             lines.append(f"{name:<{width}}{self._numbers(plan)}  {_verdict(plan)}")
         return "\n".join(lines) + "\n"
 
-    def _numbers(self, plan: TrainingPlan) -> str:
+    def _numbers(self, plan: Plan) -> str:
         by_category = {name: plan.table.get(name, "device") for name in COLUMNS[:-1]}
         other = plan.peak_device_bytes - sum(by_category.values())
         numbers = [*by_category.values(), other, plan.peak_device_bytes, plan.peak_host_bytes]
@@ -175,15 +184,15 @@ class _Report:
         floor = self._floor(plan)
         return text if floor is None else f"{text}{floor:>10.2f}"
 
-    def _floor(self, plan: TrainingPlan) -> float | None:
-        from hf_hybrid.plan.floors import floor_seconds
+    def _floor(self, plan: Plan) -> float | None:
+        from hf_hybrid.plan.estimate import step_floor_seconds
 
-        planner = self.planner
-        tokens = planner.batch_size * planner.sequence_length * planner.micro_batches
-        return None if self.rates is None else floor_seconds(plan, tokens, self.rates)
+        tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
+        return None if self.rates is None else step_floor_seconds(plan, tokens, self.rates)
 
     def _legend(self) -> str:
-        margin = self.plans[0].context_bytes / GIB
+        from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
+
         floor = (
             "No floor of the step time: rates are measured, and there is no GPU here.\n"
             if self.rates is None
@@ -191,44 +200,44 @@ class _Report:
         )
         return (
             "*: not exact AdamW: rounded states, or a rounded base.\n"
-            f"fits: with {margin:.1f} GiB for the CUDA context and 5 % for the allocator, both assumed.\n"
-            "Attention is fused, and batches are not padded. Streamed plans are computed, the others traced.\n"
+            f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for the CUDA context and {MARGIN:.0%} for the allocator, both "
+            "assumed.\nAttention is fused, and batches are not padded.\n"
             f"{floor}{self.without_adapters}"
         )
 
     def _recommendation(self) -> str:
         if self.best is None:
             return "Nothing fits. Lower --batch_size or --sequence_length, or see what is short by least above.\n"
-        exact = "" if self.best.setup.exact else ", as nothing exact fits"
-        return f"Recommended{exact}: {self.best}\n"
+        exact = "" if self.best.way.exact else ", as nothing exact fits"
+        return f"Recommended{exact}: {self.best.way.title}\n{self.best.table}\n"
 
     def as_yaml(self) -> str:
         """The recommended plan as options of `HybridConfig`; a comment holds the command line that goes with it."""
         import yaml
 
-        args, best, planner = self.args, self.best, self.planner
-        more = [f"--model {args.model}", f"--sequence_length {planner.sequence_length}"]
-        more.append(f"--dtype {best.setup.weights}")
-        if best.setup.trains == "adapters":
-            more.append(f"--peft {'qlora' if best.setup.packed else 'lora'} --lora_r {args.lora_r}")
+        args, best = self.args, self.best
+        more = [f"--model {args.model}", f"--sequence_length {best.setup.sequence_length}"]
+        more.append(f"--dtype {best.way.weights}")
+        if best.way.trains == "adapters":
+            more.append(f"--peft {'qlora' if best.way.packed else 'lora'} --lora_r {args.lora_r}")
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
-            f"# {best.setup.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, by `hf-hybrid plan`\n"
+            f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, by `hf-hybrid plan`\n"
             f"# hf-hybrid train --config {args.output or 'plan.yaml'} {' '.join(more)} --dataset ...\n"
         )
-        return head + yaml.safe_dump(best.options, sort_keys=False)
+        return head + yaml.safe_dump({"output_dir": "out", **best.options}, sort_keys=False)
 
 
-def _verdict(plan: TrainingPlan) -> str:
+def _verdict(plan: Plan) -> str:
     if plan.fits:
-        return "yes, but not by the trainer's own estimate" if plan.refused_by_trainer else "yes"
+        return "yes"
     shortfalls = {"device": plan.device_shortfall, "host": plan.host_shortfall}
     return "short by " + ", ".join(f"{short / GIB:.2f} ({place})" for place, short in shortfalls.items() if short)
 
 
 def _device_limit(given: str | None) -> tuple[int | None, str]:
     from hf_hybrid.plan.accounting import device_memory
-    from hf_hybrid.plan.sizes import parse_size
+    from hf_hybrid.plan.setups import parse_size
 
     if given is not None:
         size = parse_size(given, "vram")
@@ -239,7 +248,7 @@ def _device_limit(given: str | None) -> tuple[int | None, str]:
 
 def _host_limit(given: str | None) -> tuple[int, str]:
     from hf_hybrid.plan.accounting import host_memory
-    from hf_hybrid.plan.sizes import parse_size
+    from hf_hybrid.plan.setups import parse_size
 
     size = host_memory() if given is None else parse_size(given, "ram")
     return size, f"{size / GIB:.2f} GiB ({'available on this machine' if given is None else '--ram'})"

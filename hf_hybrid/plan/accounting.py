@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -223,7 +223,7 @@ class ModelShape:
     tied: bool = False
     buffer_bytes: int = 0
     largest_muon: int = 0  # elements of the largest matrix that Muon moves
-    largest_hidden: int = 0  # elements of the largest matrix that leaps orthogonalise
+    largest_leap: int = 0  # elements of the largest matrix that leaps orthogonalise
 
     @classmethod
     def of(
@@ -231,7 +231,7 @@ class ModelShape:
         model: nn.Module,
         layer_names: list[str],
         muon: Iterable[nn.Parameter] = (),
-        orthogonal: Iterable[nn.Parameter] = (),
+        leaps: Iterable[nn.Parameter] = (),
     ) -> ModelShape:
         """
         Read a live model; its weights may lie anywhere, on the meta device too.
@@ -240,7 +240,7 @@ class ModelShape:
             model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
             layer_names (`list[str]`): Dotted names of its decoder layers.
             muon (`Iterable[nn.Parameter]`): Those of its trainable parameters that Muon moves.
-            orthogonal (`Iterable[nn.Parameter]`): Those that leaps orthogonalise.
+            leaps (`Iterable[nn.Parameter]`): Those that leaps orthogonalise.
 
         Raises:
             ValueError: If there are no layers, or the model does not tell its width and vocabulary.
@@ -272,7 +272,7 @@ class ModelShape:
             tied=weights[0] is not None and weights[0] is weights[1],
             buffer_bytes=storage_bytes(model.buffers()),
             largest_muon=max(matrices.values(), default=0),
-            largest_hidden=max((p.numel() for p in orthogonal), default=0),
+            largest_leap=max((p.numel() for p in leaps), default=0),
         )
 
     @functools.cached_property
@@ -365,26 +365,34 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
 
 def measure_machine(seconds: float = 0.1) -> dict[str, float]:
     """
-    Bytes per second: `"dram"`, read and written by a copy in host memory; on a GPU also `"h2d"` and `"d2h"`, pinned.
+    Rates of this machine: bytes per second of copies, and on a GPU bf16 operations per second of products.
 
     Args:
         seconds (`float`): Time that each measurement takes, at least.
+
+    Returns:
+        `dict[str, float]`: `"dram"`, read and written by a copy in host memory; on a GPU also `"h2d"` and `"d2h"`
+        (pinned), and `"flops"` of products of large square matrices, which training does not exceed.
     """
     source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
-    rates = {"dram": 2 * _copy_rate(source, target, seconds)}
+    rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}
     if torch.cuda.is_available():
-        source, there = source.pin_memory(), source.cuda()
-        rates |= {"h2d": _copy_rate(source, there, seconds), "d2h": _copy_rate(there, source, seconds)}
+        pinned, there = source.pin_memory(), source.cuda()
+        rates["h2d"] = pinned.nbytes * _per_second(lambda: there.copy_(pinned, non_blocking=True), seconds)
+        rates["d2h"] = pinned.nbytes * _per_second(lambda: pinned.copy_(there, non_blocking=True), seconds)
+        left = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        result = left @ left
+        rates["flops"] = 2 * 8192**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
     return rates
 
 
-def _copy_rate(source: Tensor, target: Tensor, seconds: float) -> float:
-    wait = torch.cuda.synchronize if source.is_cuda or target.is_cuda else lambda: None
-    target.copy_(source)
+def _per_second(work: Callable[[], object], seconds: float) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    work()
     wait()
-    copies, start = 0, time.perf_counter()
+    count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        target.copy_(source, non_blocking=True)
+        work()
         wait()
-        copies += 1
-    return copies * source.nbytes / (time.perf_counter() - start)
+        count += 1
+    return count / (time.perf_counter() - start)

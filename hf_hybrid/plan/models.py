@@ -1,21 +1,23 @@
-"""From a Hub id, a folder or a config file to a model without data, whole or with a few of its layers."""
+"""From a Hub id, a folder or a config file to a model without data, with adapters and a packed base if asked for."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import constants
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 
-from hf_hybrid.plan.attention import register
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+Tensor = torch.Tensor
 
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:
@@ -78,8 +80,7 @@ def _check_kind(config: PreTrainedConfig, name: object) -> None:
         raise ValueError(
             f"`model`: `{name}` ({config.model_type}) is an encoder-decoder model. Plans are for decoder-only ones."
         )
-    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if encoder:
+    if kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise ValueError(
             f"`model`: `{name}` ({config.model_type}) is an encoder: it is trained on masked tokens, not as a causal "
             "language model. Plans are for decoder-only models."
@@ -91,135 +92,125 @@ def _check_kind(config: PreTrainedConfig, name: object) -> None:
         )
 
 
-@dataclass
-class Blueprint:
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     """
-    A model's config, and the model itself on the meta device, by dtype.
+    The model of a config with all its layers, on the meta device.
+
+    Raises:
+        ValueError: If transformers cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    except Exception as error:  # whatever a model's constructor makes of absurd sizes
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise ValueError(f"`model`: no `{config.model_type}` can be built from this config ({reason}).") from None
+
+
+# Adapters.
+
+
+def adapters_installed() -> bool:
+    """Whether plans with adapters can be made."""
+    return importlib.util.find_spec("peft") is not None
+
+
+def lora_config(rank: int = 16, targets: str | list[str] = "all-linear"):
+    """
+    A `peft.LoraConfig` for a causal language model.
 
     Args:
-        config (`PreTrainedConfig`): Of a causal language model.
+        rank (`int`): Of the adapters, at least 1.
+        targets (`str` or `list[str]`): Names of modules, or `"all-linear"`.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If the rank is below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"`lora_r` must be at least 1, got {rank}. 8 to 64 is usual.")
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError('Plans with adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def add_adapters(model: nn.Module, config) -> nn.Module:
+    """
+    The model of the meta device inside a `peft.PeftModel`; the base is frozen.
+
+    Raises:
+        ValueError: If peft cannot put these adapters on this model.
+    """
+    from peft import get_peft_model
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft asks transformers by an older name
+            return get_peft_model(model, copy.deepcopy(config)).train()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`peft` cannot be put on `{type(model).__name__}`: {_first_line(error)}") from error
+
+
+# A base in nf4, as bitsandbytes packs it with double quantisation (QLoRA, arXiv 2305.14314): half a byte per weight, an
+# absolute maximum of each block of 64 weights as a byte, and for 256 of these one fp32 scale; beside them, for each
+# matrix, tables of 16 and of 256 fp32 values and an offset. A matrix is unpacked while it multiplies.
+
+_BLOCK, _NESTED_BLOCK, _TABLES = 64, 256, 4 * (16 + 256 + 1)
+
+
+def packed_bytes(count: int) -> int:
+    """Bytes of a matrix of so many weights in nf4 with double quantisation."""
+    blocks = math.ceil(count / _BLOCK)
+    return math.ceil(count / 2) + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + _TABLES
+
+
+class _Unpacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, packed, shape, dtype):
+        ctx.shape = shape
+        return F.linear(inputs, torch.empty(shape, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ torch.empty(ctx.shape, dtype=grad.dtype), None, None, None
+
+
+class PackedLinear(nn.Linear):
+    """
+    What a `bitsandbytes.nn.Linear4bit` holds and allocates, without its numbers.
+
+    Args:
+        inputs (`int`), outputs (`int`): Features.
+        bias (`nn.Parameter`, *optional*): Kept as it is.
+        dtype (`torch.dtype`): In which it computes.
     """
 
-    config: PreTrainedConfig
-    _whole: dict[torch.dtype, nn.Module] = field(default_factory=dict)
+    def __init__(self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.compute_dtype, self.bias = inputs, outputs, dtype, bias
+        packed = torch.empty(packed_bytes(inputs * outputs), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
-    def whole(self, dtype: torch.dtype) -> nn.Module:
-        """
-        All layers, without data.
-
-        Raises:
-            ValueError: If transformers cannot build it.
-        """
-        if dtype not in self._whole:
-            try:
-                with torch.device("meta"):
-                    model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
-            except Exception as error:  # whatever a model's constructor makes of absurd sizes
-                reason = f"{type(error).__name__}: {_first_line(error)}"
-                kind = self.config.model_type
-                raise ValueError(f"`model`: no `{kind}` can be built from this config ({reason}).") from None
-            self._whole[dtype] = model
-        return self._whole[dtype]
-
-    def excerpt(self, dtype: torch.dtype) -> Excerpt:
-        """
-        A few layers that stand for all, as a copy on the meta device.
-
-        Raises:
-            ValueError: If transformers cannot build the model.
-        """
-        whole = self.whole(dtype)
-        try:
-            layers = [layer for _, layer in find_layers(whole)]
-        except NoLayerListError:
-            return Excerpt(_ready(copy.deepcopy(whole)), ())
-        chosen, stands_for = _choose([_signature(whole.config, layer, i) for i, layer in enumerate(layers)])
-        name, _ = find_layers(whole)[0]
-        parent, attribute = name.rsplit(".", 1)[0].rpartition(".")[::2]
-        module = whole.get_submodule(parent)
-        kept = getattr(module, attribute)
-        setattr(module, attribute, nn.ModuleList(kept[index] for index in chosen))
-        try:
-            model = copy.deepcopy(whole)
-        finally:
-            setattr(module, attribute, kept)
-        _cut(model, chosen, len(layers))
-        return Excerpt(_ready(model), stands_for)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[..., inputs]` to `[..., outputs]`, in the type of the inputs."""
+        shape = (self.out_features, self.in_features)
+        with torch.autocast("cpu", enabled=False):
+            result = _Unpacked.apply(inputs.to(self.compute_dtype), self.weight, shape, self.compute_dtype)
+        if self.bias is not None:
+            result = result + self.bias.to(self.compute_dtype)
+        return result.to(inputs.dtype).clone()  # peft clones what comes out of a base in 4 bits
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """A model with some layers of another; `stands_for[i]` is its layer that stands for layer `i` of the whole."""
-
-    model: nn.Module
-    stands_for: tuple[int, ...]
-
-    def copy(self) -> nn.Module:
-        """The model, to be changed."""
-        return copy.deepcopy(self.model)
-
-
-def _ready(model: nn.Module) -> nn.Module:
-    """As `Trainer` runs it on a GPU."""
-    model.config.use_cache = False
-    if getattr(model.config, "_attn_implementation", None) == "sdpa":
-        model.set_attn_implementation(register())
-    return model.train()
-
-
-def _choose(kinds: Sequence[object]) -> tuple[list[int], tuple[int, ...]]:
-    """
-    The first and the last layer, which stand for themselves alone, and one of each kind between them.
-
-    The first may have inputs without gradients, and the output of the last is not kept by a layer behind it.
-    """
-    last = len(kinds) - 1
-    between = {kind: index for index, kind in reversed(list(enumerate(kinds))) if 0 < index < last}
-    chosen = sorted({0, last, *between.values()})
-    place = {index: position for position, index in enumerate(chosen)}
-    return chosen, tuple(place[i] if i in place else place[between[kind]] for i, kind in enumerate(kinds))
-
-
-def _signature(config: PreTrainedConfig, layer: nn.Module, index: int) -> tuple:
-    """What distinguishes layers: their modules and weights, and what the config lists for each."""
-    listed = tuple(repr(values[index]) for _, _, values in _lists(config, index + 1))
-    modules = tuple(type(module).__name__ for module in layer.modules())
-    return (modules, tuple(tuple(p.shape) for p in layer.parameters()), listed)
-
-
-def _lists(config: PreTrainedConfig, least: int) -> list[tuple[PreTrainedConfig, str, list]]:
-    """What the config lists layer by layer."""
-    found = []
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        layers = getattr(part, "num_hidden_layers", None)
-        for name, values in vars(part).items():
-            if isinstance(values, (list, tuple)) and len(values) == layers and len(values) >= least:
-                found.append((part, name, list(values)))
-    return found
-
-
-def _cut(model: nn.Module, chosen: list[int], layers: int) -> None:
-    config = model.config
-    for part, name, values in _lists(config, layers):
-        setattr(part, name, [values[index] for index in chosen])
-    config.get_text_config().num_hidden_layers = len(chosen)
-    for position, (_, layer) in enumerate(find_layers(model) if len(chosen) > 1 else ()):
-        for module in layer.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = position
-
-
-def on_cpu(model: nn.Module) -> nn.Module:
-    """Put a model of the meta device on the CPU in place, weights that are shared stay shared; for `FakeTensorMode`."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    like = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if parameter else like
-                tensors[name] = made[id(tensor)]
+def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Pack, in place, the linear layers that transformers would load in 4 bits: all but the head."""
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if module is head or not (type(module) is nn.Linear or isinstance(module, Conv1D)):
+                continue
+            rows, columns = module.weight.shape
+            inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+            setattr(parent, name, PackedLinear(inputs, outputs, module.bias, dtype))
     return model

@@ -1,36 +1,155 @@
-"""Ways to train a model, from the fastest to the one that needs least, and the options that ask for them."""
+"""
+A setup: how a model is trained and within which limits. It is the question that an estimate answers.
+
+The trainer makes one `Setup` from its options; `hf-hybrid plan` makes about fifteen, one for each usual way to train,
+and compares them. Both pass plain values: `Setup` knows no config class, and no direction of leaps by name. Standard
+library only, so that the command line can import it at once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
 
 DTYPES = ("mixed", "float32", "bfloat16")
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""What a CUDA context and the libraries' kernels take of a device. Approximate: it differs by driver and card."""
+MARGIN = 0.05
+"""Share of the device's peak that is left for what the allocator rounds up and cannot use. Assumed, not measured."""
+
+_CHOICES = {
+    "memory": ("off", "auto", "stream"),
+    "optimizer_states": ("exact", "8bit"),
+    "base_precision": ("same", "int8"),
+    "accumulation_walk": ("auto", "layer", "micro_batch"),
+    "buffers_device": ("auto", "cpu"),
+    "accelerator": ("cuda", "cpu"),
+}
+_LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train."""
+    """
+    How a model is trained, and within which limits. Most fields are named as the options of `HybridConfig`.
 
-    title: str
-    trains: str = "all"  # weights, or "adapters"
-    weights: str = "float32"  # dtype that they are loaded in
-    autocast: bool = True  # to bf16
-    packed: bool = False  # the base is in nf4
-    streamed: bool = False
-    checkpointing: bool = False  # of activations; streamed layers always are
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    sequence_length: int  # tokens, padding included
+    batch_size: int = 1  # sequences per micro-batch
+    gradient_accumulation_steps: int = 1
+    vram: int | None = None  # bytes of the device; None: no limit
+    ram: int | None = None  # bytes of the host
+    accelerator: str = "cpu"  # "cuda": computes by its rules of autocast, and needs room beside the tensors
+    memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
+    autocast: bool = False  # to bf16
+    activation_checkpointing: bool = False  # of a resident model; streamed layers always are
+    offload_activations: bool = False  # outputs of checkpointed layers wait on the host, two of them on the device
     chunked_loss: bool = False
-    optimizer_states: str = "exact"
-    base_precision: str = "same"
-    offload_activations: bool = False
+    optimizer_states: str = "exact"  # or "8bit": of AdamW
+    states_per_weight: int = 2  # tensors that the optimizer keeps
+    base_precision: str = "same"  # "int8": frozen weights of layers are kept and travel as int8; asks for streaming
+    resident_layers: int | None = None  # layers that stay on the device; a number asks for streaming, None: what fits
+    prefetch_layers: int = 1
+    stream_embeddings: bool | None = None  # and the head; None: only if they do not fit
+    accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next; or "micro_batch"
+    enable_predict: bool = True  # leaps keep slow buffers and a snapshot of the trainable weights
+    values_per_weight: float = 1  # fp32 values that the direction of leaps keeps per trainable weight
+    buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
+
+    def __post_init__(self):
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{getattr(self, name)}`.")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def micro_batches_in_flight(self) -> int:
+        """Micro-batches whose layer boundaries a streamed model holds at a time."""
+        return 1 if self.accumulation_walk == "micro_batch" else self.gradient_accumulation_steps
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether layers are recomputed in backward though the model is resident."""
+        return self.activation_checkpointing or self.offload_activations
 
     @property
     def exact(self) -> bool:
-        """Whether weights of the usual precision are updated by AdamW as it is."""
-        return self.optimizer_states == "exact" and self.base_precision == "same" and not self.packed
+        """Whether AdamW's states and the weights of the base keep their usual precision."""
+        return self.optimizer_states == "exact" and self.base_precision == "same"
 
-    def checkpointed(self) -> Setup:
-        """As a resident model, with activation checkpointing: how streamed layers compute."""
-        return replace(self, streamed=False, checkpointing=True, offload_activations=False, base_precision="same")
+    def margin(self, peak: int) -> int:
+        """Bytes of the device that are needed beside a peak of tensors."""
+        return CONTEXT_BYTES + int(MARGIN * peak) if self.accelerator == "cuda" else 0
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes of the device that tensors may take."""
+        if self.vram is None or self.accelerator != "cuda":
+            return self.vram
+        return int((self.vram - CONTEXT_BYTES) / (1 + MARGIN))
+
+    def options(self) -> dict[str, object]:
+        """The fields of `HybridConfig` that train in this way."""
+        names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
+        names += ["memory", "chunked_loss"]
+        if self.memory == "off":
+            names.append("activation_checkpointing")
+        else:
+            names += ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
+        found = (option(name, getattr(self, name)) for name in names)
+        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}}
+
+    def changes(self, other: Setup) -> dict[str, object]:
+        """The fields of `HybridConfig` that lead from this setup to another."""
+        pairs = ((field.name, getattr(other, field.name)) for field in fields(self))
+        return dict(option(name, value) for name, value in pairs if value != getattr(self, name))
+
+
+def option(name: str, value: object) -> tuple[str, object]:
+    """The option of `HybridConfig` that a field of [`Setup`] stands for, and its value there."""
+    if name in ("vram", "ram"):
+        name, value = {"vram": "vram_budget_gib", "ram": "host_budget_gib"}[name], value and value / 2**30
+    elif name == "chunked_loss":
+        value = "on" if value else "off"
+    elif name == "activation_checkpointing":
+        name = checkpointing_option()
+    return {"batch_size": "per_device_train_batch_size", "autocast": "bf16"}.get(name, name), value
+
+
+def checkpointing_option() -> str:
+    """The name that this version of transformers gives activation checkpointing."""
+    from transformers import PreTrainedModel
+
+    # Renamed in 5.23, there and in TrainingArguments, which takes a second longer to import.
+    new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    return "activation_checkpointing" if new else "gradient_checkpointing"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A usual way to train: the model as it is loaded, and the setup."""
+
+    title: str
+    setup: Setup
+    trains: str = "all"  # weights, or "adapters"
+    weights: str = "float32"  # dtype that they are loaded in
+    packed: bool = False  # the base is in nf4
+
+    @property
+    def exact(self) -> bool:
+        """Whether AdamW in full updates weights, or adapters on weights, of the usual precision."""
+        return self.setup.exact and not self.packed
 
 
 def loaded(dtype: str, trains: str) -> tuple[str, bool]:
@@ -51,89 +170,73 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
     return dtype, False
 
 
-def usual_setups(dtype: str, can_chunk: bool) -> list[Setup]:
+def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
     """
-    What a table of plans compares, the fastest first.
+    The ways that a table of plans compares, the fastest first.
 
     Args:
         dtype (`str`): As in [`loaded`].
+        setup ([`Setup`]): Batch, limits and machine.
         can_chunk (`bool`): Whether the loss of the model can be computed in chunks.
     """
-    weights, autocast = loaded(dtype, "all")
+    found: list[Way] = []
+
+    def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes) -> None:
+        weights, autocast = loaded(dtype, trains)
+        changes = {"memory": "off", "autocast": autocast, **changes}
+        found.append(Way(title, replace(setup, **changes), trains, weights, packed))
+
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
-    full = Setup(precision, weights=weights, autocast=autocast)
     chunks, chunked = {"chunked_loss": can_chunk}, ", chunked loss" * can_chunk
-    found = [full]
+    less = {**chunks, "activation_checkpointing": True}
+    streamed, low = {**chunks, "memory": "stream"}, {"optimizer_states": "8bit"}
+    add(precision)
     if can_chunk:
-        found.append(replace(full, title=f"{precision}{chunked}", **chunks))
-    found.append(replace(full, title=f"{precision}{chunked}, checkpointing", checkpointing=True, **chunks))
+        add(f"{precision}{chunked}", **chunks)
+    add(f"{precision}{chunked}, checkpointing", **less)
     if dtype == "mixed":
-        found.append(Setup("fp32", autocast=False))
-    streamed = replace(full, streamed=True, **chunks)
-    low = {"optimizer_states": "8bit", **chunks}
-    rounded = Setup("", weights="bfloat16", autocast=False, **low)
-    found += [
-        replace(streamed, title="streamed"),
-        replace(streamed, title="streamed, activations on the host", offload_activations=True),
-        replace(full, title=f"8-bit states{chunked}, checkpointing", checkpointing=True, **low),
-        Setup(
-            f"bf16 weights, 8-bit states{chunked}, checkpointing", "all", "bfloat16", False, checkpointing=True, **low
-        ),
-        replace(streamed, title="streamed, 8-bit states", optimizer_states="8bit"),
-        replace(rounded, title="streamed bf16 weights, 8-bit states", streamed=True),
-    ]
-    return found + _with_adapters(dtype, chunks, chunked)
+        add("fp32", dtype="float32")
+    add("streamed", **streamed)
+    add("streamed, activations on the host", **streamed, offload_activations=True)
+    add(f"8-bit states{chunked}, checkpointing", **low, **less)
+    add(f"bf16 weights, 8-bit states{chunked}, checkpointing", dtype="bfloat16", **low, **less)
+    add("streamed, 8-bit states", **low, **streamed)
+    add("streamed bf16 weights, 8-bit states", dtype="bfloat16", **low, **streamed)
+    add("LoRA", "adapters")
+    add(f"LoRA{chunked}, checkpointing", "adapters", **less)
+    add("LoRA, streamed base", "adapters", **streamed)
+    add(f"QLoRA{chunked}, checkpointing", "adapters", packed=True, **less)
+    add("LoRA, streamed int8 base", "adapters", **streamed, base_precision="int8")
+    return found
 
 
-def _with_adapters(dtype: str, chunks: dict, chunked: str) -> list[Setup]:
-    weights, autocast = loaded(dtype, "adapters")
-    lora = Setup("LoRA", "adapters", weights, autocast)
-    return [
-        lora,
-        replace(lora, title=f"LoRA{chunked}, checkpointing", checkpointing=True, **chunks),
-        replace(lora, title="LoRA, streamed base", streamed=True, **chunks),
-        replace(lora, title=f"QLoRA{chunked}, checkpointing", packed=True, checkpointing=True, **chunks),
-        replace(lora, title="LoRA, streamed int8 base", streamed=True, base_precision="int8", **chunks),
-    ]
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{ending}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for ending, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_LARGEST = 2**50
 
 
-def training_options(
-    setup: Setup, *, batch_size: int, micro_batches: int, enable_predict: bool, limits: dict, decided: dict
-) -> dict[str, object]:
+def parse_size(text: str | int | float, name: str) -> int:
     """
-    Fields of `HybridConfig` that train in this way.
+    Bytes from `"24GiB"` (1024s), `"24GB"` (1000s), `"512MiB"` or a number of bytes.
 
     Args:
-        setup ([`Setup`]): The way.
-        batch_size (`int`): Sequences per micro-batch.
-        micro_batches (`int`): Per optimizer step.
-        enable_predict (`bool`): With leaps.
-        limits (`dict`): `vram_budget_gib` and `host_budget_gib`, where there are any; only for streamed layers.
-        decided (`dict`): What the plan decided for streamed layers: `resident_layers`, `stream_embeddings`.
+        text (`str`, `int` or `float`): The size as it was written; case does not matter.
+        name (`str`): Of the argument, for the message.
+
+    Raises:
+        ValueError: If it is not a size, not above 0, or over 1024 TiB.
     """
-    options: dict[str, object] = {
-        "output_dir": "out",
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": micro_batches,
-        "bf16": setup.autocast,
-        "enable_predict": enable_predict,
-        "optim": "adamw_torch_fused",
-        "optimizer_states": setup.optimizer_states,
-        "memory": "stream" if setup.streamed else "off",
-        "chunked_loss": "on" if setup.chunked_loss else "off",
-    }
-    if setup.streamed:
-        options |= {"offload_activations": setup.offload_activations, "base_precision": setup.base_precision}
-        options |= {**limits, **decided}
-    else:
-        options[checkpointing_option()] = setup.checkpointing
-    return options
-
-
-def checkpointing_option() -> str:
-    """The name that this version of transformers gives activation checkpointing."""
-    from transformers import PreTrainedModel
-
-    # Renamed in 5.23, there and in TrainingArguments, which takes a second longer to import.
-    new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-    return "activation_checkpointing" if new else "gradient_checkpointing"
+    match = _SIZE.fullmatch(str(text))
+    unit = {known.lower(): size for known, size in _UNITS.items()}.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f"`{name}` must be a size, got `{text}`. Write `24GiB`, `24GB` (decimal) or a number of bytes."
+        )
+    count = int(float(match[1]) * unit)
+    if not 0 < count <= _LARGEST:
+        raise ValueError(f"`{name}` must be above 0 and at most 1024 TiB, got `{text}`. Write for example `24GiB`.")
+    return count

@@ -1,0 +1,494 @@
+"""
+The estimate: what a setup holds at its peak on device and host, whether that fits, and the nearest setup that does.
+
+One [`Estimator`] answers for the trainer (about its live model) and for `hf-hybrid plan` (about a model that is made
+from its config and has no data). Both get the same plan for the same setup.
+
+**Resident.** The device's peak is read from a trace of a step ([`trace`]): the largest moment, by category. Leaps add
+their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot.
+
+**Streamed.** Layers live on the host and visit the device, so a trace of the resident model is not theirs. The table is
+summed up from the sizes of the layers and from the trace's activations of checkpointed layers:
+
+    device   slots for the layers fetched ahead, the one that computes and the resident ones; embeddings, head and all
+             else that is not streamed, with gradients and states; between two layers their boundary, for every
+             micro-batch in flight; and the largest of three moments that never coincide: a layer is recomputed and its
+             gradients leave; head and loss compute; a unit is updated (8-bit states).
+    host     weights, gradients and states of what is streamed, rounded copies that travel in its place, boundaries
+             that wait there, and scratch of Muon's or the leaps' orthogonalisation, which holds a few copies of the
+             largest matrix.
+
+Where a model cannot be traced (its code needs values, or is nobody's guess), activations are estimated from hidden
+size and vocabulary instead; this enters the same sums, and the plan says that it was not traced.
+
+**Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
+candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
+as many layers on the device as there is room for. If none fits, the refusal shows the table of the one that is over by
+least, and names the cheapest change of options that fits. Each option that helps has a cost: what only takes time (a
+chunked loss, waiting for transfers, smaller micro-batches) comes before leaps, and these before exactness. All
+combinations are tried in the order of their cost, so that the advice is known to work.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from hf_hybrid.plan.accounting import ByteTable, ModelShape, Unit, format_bytes
+from hf_hybrid.plan.setups import Setup, Way
+from hf_hybrid.plan.trace import TRACED, Activations, Tracer
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+# Without a trace: what autograd saves in a layer per token, hidden unit and byte of an activation, and how much more
+# recomputing it holds (a Llama in bf16 and SDPA attention: 49 B); fp32 tensors as large as the logits, of all tokens or
+# of two chunks, that the loss holds.
+SAVED_BY_A_LAYER, RECOMPUTED_LAYER = 49 / 2, 1.15
+LOGIT_COPIES, CHUNK_LOGIT_COPIES, CHUNK_TOKENS = 2.5, 2, 1024
+# Bytes of an 8-bit state per element: a code, and an fp32 absolute maximum per block of 256.
+EIGHT_BIT_STATE = 1 + 4 / 256
+# The 8-bit update works on so many elements at a time. Scratch in bytes per element: of bf16 weights, fp32 copies of
+# weights and gradient, random bits, and what is rounded; of fp32 weights, a mask of codes.
+UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, {2: 13, 4: 1}
+# Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16;
+# leaps on the host compute in fp32.
+MUON_SCRATCH, LEAP_SCRATCH_ON_HOST = 4 + 4 * 2, 4 * 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained, and what that holds at its peak."""
+
+    setup: Setup
+    shape: ModelShape
+    mode: str  # "resident" or "streamed"
+    resident_layers: int
+    stream_embeddings: bool
+    table: ByteTable  # on the device at its largest moment, on the host between steps
+    stage: str = ""  # of a traced resident model, when the device holds most: "forward", "backward" or "update"
+    traced: bool = False  # else activations are estimated from sizes
+    way: Way | None = None  # that was planned, of the usual ones
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Bytes of tensors on the device at its largest moment."""
+        return self.table.total("device")
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Bytes of tensors on the host."""
+        return self.table.total("host")
+
+    @property
+    def categories(self) -> dict[str, dict[str, int]]:
+        """`{category: {"device": bytes, "host": bytes}}`, and the same under `"total"`."""
+        return self.table.to_dict()
+
+    @property
+    def margin_bytes(self) -> int:
+        """Device memory beside tensors: the CUDA context, and what the allocator rounds up and cannot use."""
+        return self.setup.margin(self.peak_device_bytes)
+
+    @property
+    def device_shortfall(self) -> int:
+        """Bytes by which the device is too small, its margin counted; 0 if it is not."""
+        vram = self.setup.vram
+        return 0 if vram is None else max(self.peak_device_bytes + self.margin_bytes - vram, 0)
+
+    @property
+    def host_shortfall(self) -> int:
+        """Bytes by which the host is too small; 0 if it is not."""
+        return 0 if self.setup.ram is None else max(self.peak_host_bytes - self.setup.ram, 0)
+
+    @property
+    def shortfall(self) -> int:
+        """Of both."""
+        return self.device_shortfall + self.host_shortfall
+
+    @property
+    def fits(self) -> bool:
+        """Whether device, with its margin, and host are large enough; where no limit is known they are."""
+        return not self.shortfall
+
+    @property
+    def decided(self) -> Setup:
+        """The setup, with everything that was left to the plan."""
+        if self.mode == "resident":
+            return replace(self.setup, memory="off", resident_layers=None, stream_embeddings=None)
+        kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
+        return replace(self.setup, memory="stream", **kept)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The fields of `HybridConfig` that carry the plan out."""
+        return self.decided.options()
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON: what was decided, and the peaks expected by category."""
+        streamed = self.mode == "streamed"
+        return {
+            "mode": self.mode,
+            "resident_layers": self.resident_layers,
+            "prefetch_layers": self.setup.prefetch_layers if streamed else 0,
+            "stream_embeddings": self.stream_embeddings,
+            "optimizer_states": self.setup.optimizer_states,
+            "base_precision": self.setup.base_precision if streamed else "same",
+            "peak": self.table.to_dict(),
+            "traced": self.traced,
+        }
+
+    def describe(self) -> str:
+        """The plan in words, and its byte table."""
+        words = [f"optimizer states {self.setup.optimizer_states}"]
+        if self.mode == "streamed":
+            words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
+            words += ["embeddings and head streamed"] * self.stream_embeddings
+            words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
+        return f"{self.mode}: {', '.join(words)}\n{self.table}"
+
+
+class _PerWeight:
+    """Bytes per weight under a setup; pairs are for trainable and frozen ones."""
+
+    def __init__(self, shape: ModelShape, setup: Setup):
+        self.own = (shape.trainable_bytes, shape.element_bytes)
+        self.work = tuple(min(own, 2 if setup.autocast else own) for own in self.own)
+        # A second copy of what is not computed with as it is stored.
+        self.rounded = tuple(work * (work < own) for work, own in zip(self.work, self.own))
+        self.host = tuple(own + rounded for own, rounded in zip(self.own, self.rounded))
+        self.travel, self.host_layer, self.expanded = self.work, self.host, (0, 0)
+        if setup.base_precision == "int8":
+            coded = 1 + 4 / shape.hidden  # a code, and an fp32 scale per row
+            self.travel, self.host_layer = (self.work[0], coded), (self.host[0], coded)
+            self.expanded = (0, self.work[1])
+        eight_bit = setup.optimizer_states == "8bit"
+        self.state = setup.states_per_weight * (EIGHT_BIT_STATE if eight_bit else self.own[0])
+        chunk = min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
+        self.scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
+        leap = shape.largest_leap * setup.enable_predict
+        self.orthogonal = {
+            "device": MUON_SCRATCH * max(shape.largest_muon, leap),
+            "host": max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap),
+        }
+        self.leaps = 4 * setup.values_per_weight + self.own[0]
+        self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
+
+    def states(self, unit: Unit) -> float:
+        """Bytes of optimizer states: Muon keeps one tensor per weight."""
+        return unit.trainable * self.state - unit.muon * self.own[0]
+
+
+def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
+    """Of a model that was not traced, from its hidden size and vocabulary; approximate."""
+    width = max(min(shape.element_bytes, 2 if setup.autocast else 4), 2)
+    boundary = setup.tokens * shape.hidden * width
+    rows = min(setup.tokens, CHUNK_TOKENS) if setup.chunked_loss else setup.tokens
+    logits = rows * shape.vocab * 4 * (CHUNK_LOGIT_COPIES if setup.chunked_loss else LOGIT_COPIES)
+    layer = RECOMPUTED_LAYER * SAVED_BY_A_LAYER * boundary
+    return Activations(0, boundary, math.ceil(layer), math.ceil(logits))
+
+
+class Estimator:
+    """
+    Plans of one model.
+
+    Args:
+        shape ([`ModelShape`]): Its sizes.
+        tracer ([`Tracer`], *optional*): Of the model. Without, activations are estimated from the sizes.
+    """
+
+    def __init__(self, shape: ModelShape, tracer: Tracer | None = None):
+        self.shape, self.tracer = shape, tracer
+
+    def plan(self, setup: Setup) -> Plan:
+        """
+        The first that fits: resident; streamed, with as many resident layers as possible; embeddings streamed too.
+
+        Raises:
+            PlanError: If nothing fits; with the bytes and the nearest plan that works.
+        """
+        found = self.best(setup)
+        if not found.fits:
+            raise self._refusal(found)
+        return found
+
+    def best(self, setup: Setup) -> Plan:
+        """The first candidate that fits, else the one that is over by least."""
+        least = None
+        for candidate in self._candidates(setup):
+            if candidate.fits:
+                return candidate
+            least = candidate if least is None or candidate.shortfall < least.shortfall else least
+        return least
+
+    def _candidates(self, setup: Setup) -> Iterator[Plan]:
+        asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
+        if setup.memory == "off" or (setup.memory == "auto" and not asks_for_streaming):
+            yield self.resident(setup)
+        if setup.memory == "off":
+            return
+        for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
+            candidate = self.streamed(setup, setup.resident_layers or 0, ends)
+            if setup.resident_layers is None and setup.vram is not None:
+                room = (setup.device_budget - candidate.peak_device_bytes) // _PerWeight(self.shape, setup).slot
+                candidate = self.streamed(setup, min(max(room, 0), len(self.shape.layers)), ends)
+            yield candidate
+
+    def resident(self, setup: Setup) -> Plan:
+        """Everything on the device."""
+        shape, per = self.shape, _PerWeight(self.shape, setup)
+        at_update = per.scratch + per.orthogonal["device"]
+        peak = self._ask_tracer(lambda tracer: tracer.peak(setup, at_update))
+        active = self._activations(setup) if peak is None or setup.offload_activations else None
+        away = max(len(shape.layers) - 2, 0) * active.boundary if setup.offload_activations else 0
+        if peak is None:
+            table = self._held(setup, per, shape.total)
+            table.add("weights", "device", shape.total.bytes(per.rounded))  # autocast's casts, which autograd keeps
+            each = active.boundary if setup.checkpointed else SAVED_BY_A_LAYER * active.boundary
+            table.add("activations", "device", len(shape.layers) * each - away)
+            layer = active.layer * setup.checkpointed
+            _add_largest(table, {"activations": layer}, {"activations": active.loss}, {"buffers": at_update})
+        else:
+            table = ByteTable()
+            for category in TRACED:
+                table.add(category, "device", peak.get(category) - away * (category == "activations"))
+            table.add("states", "device", self.tracer.states(setup) - math.ceil(shape.total.muon * per.own[0]))
+            self._add_leaps(table, setup, per, shape.total)
+        table.add("activations", "host", away)
+        stage = "" if peak is None else peak.stage
+        return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, peak is not None)
+
+    def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
+        """
+        Layers on the host but for so many, and maybe embeddings and head.
+
+        Raises:
+            ValueError: If the model has no list of layers.
+        """
+        if self.tracer is not None and not self.tracer.excerpt.stands_for:
+            raise ValueError("`memory=stream`: the model has no list of decoder layers. Set `memory=off`.")
+        shape, per = self.shape, _PerWeight(self.shape, setup)
+        layers, (embedding, head), resident = shape.place(stream_embeddings)
+        units = [*layers, embedding, head]
+        travelling = functools.reduce(Unit.join, units)
+        table = self._held(setup, per, resident)
+        slots = (setup.prefetch_layers + 1 + resident_layers) * per.slot
+        # A lookup is not rounded under autocast, so embeddings travel as they are stored.
+        table.add("weights", "device", slots + max(embedding.bytes(per.own), head.bytes(per.work)))
+        table.add("buffers", "device", max(layer.bytes(per.expanded) for layer in layers))  # int8, where it computes
+        ends = embedding.bytes(per.own) + head.bytes(per.host)
+        table.add("weights", "host", sum(layer.bytes(per.host_layer) for layer in layers) + ends)
+        table.add("gradients", "host", travelling.trainable * per.own[0])
+        table.add("states", "host", per.states(travelling))
+        table.add("buffers", "host", per.orthogonal["host"])
+        active, windows = self._activations(setup), setup.micro_batches_in_flight
+        near = min(len(layers), 2) if setup.offload_activations else len(layers)
+        table.add("activations", "device", (active.always + near * active.boundary) * windows)
+        table.add("activations", "host", (len(layers) - near) * active.boundary * windows)
+        # The gradient of embeddings or head is still leaving while the layer beside them computes.
+        wide = max(embedding.trainable * per.own[0], head.trainable * per.work[0])
+        widest = max(unit.trainable for unit in layers)
+        recomputing = {"activations": active.layer, "gradients": widest * per.work[0] + wide}
+        loss, update = {"activations": active.loss, "gradients": wide}, {}
+        if not stream_embeddings:
+            loss["buffers"] = shape.vocab * shape.hidden * per.rounded[0]  # autocast's cast of the head
+        if setup.optimizer_states == "8bit":
+            # Units are updated before their forward: gradients, states, and masters where the slot holds a copy.
+            one = per.own[0] + per.state + per.own[0] * (per.rounded[0] > 0)
+            arriving = widest * setup.prefetch_layers
+            update["buffers"] = (max(unit.trainable for unit in units) + arriving) * one + per.scratch
+        _add_largest(table, recomputing, loss, update)
+        return Plan(
+            setup, shape, "streamed", resident_layers, stream_embeddings, table, traced=self.tracer is not None
+        )  # fmt: skip
+
+    def _held(self, setup: Setup, per: _PerWeight, resident: Unit) -> ByteTable:
+        """A table of what stays on the device, and of the buffers of leaps."""
+        table = ByteTable()
+        table.add("weights", "device", resident.bytes(per.own))
+        table.add("gradients", "device", resident.trainable * per.own[0])
+        table.add("states", "device", per.states(resident))
+        table.add("buffers", "device", self.shape.buffer_bytes)
+        self._add_leaps(table, setup, per, resident)
+        return table
+
+    def _add_leaps(self, table: ByteTable, setup: Setup, per: _PerWeight, resident: Unit) -> None:
+        if setup.enable_predict:
+            beside = resident.trainable if setup.buffers_device == "auto" else 0
+            for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
+                scratch = 4 * self.shape.largest_trainable * (weights > 0)
+                table.add("drift", place, weights * per.leaps + scratch)
+
+    def _activations(self, setup: Setup) -> Activations:
+        found = self._ask_tracer(lambda tracer: tracer.activations(setup))
+        return estimated_activations(self.shape, setup) if found is None else found
+
+    def _ask_tracer(self, question: Callable[[Tracer], Answer]) -> Answer | None:
+        if self.tracer is None:
+            return None
+        try:
+            return question(self.tracer)
+        except Exception as error:  # whatever a model's own code makes of tensors without data
+            logger.info("No step of this model can be traced (%r). Its activations are estimated from sizes.", error)
+            self.tracer = None
+            return None
+
+    # Refusals.
+
+    def _levers(self, setup: Setup) -> list[list[tuple[int, dict]]]:
+        """What else could be asked for, and what it costs: speed is cheap, leaps and exact numbers are dear."""
+        has_base = any(layer.frozen for layer in self.shape.layers)
+        has_8bit = self.shape.total.trainable and not self.shape.total.muon  # they are AdamW's
+        can_chunk = self.tracer is None or self.tracer.cannot_chunk is None
+        levers = [
+            (not setup.chunked_loss and can_chunk, 1, {"chunked_loss": True}),
+            (setup.resident_layers is not None, 1, {"resident_layers": None}),
+            (setup.stream_embeddings is False, 1, {"stream_embeddings": None}),
+            (not setup.offload_activations, 2, {"offload_activations": True}),
+            (setup.memory == "off" and not setup.checkpointed, 2, {"activation_checkpointing": True}),
+            (setup.buffers_device == "auto" and setup.enable_predict, 2, {"buffers_device": "cpu"}),
+            (setup.prefetch_layers > 0, 2, {"prefetch_layers": 0}),
+            (setup.memory == "off", 3, {"memory": "auto"}),
+            (setup.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),
+            (setup.enable_predict, 6, {"enable_predict": False}),
+            (setup.optimizer_states == "exact" and has_8bit, 7, {"optimizer_states": "8bit"}),
+            (setup.base_precision == "same" and has_base, 7, {"base_precision": "int8"}),
+        ]
+        sizes, size = [(0, {})], setup.batch_size // 2
+        while size:
+            steps = -(-setup.gradient_accumulation_steps * setup.batch_size // size)
+            sizes.append((3 + len(sizes), {"batch_size": size, "gradient_accumulation_steps": steps}))
+            size //= 2
+        return [[(0, {}), (cost, change)] for helps, cost, change in levers if helps] + [sizes]
+
+    def _nearest(self, setup: Setup) -> Plan:
+        """The cheapest change of options that fits, else the one that is over by least."""
+        choices = sorted(itertools.product(*self._levers(setup)), key=lambda choice: sum(cost for cost, _ in choice))
+        least = None
+        for choice in choices:
+            changes = {name: value for _, change in choice for name, value in change.items()}
+            candidate = self.best(replace(setup, **changes))
+            if candidate.fits:
+                return candidate
+            least = candidate if least is None or candidate.shortfall < least.shortfall else least
+        return least
+
+    def _refusal(self, refused: Plan) -> PlanError:
+        nearest = self._nearest(refused.setup)
+        changes = _changes(refused.setup, nearest)
+        options = ", ".join(f"`{name}={value}`" for name, value in changes.items()) or "the options as they are"
+        device, host = format_bytes(nearest.peak_device_bytes), format_bytes(nearest.peak_host_bytes)
+        advice = "No change of options fits these limits. The smallest need found"
+        advice = "Nearest plan that works" if nearest.fits else advice
+        advice = f"{advice}: {options} ({device} on the device, {host} on the host)."
+        error = refuse(self._reason(refused), refused, advice)
+        if nearest.fits:
+            error.nearest, error.changes = nearest, changes
+        return error
+
+    def _reason(self, refused: Plan) -> str:
+        setup, parts, margin = refused.setup, [], refused.margin_bytes
+        beside = f" and needs {format_bytes(margin)} beside" if margin else ""
+        if refused.device_shortfall:
+            over = _over("vram_budget_gib", refused.device_shortfall, setup.vram)
+            parts.append(f"the device would hold {format_bytes(refused.peak_device_bytes)}{beside}, {over}")
+        if refused.host_shortfall:
+            over = _over("host_budget_gib", refused.host_shortfall, setup.ram)
+            parts.append(f"the host would hold {format_bytes(refused.peak_host_bytes)}, {over}")
+        slot = _PerWeight(self.shape, setup).slot
+        if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
+            parts.append(f"the largest layer alone takes {format_bytes(slot)}")
+        return f"`memory={setup.memory}` cannot train this model: {'; '.join(parts)}."
+
+
+def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:
+    """Add what the device holds in the largest of moments that never coincide."""
+    for category, count in max(moments, key=lambda moment: sum(moment.values())).items():
+        table.add(category, "device", count)
+
+
+def _over(option: str, shortfall: int, limit: int) -> str:
+    return f"{format_bytes(shortfall)} ({shortfall} bytes) over `{option}={limit / 2**30:.3g}`"
+
+
+def _changes(setup: Setup, nearest: Plan) -> dict[str, object]:
+    """As options; where a change leaves something to the plan, with what it decided."""
+    changes = setup.changes(nearest.setup)
+    for name in ("resident_layers", "stream_embeddings"):
+        if name in changes and changes[name] is None and nearest.mode == "streamed":
+            changes[name] = getattr(nearest, name)
+    return changes
+
+
+class PlanError(ValueError):
+    """Nothing fits: `plan` was refused; `nearest` works after `changes` (options and their values), if there is one."""
+
+    def __init__(self, message: str, plan: Plan | None = None):
+        super().__init__(message)
+        self.plan, self.nearest, self.changes = plan, None, {}
+
+
+def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> PlanError:
+    """
+    An error to raise: `reason`, the bytes of a plan or of a model's weights, and `nearest`, what works instead.
+
+    Both texts name options and values in backticks.
+    """
+    refused = what if isinstance(what, Plan) else None
+    shown = what.describe() if refused else ByteTable()
+    if not refused:
+        shown.add("weights", "device", what.total.bytes((what.trainable_bytes, what.element_bytes)))
+    return PlanError(f"{reason}\n\n{shown}\n\n{nearest or 'No change of options is known to work.'}", refused)
+
+
+# The floor of a step's time.
+
+
+def step_traffic(plan: Plan) -> dict[str, float]:
+    """Least bytes of a step: `"h2d"` to the device, `"d2h"` back, `"dram"` read and written in host memory."""
+    setup, per = plan.setup, _PerWeight(plan.shape, plan.setup)
+    passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
+    away = plan.table.get("activations", "host") * passes
+    if plan.mode == "resident":
+        return {"h2d": away, "d2h": away, "dram": 2 * away}
+    layers, (embedding, head), _ = plan.shape.place(plan.stream_embeddings)
+    layers.sort(key=lambda layer: layer.bytes(per.travel))
+    count = max(len(layers) - plan.resident_layers, 0)
+    travelling = functools.reduce(Unit.join, [*layers, embedding, head])
+    trainable = travelling.trainable
+    weights = 2 * sum(layer.bytes(per.travel) for layer in layers[:count]) + embedding.join(head).bytes(per.work)
+    own, work, rounded = per.own[0], per.work[0], per.rounded[0]
+    into, back = passes * weights + away, passes * trainable * work + away
+    if setup.optimizer_states == "8bit":
+        # Gradients and states come, states and weights go; the masters come too where the slot holds a rounded copy.
+        into += trainable * (own + per.state + own * (rounded > 0))
+        back += trainable * (own + per.state + rounded)
+        return {"h2d": into, "d2h": back, "dram": into + back}
+    into += sum(layer.trainable for layer in layers[count:]) * work  # what is resident is old after the update
+    updated = trainable * (3 * own + rounded) + 2 * per.states(travelling)
+    return {"h2d": into, "d2h": back, "dram": into + back + updated}
+
+
+def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]) -> float:
+    """
+    Seconds that no optimizer step is faster than: the longest of computing (without attention) and moving.
+
+    Args:
+        plan ([`Plan`]): On the machine that was measured.
+        tokens_per_step (`int`): Of all micro-batches.
+        rates (`dict[str, float]`): `"flops"` per second; `"h2d"`, `"d2h"`, `"dram"` in bytes per second, where known.
+    """
+    recomputes = plan.mode == "streamed" or plan.setup.checkpointed
+    # A lookup multiplies nothing, unless the head is made of the same weights.
+    lookup = Unit() if plan.shape.tied else plan.shape.embedding
+    total = plan.shape.total
+    products, trained = total.weights - lookup.weights, total.trainable - lookup.trainable
+    seconds = tokens_per_step * ((6 if recomputes else 4) * products + 2 * trained) / rates["flops"]
+    return max([seconds, *(count / rates[name] for name, count in step_traffic(plan).items() if rates.get(name))])

@@ -1,0 +1,189 @@
+"""`plan_memory`: what training a model would hold on device and host, from its config alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_hybrid.optimizers import split_parameters
+from hf_hybrid.plan.accounting import ModelShape, tensor_bytes
+from hf_hybrid.plan.estimate import Estimator, Plan
+from hf_hybrid.plan.models import add_adapters, build, lora_config, pack_base, read_config
+from hf_hybrid.plan.setups import Setup, Way, loaded, parse_size, usual_ways
+from hf_hybrid.plan.trace import Excerpt, Tracer
+from hf_hybrid.streaming.layers import find_layers
+
+LARGEST_TRACE = 2**26
+"""Tokens of a micro-batch beyond which a plan is refused as absurd."""
+
+
+def plan_memory(
+    model: str | Path | object,
+    *,
+    sequence_length: int,
+    batch_size: int = 1,
+    dtype: str = "mixed",
+    memory: str = "auto",
+    peft: object = None,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    gradient_accumulation_steps: int = 1,
+    activation_checkpointing: bool = False,
+    chunked_loss: bool = False,
+    optimizer_states: str = "exact",
+    enable_predict: bool = False,
+    accelerator: str = "cuda",
+) -> Plan:
+    """
+    What training would hold, by category, without weights, data or a GPU.
+
+    A training step of a few layers is traced on tensors without data; the other layers are added by what layers of
+    their kind held.
+
+    Args:
+        model: A Hub id, a folder, a config file, a config or a model; only its config is read.
+        sequence_length (`int`), batch_size (`int`): Tokens per sequence, padding included; sequences per micro-batch.
+        dtype (`str`): `"mixed"`: fp32 weights (a frozen base: bf16) under bf16 autocast; `"float32"`, `"bfloat16"`.
+        memory (`str`): `"off"`: resident; `"stream"`: layers on the host; `"auto"`: streamed if it does not fit.
+        peft (`str` or `peft.PeftConfig`, *optional*): `"lora"`, `"qlora"` (base in nf4) or a config; all weights else.
+        vram (`str` or `int`, *optional*), ram (`str` or `int`, *optional*): As `"24GiB"` or in bytes; no limit else.
+        gradient_accumulation_steps (`int`): Micro-batches per optimizer step.
+        activation_checkpointing (`bool`): Of a resident model; streamed layers always are.
+        chunked_loss (`bool`): Compute the loss without ever holding all logits.
+        optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
+        enable_predict (`bool`): Count what leaps hold.
+        accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
+
+    Returns:
+        [`Plan`]: with `peak_device_bytes`, `peak_host_bytes`, `categories` and `fits`. The plan is returned also where
+        it does not fit.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model cannot be planned.
+        ImportError: If adapters are asked for and peft is not installed.
+    """
+    if peft == "qlora" and memory == "stream":
+        raise ValueError("`memory=stream` is not planned with `peft=qlora`. Set `memory=off`, or `peft=lora`.")
+    planner = Planner(
+        model,
+        peft=peft,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        vram=None if vram is None else parse_size(vram, "vram"),
+        ram=None if ram is None else parse_size(ram, "ram"),
+        memory="off" if peft == "qlora" else memory,
+        activation_checkpointing=activation_checkpointing,
+        chunked_loss=chunked_loss,
+        optimizer_states=optimizer_states,
+        enable_predict=enable_predict,
+        accelerator=accelerator,
+    )
+    trains = "all" if peft is None else "adapters"
+    weights, autocast = loaded(dtype, trains)
+    return planner.plan(Way(memory, replace(planner.setup, autocast=autocast), trains, weights, peft == "qlora"))
+
+
+class Planner:
+    """
+    Plans for one model, batch and machine; what several plans have in common is built and traced once.
+
+    Args:
+        model: As in [`plan_memory`].
+        peft (`str` or `peft.PeftConfig`, *optional*): The adapters of ways that train adapters.
+        sequence_length (`int`, *optional*): `None`: 1024, or what the model takes at most.
+        setup: More fields of [`Setup`]: batch, limits and machine.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model cannot be planned.
+    """
+
+    def __init__(self, model: str | Path | object, *, peft: object = None, sequence_length: int | None = None, **setup):
+        if isinstance(peft, str) and peft not in ("lora", "qlora"):
+            raise ValueError(f"`peft` must be lora, qlora or a `peft.PeftConfig`, got `{peft}`.")
+        self._peft = peft
+        self.config = read_config(model)
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if sequence_length is None:
+            sequence_length = min(1024, longest or 1024)
+        self.setup = Setup(sequence_length, **setup)
+        if self.setup.tokens > LARGEST_TRACE:
+            tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
+            raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")
+        if longest is not None and sequence_length > longest:
+            raise ValueError(
+                f"`sequence_length={sequence_length}` is over the {longest} positions of the model "
+                "(`max_position_embeddings`). Lower it, or raise that number in the config."
+            )
+        self._wholes: dict[str, nn.Module] = {}
+        self._estimators: dict[tuple[str, str, bool], Estimator] = {}
+
+    @functools.cached_property
+    def adapters(self):
+        """The `peft.PeftConfig` of ways that train adapters."""
+        return lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
+
+    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[Plan]:
+        """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
+        estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
+        ways = usual_ways(dtype, self.setup, estimator.tracer.cannot_chunk is None)
+        return [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+
+    def plan(self, way: Way) -> Plan:
+        """
+        What one way to train holds.
+
+        Raises:
+            ValueError: If it asks for what the model cannot do.
+        """
+        estimator = self._estimator(way.weights, way.trains, way.packed)
+        if way.setup.chunked_loss and estimator.tracer is not None and estimator.tracer.cannot_chunk is not None:
+            reason = estimator.tracer.cannot_chunk
+            raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
+        return replace(estimator.best(way.setup), way=way)
+
+    def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
+        key = (weights, trains, packed)
+        if key not in self._estimators:
+            if weights not in self._wholes:
+                self._wholes[weights] = build(self.config, getattr(torch, weights))
+            whole = self._wholes[weights]
+            excerpt = Excerpt.of(whole)
+            model = pack_base(excerpt.model) if packed else excerpt.model
+            excerpt = replace(excerpt, model=add_adapters(model, self.adapters) if trains == "adapters" else model)
+            # Leaps and counts are those of the weights that are packed.
+            shape = self._estimator(weights, trains, False).shape if packed else self._shape(excerpt, whole, trains)
+            self._estimators[key] = Estimator(shape, Tracer(excerpt))
+        return self._estimators[key]
+
+    def _shape(self, excerpt: Excerpt, whole: nn.Module, trains: str) -> ModelShape:
+        """Of the whole model; its layers must add up to it."""
+        model, stands_for = excerpt.model, excerpt.stands_for
+        names = [name for name, _ in find_layers(model)] if stands_for else [""]
+        shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
+        layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
+        shape = replace(shape, layers=layers, buffer_bytes=sum(tensor_bytes(buffer) for buffer in whole.buffers()))
+        real, counted = sum(parameter.numel() for parameter in whole.parameters()), shape.total.weights
+        if trains == "all" and counted != real:
+            raise ValueError(f"`model`: its layers add up to {counted} weights, and it has {real}.")
+        return shape
+
+
+def recommended(plans: Sequence[Plan], peft: str | None = None) -> Plan | None:
+    """
+    The first plan that fits: of those with exact states and weights, then of the others.
+
+    Args:
+        plans (`Sequence[Plan]`): The fastest first.
+        peft (`str`, *optional*): `"lora"`: of those that train adapters; `"qlora"`: on a packed base; else all weights.
+    """
+    trains = "all" if peft is None else "adapters"
+    usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
+    if peft == "qlora":
+        return next((plan for plan in usable if plan.way.packed), None)
+    return next((plan for plan in usable if plan.way.exact), next(iter(usable), None))

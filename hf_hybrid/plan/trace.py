@@ -1,0 +1,703 @@
+"""
+Traces: what one training step holds, found by running it on tensors that have no data.
+
+1. **A few layers stand for all.** An [`Excerpt`] of the model keeps the first decoder layer, the last, and one of each
+   kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists
+   for them are the same. The first and the last stand for themselves alone: the first may have inputs without
+   gradients, and no layer keeps the output of the last. A trace takes a quarter of a second, at any size of model.
+2. **One step runs under `FakeTensorMode`**: forward, backward, clipping, as `Trainer` runs them. Every operation
+   allocates what it would allocate, but no memory. A few things that a CPU does otherwise are done as on a GPU:
+   attention is fused (no matrix of scores), and autocast computes powers, norms and softmax in fp32.
+3. **Every storage is followed** from its allocation to its end by [`StorageTracker`], a dispatch mode with a weak
+   reference to each storage. A storage has a category (weights, gradients, activations, buffers) and an owner: the
+   layer that computed when it was made, or what is outside the layers. After each operation that allocated something,
+   all of this is written down as a [`Moment`]. Optimizer states are there all the time; they are added afterwards.
+4. **The missing layers are added** by [`replay`]. Layers run one after the other. While layer `l` computes in forward,
+   the layers before it hold what they hold at the end of their forward, and the layers behind it what they held at the
+   begin of the step; in backward, the layers before it are as they were before their backward, and those behind it as
+   they are after theirs. So at every moment of the trace, a missing layer holds what the layer that stands for it holds
+   before or after it computes. Where a kind stands at several places, the place where most is held counts. The tests
+   show that this gives the peak of all layers to the byte.
+
+The peak is thus that of an operation, with everything that is there then: logits in three copies, casts that autocast
+keeps, masks, experts. Nothing is written down for an architecture. Not seen: what kernels allocate inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
+from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+TRACED = ("weights", "gradients", "activations", "buffers")
+_INDEX = {name: index for index, name in enumerate(TRACED)}
+_WIDTH, _WEIGHTS, _ACTIVATIONS = len(TRACED), _INDEX["weights"], _INDEX["activations"]
+
+Bytes = tuple[int, ...]
+"""By category, in the order of `TRACED`."""
+Held = tuple[int, ...]
+"""Bytes held at one moment: by owner, and of each owner by category, one after the other."""
+
+
+# A few layers of a model.
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """
+    A model with some layers of another, on the meta device.
+
+    `stands_for[i]` is its layer that stands for layer `i` of the whole; empty if no list of layers was found.
+    """
+
+    model: nn.Module
+    stands_for: tuple[int, ...]
+
+    @classmethod
+    def of(cls, whole: nn.Module) -> Excerpt:
+        """Of a live model, whose weights may lie anywhere: no data is copied, and the model is not changed."""
+        memo = _tensors_without_data(whole, "meta")
+        try:
+            layers = find_layers(whole)
+        except NoLayerListError:
+            return cls(_as_trained(copy.deepcopy(whole, memo)), ())
+        config = whole.config
+        chosen, stands_for = _choose([_signature(config, layer, index) for index, (_, layer) in enumerate(layers)])
+        kept = whole.get_submodule(layers[0][0].rpartition(".")[0])
+        memo[id(kept)] = short = nn.ModuleList()
+        short.extend(copy.deepcopy(kept[index], memo) for index in chosen)
+        model = copy.deepcopy(whole, memo)
+        _cut_config(model.config, chosen, len(layers))
+        for position, layer in enumerate(short if len(chosen) > 1 else ()):
+            for module in layer.modules():
+                if isinstance(getattr(module, "layer_idx", None), int):
+                    module.layer_idx = position
+        return cls(_as_trained(model), stands_for)
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """Its layers in a copy of its model."""
+        return [layer for _, layer in find_layers(model)] if self.stands_for else []
+
+
+def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Tensor]:
+    """A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well."""
+    memo: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if is_parameter else like
+    return memo
+
+
+def _as_trained(model: nn.Module) -> nn.Module:
+    """As `Trainer` runs it on a GPU."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.config.use_cache = False
+    attention = getattr(base.config, "_attn_implementation", None) or ""
+    if attention == "sdpa" or "flash" in attention:
+        base.set_attn_implementation(_register_attention())
+    return model.train()
+
+
+def _choose(kinds: Sequence[object]) -> tuple[list[int], tuple[int, ...]]:
+    last = len(kinds) - 1
+    between = {kind: index for index, kind in reversed(list(enumerate(kinds))) if 0 < index < last}
+    chosen = sorted({0, last, *between.values()})
+    place = {index: position for position, index in enumerate(chosen)}
+    return chosen, tuple(place[i] if i in place else place[between[kind]] for i, kind in enumerate(kinds))
+
+
+def _signature(config, layer: nn.Module, index: int) -> tuple:
+    """Tells layers of different kinds apart: their modules and weights, and what the config lists for each."""
+    listed = tuple(repr(values[index]) for _, _, values in _lists(config, index + 1))
+    modules = tuple(type(module).__name__ for module in layer.modules())
+    return (modules, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters()), listed)
+
+
+def _lists(config, least: int) -> list[tuple[object, str, list]]:
+    """What the config lists layer by layer."""
+    found = []
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        layers = getattr(part, "num_hidden_layers", None)
+        for name, values in vars(part).items():
+            if isinstance(values, (list, tuple)) and len(values) == layers and len(values) >= least:
+                found.append((part, name, list(values)))
+    return found
+
+
+def _cut_config(config, chosen: list[int], layers: int) -> None:
+    for part, name, values in _lists(config, layers):
+        setattr(part, name, [values[index] for index in chosen])
+    config.get_text_config().num_hidden_layers = len(chosen)
+
+
+# A GPU's attention and autocast, on a CPU.
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, bias):
+        batch, heads, length, _ = query.shape
+        shape = (batch, heads, length, value.shape[-1])
+        result = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+        logsumexp = torch.empty(shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, bias, result, logsumexp)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, _, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attention(module, query, key, value, attention_mask, **kwargs) -> tuple[Tensor, None]:
+    """What `F.scaled_dot_product_attention` allocates where it is fused: a shape without numbers."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and attention_mask is not None:  # kernels with a mask take no groups: transformers repeats the heads
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    bias = attention_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype)  # kernels turn it into this, in each layer anew
+    return _FusedAttention.apply(query, key, value, bias).transpose(1, 2).contiguous(), None
+
+
+def _mask(*, kv_length: int, local_size: int | None = None, **kwargs) -> Tensor | None:
+    """None where attention is causal and nothing else, as transformers finds by looking at the values of a batch."""
+    if local_size is None or kv_length < local_size:
+        return None
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)
+
+
+def _register_attention(name: str = "hf_hybrid_fused") -> str:
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+class _AutocastOfCuda(TorchFunctionMode):
+    """What autocast computes in fp32 on a GPU and in bf16 on a CPU: with fp32 inputs, or with fp32 results alone."""
+
+    INPUTS = {
+        F.layer_norm, F.group_norm, F.softplus, F.cross_entropy, F.nll_loss, F.normalize, torch.layer_norm,
+        torch.group_norm, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.Tensor.pow,
+        torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log, torch.Tensor.norm,
+        torch.Tensor.reciprocal,
+    }  # fmt: skip
+    RESULTS = {
+        F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.cumsum, torch.cumprod, torch.prod, torch.sum,
+        torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.cumsum, torch.Tensor.cumprod, torch.Tensor.prod,
+        torch.Tensor.sum,
+    }  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.INPUTS and torch.is_autocast_enabled("cpu"):
+            args = tuple(value.float() if _is_low(value) else value for value in args)
+            kwargs = {name: value.float() if _is_low(value) else value for name, value in kwargs.items()}
+        elif func in self.RESULTS and torch.is_autocast_enabled("cpu") and args and _is_low(args[0]):
+            kwargs = {"dtype": torch.float32, **kwargs}
+        return func(*args, **kwargs)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _autocast_rules(accelerator: str) -> contextlib.AbstractContextManager:
+    return _AutocastOfCuda() if accelerator == "cuda" else contextlib.nullcontext()
+
+
+def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
+    """
+    Activation checkpointing as `Trainer` switches it on; what is recomputed follows the autocast of the accelerator.
+
+    Raises:
+        ValueError: If transformers cannot checkpoint the model.
+    """
+    options = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        "context_fn": lambda: (contextlib.nullcontext(), _autocast_rules(accelerator)),
+    }
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:  # transformers < 5.23
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise ValueError(f"`activation_checkpointing=True`: {error}") from None
+
+
+# Every byte, at every moment.
+
+
+@dataclass
+class _Storage:
+    size: int
+    owner: int
+    category: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held just after an operation that allocated something."""
+
+    stage: str  # "forward", "backward" or "update"
+    where: int  # the owner that computes
+    held: Held
+
+
+class StorageTracker(TorchDispatchMode):
+    """
+    Records what live storages hold while operations run, on tensors with or without data.
+
+    A storage belongs to the owner (a layer, or what is outside the layers) that computes when it is made. Copies of
+    weights in another dtype count as weights.
+
+    Args:
+        owners (`int`): Number of owners; the last is what is outside the layers.
+    """
+
+    def __init__(self, owners: int):
+        super().__init__()
+        self.stage, self.where, self.outside = "forward", owners - 1, owners - 1
+        self.moments: list[Moment] = []
+        self._held = [0] * (owners * _WIDTH)
+        self._storages: dict[int, _Storage] = {}
+        self._watches: dict[int, weakref.ref] = {}
+        self._weights: set[int] = set()
+
+    def hold(self, tensor: Tensor, category: str, owner: int) -> None:
+        """Count a tensor that is there already; a storage that is known keeps its owner."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._add(storage, _INDEX[category], owner)
+        if category == "weights":
+            self._weights.add(storage._cdata)
+
+    def move(self, tensor: Tensor, category: str, owner: int) -> None:
+        """Give a storage another category and owner."""
+        storage = self._storages[tensor.untyped_storage()._cdata]
+        self._count(storage, -1)
+        storage.category, storage.owner = _INDEX[category], owner
+        self._count(storage, 1)
+
+    def now(self) -> Held:
+        """What is held at this moment."""
+        return tuple(self._held)
+
+    def record(self) -> None:
+        """Write down this moment."""
+        self.moments.append(Moment(self.stage, self.where, self.now()))
+
+    def _count(self, storage: _Storage, sign: int) -> None:
+        self._held[storage.owner * _WIDTH + storage.category] += sign * storage.size
+
+    def _add(self, storage: torch.UntypedStorage, category: int, owner: int) -> None:
+        key = storage._cdata
+        self._storages[key] = record = _Storage(storage.nbytes(), owner, category)
+        self._count(record, 1)
+        self._watches[key] = weakref.ref(storage, lambda _: self._freed(key))
+
+    def _freed(self, key: int) -> None:
+        self._count(self._storages.pop(key), -1)
+        del self._watches[key]
+        self._weights.discard(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = _run_operation(func, args, kwargs or {})
+        if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
+            return result
+        added = False
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._add(storage, _WEIGHTS if self._casts_weights(func, args) else _ACTIVATIONS, self.where)
+                    added = True
+        if added:
+            self.record()
+        return result
+
+    def _casts_weights(self, func, args) -> bool:
+        return func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+
+
+def _run_operation(func, args, kwargs):
+    first = args[0] if args else None
+    if func is not torch.ops.aten._grouped_mm.default or first.dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    # Its shape function knows bf16 alone, though other types are computed as well.
+    like = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
+    return torch.empty_strided(like.shape, like.stride(), dtype=first.dtype, device=first.device)
+
+
+# One step.
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What a step held, by owner (its layers in order, then what is outside) and category."""
+
+    layers: int
+    moments: list[Moment]
+    begin: Held
+    after_forward: Held  # of the layers, before head and loss
+    before_backward: Held  # of the layers, after head and loss
+    after_backward: Held
+
+
+def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepTrace:
+    """
+    Trace forward, backward and clipping as `Trainer` runs them; call it under `FakeTensorMode`.
+
+    Args:
+        model (`nn.Module`): In training mode, with fake parameters; maybe with adapters.
+        layers (`list[nn.Module]`): Its decoder layers, in order.
+        setup ([`Setup`]): How it is trained; checkpointing is switched on already.
+    """
+    names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
+    inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if setup.gradient_accumulation_steps > 1:  # gradients of earlier micro-batches are there
+        for parameter in trainable:
+            parameter.grad = torch.empty_like(parameter)
+    owners = {id(t): index for index, layer in enumerate(layers) for t in [*layer.parameters(), *layer.buffers()]}
+    tracker = StorageTracker(len(layers) + 1)
+    marks = _Marks(tracker, layers)
+
+    def owner(tensor: Tensor) -> int:
+        return owners.get(id(tensor), tracker.outside)
+
+    def gradient_is_there(parameter: Tensor) -> None:
+        tracker.move(parameter.grad, "gradients", owner(parameter))
+
+    for tensor in inputs.values():
+        tracker.hold(tensor, "activations", tracker.outside)
+    for parameter in model.parameters():
+        tracker.hold(parameter, "weights", owner(parameter))
+        if parameter.grad is not None:
+            tracker.hold(parameter.grad, "gradients", owner(parameter))
+    for buffer in model.buffers():
+        tracker.hold(buffer, "buffers", owner(buffer))
+    begin = tracker.now()
+    handles = [parameter.register_post_accumulate_grad_hook(gradient_is_there) for parameter in trainable]
+    handles += marks.install()
+    try:
+        with tracker:
+            tracker.record()
+            with _autocast_rules(setup.accelerator):
+                loss = _loss(model, inputs, setup)
+            tracker.stage = "backward"
+            loss.backward()
+            after_backward = tracker.now()
+            tracker.stage, tracker.where = "update", tracker.outside
+            torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], 1.0)
+            tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `replay`
+    finally:
+        for handle in handles:
+            handle.remove()
+    return StepTrace(len(layers), tracker.moments, begin, *marks.between(after_backward), after_backward)
+
+
+def state_bytes(parameter: Tensor, setup: Setup) -> int:
+    """Bytes of the optimizer's states of a parameter on its device."""
+    count = parameter.numel()
+    if setup.optimizer_states == "exact":
+        return setup.states_per_weight * count * parameter.element_size() + 4  # and the step
+    return 2 * (count + 4 * math.ceil(count / BLOCK)) if count >= LEAST_QUANTIZED else 8 * count
+
+
+class _Marks:
+    """Tells the tracker which layer computes, and remembers what is held where the stages meet."""
+
+    def __init__(self, tracker: StorageTracker, layers: list[nn.Module]):
+        self.tracker, self.layers = tracker, layers
+        self._after_forward: Held | None = None
+        self._before_backward: Held | None = None
+
+    def between(self, end: Held) -> tuple[Held, Held]:
+        """What is held after the layers' forward and before their backward; `end` where there were no such layers."""
+        return self._after_forward or end, self._before_backward or end
+
+    def install(self) -> list:
+        """Returns the handles of the hooks."""
+        handles = []
+        for index, layer in enumerate(self.layers):
+            handles.append(layer.register_forward_pre_hook(self._entering(index), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leaving(index)))
+        return handles
+
+    def _entering(self, index: int):
+        def hook(_, args, kwargs):
+            if self.tracker.stage == "forward":  # else it is recomputed in backward
+                if index == 0:
+                    self._at_gradient(args[0] if args else kwargs.get("hidden_states"), self.tracker.outside)
+                self.tracker.where = index
+
+        return hook
+
+    def _leaving(self, index: int):
+        def hook(_, args, output):
+            if self.tracker.stage == "forward":
+                self._after_forward = self.tracker.now()
+                self.tracker.where = self.tracker.outside
+                self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
+
+        return hook
+
+    def _at_gradient(self, tensor: Tensor | None, where: int) -> None:
+        def hook(_):
+            if self._before_backward is None:
+                self._before_backward = self.tracker.now()
+            self.tracker.where = where
+
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
+def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup) -> Tensor:
+    """As `Trainer.compute_loss`, with accelerate's autocast around the model; the output ends with this function."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.autocast):
+        if setup.chunked_loss:
+            return _chunked_loss(model, inputs)
+        # Without the mask of ones, whose values nobody can look at here: attention is causal.
+        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+    if setup.autocast:
+        outputs = convert_outputs_to_fp32(lambda: outputs)()
+    return outputs["loss"]
+
+
+_TRACED_ROWS = 1024  # of the chunked loss: two chunks
+
+
+def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    head, seen = model.get_output_embeddings(), []
+
+    def forward(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[..., :1]
+
+    head.forward = forward
+    try:
+        model(input_ids=inputs["input_ids"])
+    finally:
+        del head.forward
+    targets = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].flatten()
+    hidden = seen.pop().flatten(0, 1)
+    if len(hidden) > _TRACED_ROWS:
+        if torch.is_autocast_enabled("cpu"):
+            hidden = hidden.to(torch.get_autocast_dtype("cpu"))
+        hidden, targets = _FirstRows.apply(hidden, _TRACED_ROWS), targets[:_TRACED_ROWS]
+    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+
+
+class _FirstRows(torch.autograd.Function):
+    """Chunks are alike: a few are computed, and the gradient of all rows is held, as it would be."""
+
+    @staticmethod
+    def forward(ctx, hidden, rows):
+        ctx.gradient = torch.zeros_like(hidden)
+        return hidden[:rows]
+
+    @staticmethod
+    def backward(ctx, _):
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient, None
+
+
+# From a few layers to all of them.
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest moment of a step: bytes by category, and when it is."""
+
+    held: Bytes
+    stage: str
+
+    def get(self, category: str) -> int:
+        """Bytes of one category at this moment."""
+        return self.held[_INDEX[category]]
+
+
+def replay(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
+    """
+    The peak of the whole model.
+
+    Args:
+        trace (`StepTrace`): Of the excerpt.
+        stands_for (`Sequence[int]`): For each layer of the whole, the traced layer that stands for it.
+        at_update (`int`): Bytes of scratch that the update holds as well.
+    """
+    more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
+    computing: dict[tuple[str, int], Bytes] = {}
+    best = Peak((0,) * _WIDTH, "forward")
+    for moment in trace.moments:
+        key = (moment.stage, moment.where)
+        if moment.where == trace.layers:  # head, loss, embeddings or update compute: all layers are at the same point
+            missing = _sum(tuple(n * value for value in _of(moment.held, layer)) for layer, n in enumerate(more) if n)
+        else:
+            if key not in computing:
+                places = [place for place, stands in enumerate(stands_for) if stands == moment.where]
+                computing[key] = max((_missing(trace, stands_for, *key, place) for place in places), key=sum)
+            missing = computing[key]
+        held = [sum(moment.held[category::_WIDTH]) + missing[category] for category in range(_WIDTH)]
+        held[_INDEX["buffers"]] += at_update * (moment.stage == "update")
+        if sum(held) > sum(best.held):
+            best = Peak(tuple(held), moment.stage)
+    return best
+
+
+def _missing(trace: StepTrace, stands_for: Sequence[int], stage: str, layer: int, place: int) -> Bytes:
+    """What layers that are not in the trace hold while `layer` computes at a place of the whole."""
+    before, after = trace.after_forward, trace.begin
+    if stage != "forward":
+        before, after = trace.before_backward, trace.after_backward
+    whole = _sum(
+        _of(before if index < place else after, stands) for index, stands in enumerate(stands_for) if index != place
+    )
+    traced = _sum(_of(before if index < layer else after, index) for index in range(trace.layers) if index != layer)
+    return tuple(a - b for a, b in zip(whole, traced))
+
+
+def _of(held: Held, owner: int) -> Bytes:
+    return held[owner * _WIDTH : (owner + 1) * _WIDTH]
+
+
+def _sum(parts: Iterable[Bytes]) -> Bytes:
+    return tuple(sum(column) for column in zip((0,) * _WIDTH, *parts))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations of one micro-batch through checkpointed layers: what streaming needs to know of a step."""
+
+    always: int  # through forward and backward, outside the layers: inputs, the embeddings' output, masks
+    boundary: int  # of one layer, from its forward to its backward
+    layer: int  # while one layer is recomputed and computes its gradients
+    loss: int  # while head and loss compute
+
+
+def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
+    """
+    Read from a step that was traced with activation checkpointing.
+
+    Args:
+        trace (`StepTrace`): Of the excerpt; its layers are checkpointed.
+        stands_for (`Sequence[int]`): For each layer of the whole, the traced layer that stands for it.
+    """
+    kept = [_of(trace.before_backward, owner)[_ACTIVATIONS] for owner in range(trace.layers + 1)]
+    forward_end = sum(trace.after_forward[_ACTIVATIONS::_WIDTH])
+    layer = loss = 0
+    for moment in trace.moments:
+        held = sum(moment.held[_ACTIVATIONS::_WIDTH])
+        if moment.where < trace.layers and moment.stage == "backward":
+            layer = max(layer, held - kept[-1] - sum(kept[: moment.where + 1]))
+        elif moment.where == trace.layers and moment.stage != "update":
+            loss = max(loss, held - forward_end)
+    boundary = math.ceil(sum(kept[layer] for layer in stands_for) / len(stands_for))
+    return Activations(always=kept[-1], boundary=boundary, layer=layer, loss=loss)
+
+
+class Tracer:
+    """
+    Traces steps of one model; setups that differ only in where things lie share a trace.
+
+    Args:
+        excerpt ([`Excerpt`]): Of the model.
+    """
+
+    def __init__(self, excerpt: Excerpt):
+        self.excerpt = excerpt
+        self.traces: dict[tuple, StepTrace] = {}
+        self._found: dict[tuple, Peak | Activations] = {}
+
+    @classmethod
+    def of(cls, whole: nn.Module) -> Tracer | None:
+        """Of a live model; `None` if no copy without data can be made of it."""
+        try:
+            return cls(Excerpt.of(whole))
+        except Exception as error:  # whatever a model of the user's own does
+            logger.info("No copy without data can be made of this model (%r): no step is traced.", error)
+            return None
+
+    @functools.cached_property
+    def cannot_chunk(self) -> str | None:
+        """Why the loss cannot be computed in chunks, if so."""
+        return ChunkedCausalLoss.unsupported_reason(self.excerpt.model)
+
+    def peak(self, setup: Setup, at_update: int) -> Peak:
+        """Of the resident model, without optimizer states; `at_update`: bytes of scratch of the update."""
+        key = (*self._key(setup, setup.checkpointed), at_update)
+        if key not in self._found:
+            self._found[key] = replay(self._trace(setup, setup.checkpointed), self.excerpt.stands_for, at_update)
+        return self._found[key]
+
+    def activations(self, setup: Setup) -> Activations:
+        """Of streamed layers."""
+        key = self._key(setup, True)
+        if key not in self._found:
+            self._found[key] = activations(self._trace(setup, True), self.excerpt.stands_for)
+        return self._found[key]
+
+    def states(self, setup: Setup) -> int:
+        """Bytes of the optimizer's states of all trainable parameters."""
+        model, layers = self.excerpt.model, self.excerpt.layers(self.excerpt.model)
+        times = dict.fromkeys(model.parameters(), 1)
+        for traced, layer in enumerate(layers):
+            times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
+        return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
+
+    @staticmethod
+    def _key(setup: Setup, checkpointed: bool) -> tuple:
+        batch = (setup.sequence_length, setup.batch_size, setup.gradient_accumulation_steps > 1)
+        return (checkpointed, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
+
+    def _trace(self, setup: Setup, checkpointed: bool) -> StepTrace:
+        key = self._key(setup, checkpointed)
+        if key not in self.traces:
+            with self.fake_model() as model:
+                if checkpointed:
+                    enable_checkpointing(model, setup.accelerator)
+                self.traces[key] = trace_step(model, self.excerpt.layers(model), setup)
+        return self.traces[key]
+
+    @contextlib.contextmanager
+    def fake_model(self) -> Iterator[nn.Module]:
+        """A copy of the excerpt with tensors without data, under `FakeTensorMode`."""
+        with warnings.catch_warnings(), FakeTensorMode():
+            warnings.simplefilter("ignore")
+            model = self.excerpt.model
+            yield copy.deepcopy(model, _tensors_without_data(model, "cpu"))
