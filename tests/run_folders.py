@@ -46,7 +46,6 @@ def record(leaps: list[dict], steps: dict[str, int]) -> dict:
         "divergence_events": [],
         "learning_rate_scales": [],
         "displacement_residuals": {"model.norm.weight": {"leaps": 3, "cosine": 0.5, "norm_ratio": 1.1}},
-        "tail_average": None,
     }
 
 

@@ -19,21 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traini
 
 from hf_hybrid import HybridTrainer, __version__
 from hf_hybrid.report import card as card_module
-from hf_hybrid.report.card import (
-    block,
-    clean,
-    code,
-    command,
-    data_facts,
-    hardware,
-    is_repo_id,
-    is_secret_name,
-    license_of,
-    redact,
-    table,
-    text,
-    tracker_links,
-)
+from hf_hybrid.report.card import block, code, data_facts, is_repo_id, license_of, table, text
+from hf_hybrid.report.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
 from hf_hybrid.report.publishing import check_baseline
 
 TESTS = Path(__file__).parent

@@ -216,7 +216,6 @@ def test_summary_is_a_dictionary_that_shows_itself():
         "direction": NASTY,
         "out_of_memory": [{"step": 3}],
         "learning_rate_scale": 4.0,
-        "tail_average": {"kept": True, "loss": 3.14159},
         "memory": {"held": {"total": {"device": 0, "host": 3 * GIB}}},
     }
     summary = HybridSummary(values)
@@ -225,14 +224,14 @@ def test_summary_is_a_dictionary_that_shows_itself():
     text, page = str(summary), Page(summary._repr_html_())
     assert "warmup" in text and "1.5 s" in text and "leaps: 200 (150 kept, 50 rolled back)" in text
     assert "recovered from out of memory: 1 x" in text
-    assert "divergence events: 30" in text and "3.00 GiB host" in text and "tail average: kept True, loss 3.14" in text
+    assert "divergence events: 30" in text and "3.00 GiB host" in text
     assert len(text) < 1000 and len(summary._repr_html_()) < 4000, "lists are folded"
     assert page.open == [] and "script" not in page.tags and NASTY in page.text and "200 (150 kept" in page.text
 
 
 def test_summary_of_a_run_that_did_nothing():
     assert str(HybridSummary()) == "" and Page(HybridSummary()._repr_html_()).open == []
-    assert "tail" not in str(HybridSummary(tail_average=None, memory={"held": None}))
+    assert str(HybridSummary(memory={"held": None})) == ""
 
 
 @pytest.mark.parametrize(

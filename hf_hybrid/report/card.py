@@ -5,21 +5,17 @@ The template holds all words and their order; this file says where each value co
 
 - What is not known is left out. A card has no empty section, no `None` and no "More information needed".
 - Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.
-- A card is published. Commands and options are shown without secrets and without the user's home ([`clean`]).
+- A card is published. Commands and options are shown without secrets and without the user's home (provenance.py).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import re
-import shlex
-import sys
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -27,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import psutil
 import torch
 from huggingface_hub import EvalResult, ModelCardData, is_offline_mode
 from huggingface_hub.errors import HFValidationError
@@ -40,6 +35,7 @@ from hf_hybrid.config import config_values
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
+from hf_hybrid.report.provenance import clean, command, hardware, tracker_links, versions
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -152,11 +148,13 @@ def card_facts(
     sets = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
     evaluated = {key: data_facts(dataset) for key, dataset in sets.items()}
     found = evaluation_of(trainer, model["task"])
+    metrics = found["metrics"] if found else {}
     ids = given["datasets"] or unique([data["hub_id"], *(dataset["hub_id"] for dataset in evaluated.values())])
+    own_ids = given["datasets"] or unique([data["hub_id"]])
     if given["license"] is None and model["base"]:
         given = {**given, **license_of(model["base"])}
     own = {
-        "eval_loss": found["metrics"].get("loss") if found and found["of_final_weights"] else None,
+        "eval_loss": metrics.get("loss") if found and found["of_final_weights"] else None,
         "backward_passes": summary.get("backward_passes") or None,
         "seconds": next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None),
     }
@@ -170,11 +168,11 @@ def card_facts(
         "model": model,
         "trainer": type(trainer).__name__,
         "method": _method_of(trainer),
-        "trained_on": given["dataset_names"] or [_link_to_data(i) for i in given["datasets"] or unique([data["hub_id"]])],
+        "trained_on": given["dataset_names"] or [_link_to_data(i) for i in own_ids],
         "train": described(data),
         "held_out": len(probes) if hasattr(probes, "__len__") and summary.get("leaps") else None,
         "evaluation": found,
-        "results": [(key.replace("_", " "), format_number(n)) for key, n in (found or {"metrics": {}})["metrics"].items()],
+        "results": [(key.replace("_", " "), format_number(value)) for key, value in metrics.items()],
         "evaluated": [described(dataset, key) for key, dataset in evaluated.items() if described(dataset, key)],
         "baseline": baseline,
         "comparison": comparison(own, baseline),
@@ -192,7 +190,7 @@ def card_facts(
         "hardware": {**hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
                      **_time(own["seconds"], summary)},
         "command": command(secrets),
-        "versions": versions(*["peft"] * (model["adapter"] is not None), *["trl"] * bool(getattr(trainer, "_name", None))),
+        "versions": versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
         "papers": papers_of(trainer, summary),
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
@@ -375,8 +373,8 @@ _SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparatio
 
 def evaluation_of(trainer, task: str | None) -> dict[str, Any] | None:
     """
-    The last evaluation in the log, without those of untrained weights: `step`, `metrics`, `perplexity` and whether it is
-    `of_final_weights`.
+    The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
+    language models) and whether it is `of_final_weights`.
 
     Weights are final where the evaluation came after the training, or belongs to the checkpoint that was loaded as the
     best. An evaluation within the training is of the last weights only if no step followed it.
@@ -587,145 +585,6 @@ def limits(facts: dict[str, Any], state, seconds: float | None, license_is_known
     if not license_is_known:
         said.append("No licence is stated, because the run knows of none. Ask the author before you use the model.")
     return said
-
-
-# Where it was trained, and with which command.
-
-_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
-_TOKENIZER_WORDS = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image"}
-_SECRET_VALUES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
-)
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-_SECRET_IN_JSON = re.compile(r"""(["'])([\w-]+)\1(\s*:\s*)(["'])((?:(?!\4).)*)\4""")
-REMOVED = "REMOVED"
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an option or variable of this name holds a secret: `hub_token` does, `pad_token` does not."""
-    words = set(re.split(r"[-_.]+", name.lower()))
-    if words & _SECRET_WORDS:
-        return not (words & _SECRET_WORDS == {"token"} and words & _TOKENIZER_WORDS)
-    return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
-
-
-def redact(value: str, secrets: Iterable[str] = ()) -> str:
-    """
-    A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials
-    in addresses, and values under secret names in JSON.
-    """
-    of_environment = (value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= 8)
-    for secret in sorted({*secrets, *of_environment}, key=len, reverse=True):
-        value = value.replace(secret, REMOVED)
-    value = _CREDENTIALS_IN_URL.sub(f"{REMOVED}@", _SECRET_VALUES.sub(REMOVED, value))
-
-    def hide(found: re.Match) -> str:
-        quote, name, colon, second, _ = found.groups()
-        return f"{quote}{name}{quote}{colon}{second}{REMOVED}{second}" if is_secret_name(name) else found.group()
-
-    return _SECRET_IN_JSON.sub(hide, value)
-
-
-def clean(value: Any, secrets: Iterable[str] = ()) -> str:
-    """A value as it may be published: redacted, paths relative to the working folder or to `~`."""
-    shown = redact(str(value), secrets)
-    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
-        prefix = str(folder).rstrip("/\\")
-        if prefix:  # the root of the file system shortens nothing
-            shown = re.sub(rf"(?<![\w./-]){re.escape(prefix)}(?:[/\\]|(?![\w.-]))", short, shown)
-    return shown or ("." if str(value) else "")
-
-
-def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
-    """
-    The command that started this process, without secrets; `None` in notebooks and at a prompt.
-
-    Args:
-        secrets (`Iterable[str]`): Values to remove wherever they stand.
-        argv (`Sequence[str]`, *optional*): The script and its arguments. Default: of this process.
-    """
-    script, *arguments = sys.argv if argv is None else argv
-    if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:
-        return None
-    given = getattr(sys, "orig_argv", [])[1:]
-    is_module = argv is None and "-m" in given[:-1] and Path(script).is_absolute()
-    parts = ["python", *(["-m", given[given.index("-m") + 1]] if is_module else [clean(script)])]
-    hide_next = False
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        is_option = argument.startswith("-")
-        is_secret = is_option and is_secret_name(name.lstrip("-"))
-        if hide_next and not argument.startswith("--"):
-            parts.append(REMOVED)
-        elif equals and is_option:
-            parts.append(f"{name}={REMOVED if is_secret else clean(value, secrets)}")
-        else:
-            parts.append(clean(argument, secrets))
-        hide_next = is_secret and not equals
-    return shlex.join(parts)
-
-
-def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
-    """
-    What the run computed on.
-
-    Args:
-        device (`str`): Kind of the devices, for example `cuda`.
-        processes (`int`): Processes of the run.
-        devices (`int`): Devices of all processes.
-    """
-    found = {}
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found["Accelerator"] = f"{devices} x {properties.name}, {format_bytes(properties.total_memory)} each"
-    elif device != "cpu":
-        found["Accelerator"] = f"{devices} x {device}"
-    found["CPU"] = f"{_cpu_name()}, {os.cpu_count()} logical cores"
-    found["RAM"] = format_bytes(psutil.virtual_memory().total)
-    return {**found, **({"Processes": str(processes)} if processes > 1 else {})}
-
-
-def _cpu_name() -> str:
-    try:
-        names = re.findall(r"(?im)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
-
-
-def versions(*more: str) -> dict[str, str]:
-    """Versions of Python and of the packages that a run depends on, if they are installed."""
-    found = {"Python": platform.python_version()}
-    packages = ("hf_hybrid", "transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def tracker_links() -> dict[str, str]:
-    """Addresses of the run in the experiment trackers that are in use: Weights & Biases, Trackio, Comet."""
-    comet = sys.modules.get("comet_ml")
-    found = {
-        "Weights & Biases": getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None),
-        "Trackio": trackio_url(),
-        "Comet": getattr(comet.get_running_experiment() if comet is not None else None, "url", None),
-    }
-    return {name: redact(address) for name, address in found.items() if address}
-
-
-def trackio_url() -> str | None:
-    """Where the Space that Trackio reports to shows the current run; `None` without one."""
-    variables = getattr(sys.modules.get("trackio"), "context_vars", None)
-    run = variables.current_run.get() if variables is not None else None
-    space = getattr(run, "_space_id", None)
-    if space is None:
-        return None
-    query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
-    return f"https://{space.replace('/', '-')}.hf.space?{query}"
 
 
 # Metadata.

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 from hf_hybrid.report.run_folder import PHASES, Run, as_dict, number, peak_of, phases_by_step, reading
 
-ACCEPTED = ("unprobed", "kept", "extended", "shrunk")
+ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
 PROFILER_HINT = (
     "Memory was not recorded. With `from hf_hybrid import MemoryProfilerCallback` and "

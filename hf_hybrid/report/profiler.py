@@ -195,7 +195,7 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     engine, streaming = getattr(trainer, "_engine", None), getattr(trainer, "streaming", None)
     drift = [] if engine is None else engine.trajectory.tensors_held()
-    if engine is not None and engine.tail is not None:
+    if getattr(engine, "tail", None) is not None:
         drift += engine.tail.tensors().values()
     extra, on_host = {"drift": drift}, None
     if streaming is not None and streaming.optimizer is not None:

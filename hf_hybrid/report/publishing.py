@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import TrainerCallback
 
-from hf_hybrid.report.card import card_facts, is_repo_id, render, trackio_url, unique
+from hf_hybrid.report.card import card_facts, is_repo_id, render, unique
+from hf_hybrid.report.provenance import trackio_url
 from hf_hybrid.state_io import write_json
 
 logger = logging.getLogger(__name__)
@@ -80,11 +81,32 @@ class PublishingMixin:
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / REPOCARD_NAME
+        languages = _checked(
+            "`language`",
+            _listed(language),
+            _LANGUAGE.fullmatch,
+            "hold ISO codes, `code` or `multilingual`",
+            "English, for example, is `en`.",
+        )
+        licenses = _checked(
+            "`license`",
+            _listed(license),
+            _LICENSE.fullmatch,
+            "be an identifier of the Hub's, in lower case",
+            "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`.",
+        )
+        ids = _checked(
+            "`dataset_tags` and `dataset_name`",
+            [*_listed(dataset_tags), *_listed(dataset_name)],
+            is_repo_id,
+            "hold ids of data sets on the Hub",
+            "Describe data that is elsewhere with `dataset`.",
+        )
         given = {
-            "language": _checked_language(language),
-            "license": _checked_license(license),
+            "language": languages if isinstance(language, list) else (languages or [None])[0],
+            "license": (licenses or [None])[0],
             "tags": _tags(self, _listed(tags), path),
-            "datasets": _checked_ids([*_listed(dataset_tags), *_listed(dataset_name)]),
+            "datasets": ids,
             "dataset_names": _listed(dataset),
             "dataset_args": _listed(dataset_args),
         }
@@ -167,33 +189,12 @@ def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def _checked_language(language: str | list[str] | None) -> str | list[str] | None:
-    for code in _listed(language):
-        if not _LANGUAGE.fullmatch(code):
-            raise ValueError(
-                f"`language` must hold ISO codes, `code` or `multilingual`, got `{code}`: the Hub refuses cards with "
-                "other values. English, for example, is `en`."
-            )
-    return language or None
-
-
-def _checked_license(license: str | None) -> str | None:
-    if license is not None and not _LICENSE.fullmatch(license):
-        raise ValueError(
-            f"`license` must be an identifier of the Hub's, in lower case, got `{license}`. The Apache License, for "
-            "example, is `apache-2.0`. One that the Hub has no identifier for is `other`."
-        )
-    return license
-
-
-def _checked_ids(ids: list[str]) -> list[str]:
-    for name in ids:
-        if not is_repo_id(name):
-            raise ValueError(
-                f"`dataset_tags` and `dataset_name` must hold ids of data sets on the Hub, got `{name}`: the Hub "
-                "refuses cards with other values. Describe data that is elsewhere with `dataset`."
-            )
-    return unique(ids)
+def _checked(option: str, values: list[str], accepts, must: str, remedy: str) -> list[str]:
+    """Refuse here what the Hub would refuse when the card arrives."""
+    for value in values:
+        if not accepts(value):
+            raise ValueError(f"{option} must {must}, got `{value}`: the Hub refuses cards with other values. {remedy}")
+    return unique(values)
 
 
 def _class_tags(trainer) -> list[str]:

@@ -118,9 +118,6 @@ class HybridSummary(dict):
             rows.append(("direction", str(self["direction"])))
         if self.get("learning_rate_scale", 1.0) != 1.0:
             rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))
-        tail = self.get("tail_average")
-        if tail:
-            rows.append(("tail average", ", ".join(f"{name} {_short(value)}" for name, value in tail.items())))
         held = ((self.get("memory") or {}).get("held") or {}).get("total")
         if held:
             rows.append(("held at the end", ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items() if n)))
@@ -134,7 +131,3 @@ class HybridSummary(dict):
     def _repr_html_(self) -> str:
         phases = html_table(("phase", "steps", "time"), self._phases(), "Phases") if self._phases() else ""
         return f"<div>{phases}{html_table((), self._rows(), 'Run')}</div>"
-
-
-def _short(value: object) -> str:
-    return format_number(value) if isinstance(value, float) else str(value)
