@@ -1,13 +1,38 @@
 """Made-up training runs whose dynamics are known: power laws, noise, drops with the learning rate, effects of leaps."""
 
-import numpy as np
+from typing import NamedTuple
 
-from hf_hybrid.world_model.rssm_records import Branch, Continuation, Record
+import numpy as np
+import torch
+
+from hf_hybrid.world_model.forecasts import history_of
+from hf_hybrid.world_model.learning import Batch
 
 SIGNAL = 20
 """The feature whose sign says whether leaps help."""
 EFFECT = 0.04
 """Change of the log loss by a window of gain 1."""
+
+
+class Continuation(NamedTuple):
+    actions: np.ndarray
+    losses: np.ndarray
+    features: np.ndarray | None = None
+
+
+class Branch(NamedTuple):
+    start: int
+    base: Continuation
+    other: Continuation
+
+
+class Run(NamedTuple):
+    """As benchmarks/world_model/records.py takes it."""
+
+    features: np.ndarray
+    actions: np.ndarray
+    losses: np.ndarray
+    branches: list[Branch] = []
 
 
 def effect_of(features):
@@ -38,7 +63,7 @@ def make_run(seed, windows=32, branches=3, noise=0.02, leaps=True):
         other[start:] = 0.0 if gains[start:].any() else rng.uniform(0.3, 2)
         both = (Continuation(a[start:], x[start:]) for a, x in (play(gains), play(other)))
         found.append(Branch(int(start), *both))
-    return Record(features, actions, losses, found)
+    return Run(features, actions, losses, found)
 
 
 def make_features(rng, losses, sign, progress, rate):
@@ -48,3 +73,24 @@ def make_features(rng, losses, sign, progress, rate):
     features[:, SIGNAL] = sign * rng.uniform(0.5, 1.5, len(losses))
     features[:, 41], features[:, 47] = rate, progress
     return features.clip(-5, 5)
+
+
+def batch_of(model, runs, horizon=5, starts=3):
+    """Whole runs, padded to the longest; the loss is imagined from some windows of each."""
+    lengths = [len(run.losses) for run in runs]
+    parts = {"observations": [], "actions": [], "log_losses": []}
+    for run in runs:
+        features = torch.as_tensor(run.features, dtype=torch.float32)
+        parts["observations"].append(torch.cat((features, history_of(run.losses)), -1))
+        parts["actions"].append(torch.as_tensor(run.actions, dtype=torch.float32))
+        parts["log_losses"].append(torch.as_tensor(run.losses).log().float())
+    padded = {name: torch.nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in parts.items()}
+    starts = torch.stack([torch.linspace(0, length - 1, starts).long() for length in lengths])
+    return Batch(
+        **padded,
+        lengths=torch.tensor(lengths),
+        weights=torch.ones(model.members, len(runs)),
+        starts=starts,
+        observed=max(lengths),
+        horizon=horizon,
+    )

@@ -36,7 +36,7 @@ from benchmarks.world_model.storage import load_records
 from hf_hybrid.assembly import START_WEIGHTS
 from hf_hybrid.leaps.gains import Window
 from hf_hybrid.world_model.dynamics import DynamicsModel
-from hf_hybrid.world_model.forecasts import SCORED
+from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
 from hf_hybrid.world_model.imagination import ImaginedGain
 
 STRIDE = 10
@@ -69,9 +69,9 @@ def follow(run, options: dict) -> dict:
         for k in (k for k in SCORED if k <= ahead):
             realised = losses[window + k] - losses[window]
             forecasts[k].append((forecast.mean[k - 1], forecast.scale[k - 1], realised))
-        if ahead >= dynamics.confidence_horizon:
-            change = losses[window + dynamics.confidence_horizon] - losses[window]
-            confidences.append((dynamics.confidence, change <= math.log1p(dynamics.tolerance)))
+        if ahead >= CONFIDENCE_HORIZON:
+            change = losses[window + CONFIDENCE_HORIZON] - losses[window]
+            confidences.append((dynamics.confidence, change <= math.log1p(TOLERANCE)))
     return {"forecasts": forecasts, "confidences": confidences, "branches": [b for b in branches if b]}
 
 

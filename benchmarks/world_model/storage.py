@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_hybrid.world_model.rssm_records import Branch, Continuation, Record
+from benchmarks.world_model.records import Branch, Continuation, Record
 
 RECORDINGS = Path(__file__).resolve().parent / "recordings"
 AFTER = (10, 50, 200)

@@ -18,10 +18,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.records import (
+    calibrate,
+    forecast_errors,
+    save_weights,
+    score_records,
+    train_on_records,
+)
 from benchmarks.world_model.storage import load_records
 from hf_hybrid.assembly import START_WEIGHTS
-from hf_hybrid.world_model.rssm import RSSM, load_weights, save_weights
-from hf_hybrid.world_model.rssm_records import calibrate, forecast_errors, score_records, train_on_records
+from hf_hybrid.world_model.rssm import RSSM, load_weights
 
 FOLDS = 3
 """Parts that the runs to learn from are split into."""

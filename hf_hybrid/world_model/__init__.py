@@ -1,1 +1,6 @@
-"""Where the weights will be: signals, directions, leaps, their verification and the watch over them."""
+"""
+A world model of training: forecasts the loss of the run with an interval, with and without leaps, and plans by it.
+
+`rssm.py` has the networks, `learning.py` what they learn from, `forecasts.py` the arithmetic of distributions and
+calibration, `dynamics.py` the model of one run, and `imagination.py` the planner that asks it.
+"""

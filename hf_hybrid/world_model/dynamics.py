@@ -1,9 +1,24 @@
 """
-Learns online how a run trains: observes it window by window, imagines its loss, and says how sure it is.
+The world model of one run: observes it window by window, learns online, forecasts its loss, and calibrates itself.
 
-Time is counted in windows of some real steps. After each window call [`DynamicsModel.observe_window`]; then compare
-what could be done, and give the plan that will be carried out to [`DynamicsModel.forecast`] with `keep=True`, so that
-what comes of it calibrates the next forecasts. See [`train_on_records`] for learning offline.
+Time is counted in windows of some real steps. After each window [`DynamicsModel.observe_window`] does four things, in
+this order:
+
+1. Forecasts that were made earlier for this window are scored, which recalibrates the width of later intervals.
+2. The window goes into the replay, with the latent state before it.
+3. The ensemble observes it, which moves the latent state on.
+4. Every few windows the ensemble takes a gradient step on chunks of the replay (learning.py).
+
+Then [`DynamicsModel.compare`] tells how futures differ, and [`DynamicsModel.forecast`] what the loss will do. The
+forecast of what is really going to be done is made with `keep=True`, so that step 1 can score it later.
+
+A forecast combines the members into one Student-t. Its variance is the mean of their variances (noise that no model
+could predict) plus the variance of their means (disagreement: what the ensemble does not know), times a factor by
+which past forecasts turned out too narrow or too wide (forecasts.py).
+
+A run begins from start weights that were trained on recorded small runs (`benchmarks/world_model/train.py`); the
+feature normalisation comes with them. Everything follows from saved state and generators of its own, so processes that
+observe the same numbers stay identical, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -29,37 +44,30 @@ from hf_hybrid.world_model.forecasts import (
     power_law,
     student_t_cdf,
 )
-from hf_hybrid.world_model.replay import Replay
-from hf_hybrid.world_model.rssm import ACTIONS, FEATURES, RSSM, LossHead, State, load_weights
-from hf_hybrid.world_model.rssm_records import MIN_SCALE, train_on_records
-from hf_hybrid.world_model.rssm_training import to_device, update
-
-__all__ = ["DynamicsModel", "train_on_records"]
+from hf_hybrid.world_model.learning import Replay, descend, rssm_loss
+from hf_hybrid.world_model.rssm import ACTIONS, FEATURES, MIN_SCALE, RSSM, LossHead, State, load_weights
 
 Tensor = torch.Tensor
+
+BATCH_SIZE, STARTS = 4, 2
+"""Chunks of an online gradient step, and windows of each chunk to imagine from."""
 
 
 class DynamicsModel:
     """
-    A world model of one run and everything that it needs to learn.
-
-    All decisions follow from saved state: nothing is sampled but what is learned from, with generators of its own, so
-    that processes that observe the same numbers stay identical.
+    A world model of one run and the state that it learns with.
 
     Args:
-        start (`Path`, *optional*): Start weights, see `rssm.save_weights`. Their normalisation of the features is kept;
-            without start weights it is learned from the run.
+        start (`Path`, *optional*): Start weights, see `rssm.load_weights`. They include the normalisation of the
+            features; without start weights it is learned from the run.
         model (`RSSM`, *optional*): The ensemble; by default one of the standard size.
-        device (`str` or `torch.device`): Where the ensemble lives.
-        learning_rate (`float`): Of Adam.
-        learn_every (`int`): Windows from one call of [`learn`] to the next; 0 never learns.
+        device (`str` or `torch.device`): Device of the ensemble.
+        learning_rate (`float`): Learning rate of Adam.
+        learn_every (`int`): Windows from one call of [`learn`] to the next; 0: never.
         updates (`int`): Gradient steps of each call.
-        batch_size (`int`), chunk (`int`), starts (`int`), horizon (`int`): Chunks of each gradient step, windows of a
-            chunk to observe, windows of a chunk to imagine from, and windows to imagine.
+        chunk (`int`), horizon (`int`): Windows of a chunk to observe, and windows to imagine.
         capacity (`int`): Windows to keep in the replay.
-        latent_dtype (`str`): Of the replay's latent states, `"float32"` or `"int8"`.
-        tolerance (`float`), confidence_horizon (`int`): See [`confidence`].
-        seed (`int`): Of everything that is random.
+        seed (`int`): Seed of the generators.
 
     Raises:
         ValueError: If `start` cannot be read or does not fit, or a number is out of range.
@@ -74,28 +82,22 @@ class DynamicsModel:
         learning_rate: float = 3e-4,
         learn_every: int = 5,
         updates: int = 1,
-        batch_size: int = 4,
         chunk: int = 8,
-        starts: int = 2,
         horizon: int = 20,
         capacity: int = 2048,
-        latent_dtype: str = "float32",
-        tolerance: float = TOLERANCE,
-        confidence_horizon: int = CONFIDENCE_HORIZON,
         seed: int = 0,
     ):
-        counts = {"updates": updates, "batch_size": batch_size, "chunk": chunk, "starts": starts, "horizon": horizon}
-        for name, value in {**counts, "capacity": capacity, "confidence_horizon": confidence_horizon}.items():
+        for name, value in {"updates": updates, "chunk": chunk, "horizon": horizon, "capacity": capacity}.items():
             if value < 1:
-                raise ValueError(f"`{name}` is {value}: it counts something, of which there must be one or more.")
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
         self.model = (RSSM(seed=seed) if model is None else model).to(device)
-        self.learn_every, self.updates_per_call, self.batch_size = learn_every, updates, batch_size
-        self.chunk, self.starts, self.horizon = chunk, starts, horizon
-        self.tolerance, self.confidence_horizon = tolerance, confidence_horizon
+        if start is not None:
+            load_weights(self.model, start)
+        self.learn_every, self.updates_per_call, self.chunk, self.horizon = learn_every, updates, chunk, horizon
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
         self.sampler = torch.Generator(device).manual_seed(seed)
-        self.replay = Replay(self.model, capacity, latent_dtype)
+        self.replay = Replay(self.model, capacity)
         self.history, self.calibration = LossHistory(), Calibration()
         self.state = self.model.initial(1)
         self.observation = self.model.feature_mean.new_zeros(FEATURES + len(HISTORY))
@@ -104,44 +106,32 @@ class DynamicsModel:
         self.updates = 0
         """Gradient steps made."""
         self.seconds = 0.0
-        """Spent in this object."""
+        """Time spent in this object."""
         self.confidence = 0.0
         """
-        Predictive, calibrated probability that the loss `confidence_horizon` windows ahead is at most `tolerance`
-        (relative) above that of the last window, by the forecast that was kept last, with a logit rescaled as offline
-        training found right; 0 before there is one.
+        Calibrated probability that the loss `CONFIDENCE_HORIZON` windows ahead is at most `TOLERANCE` (relative) above
+        that of the last window, by the last forecast that was kept; 0 before there is one. Its logit is rescaled by
+        the map that was right on recorded runs.
         """
         self._pending: list[dict] = []
-        if start is not None:
-            self.load_start_weights(start)
-
-    def load_start_weights(self, path: str | Path) -> None:
-        """
-        Begin with the weights and the feature normalisation of a file.
-
-        Raises:
-            ValueError: If there is no such file, or it does not fit.
-        """
-        load_weights(self.model, path)
-        self.learns_normalisation = False
 
     # Observing and learning.
 
     @torch.no_grad()
     def observe_window(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
         """
-        Take in a window of the run; learns when it is time to.
+        Take in a window of the run; every `learn_every` windows, learn.
 
         Args:
             features (`Sequence[float]`): The 64 features after its last step.
-            action (`Sequence[float]`): `ACTIONS` of it: gain, horizon, progress, rate.
+            action (`Sequence[float]`): Its `ACTIONS`: gain, horizon, progress, rate.
             mean_loss (`float`): Mean training loss of its real steps.
 
         Raises:
             ValueError: If the loss is not finite.
         """
         if not math.isfinite(mean_loss):
-            raise ValueError(f"`mean_loss` is {mean_loss}: nothing can be learned from it. Leave such windows out.")
+            raise ValueError(f"`mean_loss` must be finite, got {mean_loss}. Leave such windows out.")
         began = time.perf_counter()
         value = log_loss(mean_loss)
         self._score(value)
@@ -159,7 +149,7 @@ class DynamicsModel:
         self.seconds += time.perf_counter() - began
 
     def _update_normalisation(self) -> None:
-        """Running mean and deviation; before the run, 0 and 1 are worth ten windows."""
+        """Running mean and deviation, from a prior of mean 0 and deviation 1 that counts as ten windows."""
         count = self.windows + 11
         mean, scale = self.model.feature_mean, self.model.feature_scale
         difference = self.observation[:FEATURES] - mean
@@ -170,17 +160,19 @@ class DynamicsModel:
 
     def learn(self) -> dict[str, float]:
         """
-        A few gradient steps on chunks of the replay.
+        Make a few gradient steps on chunks of the replay.
 
         Returns:
-            `dict[str, float]`: The terms of `rssm_loss` in the last step; empty while there is too little to learn.
+            `dict[str, float]`: The terms of `rssm_loss` in the last step; empty while there are too few windows.
         """
         observed, losses = min(self.chunk, len(self.replay) - 1), {}
         for _ in range(self.updates_per_call if observed > 0 else 0):
-            batch = self.replay.chunks(self.batch_size, observed, self.starts, self.horizon, self.generator)
-            losses = update(self.model, self.optimizer, to_device(batch, self.observation.device), self.sampler)
+            batch = self.replay.chunks(BATCH_SIZE, observed, STARTS, self.horizon, self.generator)
+            with torch.enable_grad():
+                losses, _ = rssm_loss(self.model, batch.to(self.observation.device), self.sampler)
+                descend(self.model, self.optimizer, losses["total"])
             self.updates += 1
-        return losses
+        return {name: value.item() for name, value in losses.items()}
 
     # Imagining.
 
@@ -199,19 +191,19 @@ class DynamicsModel:
 
     def forecast(self, actions, *, keep: bool = False) -> Forecast:
         """
-        What the loss will do if this is done.
+        Forecast the loss under given actions.
 
         Args:
             actions (`Tensor` or nested sequence): `[K, 4]`, `ACTIONS` of the next windows; `K` is at least 1.
-            keep (`bool`): This is what will be done: update the confidence, and let what comes of it calibrate later
-                forecasts. The last one kept after a window counts.
+            keep (`bool`): Whether these are the actions that will be taken: updates the confidence, and the losses
+                that come will calibrate later forecasts. Of several forecasts after one window the last counts.
 
         Raises:
             ValueError: If the actions are not `[K, 4]`, or no window has been observed.
         """
         actions = _as_actions(actions)
         if actions.ndim != 2:
-            raise ValueError(f"`actions` has the shape {list(actions.shape)}: one future is [K, {len(ACTIONS)}].")
+            raise ValueError(f"`actions` must have the shape [K, {len(ACTIONS)}], got {list(actions.shape)}.")
         head = self._imagine(actions[None])
         mean, disagreement = head.mean[:, 0].mean(0), head.mean[:, 0].std(0, unbiased=False)
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + disagreement.square()
@@ -220,8 +212,7 @@ class DynamicsModel:
         scale = [value * factor for value, factor in zip(raw, factors)]
         forecast = Forecast(mean.tolist(), scale, disagreement.tolist())
         if keep:
-            ahead = min(self.confidence_horizon, len(scale))
-            probability = forecast.probability_below(math.log1p(self.tolerance), ahead)
+            probability = forecast.probability_below(math.log1p(TOLERANCE), min(CONFIDENCE_HORIZON, len(scale)))
             self.confidence = platt_scaled(probability, *self.model.confidence_map.tolist())
             self._keep(forecast, raw, factors)
         return forecast
@@ -231,8 +222,8 @@ class DynamicsModel:
         Imagined log loss of future `a` minus that of future `b`: negative where `a` is better.
 
         Args:
-            actions_a, actions_b (`Tensor` or nested sequence): `[..., K, 4]`, broadcast against each other, so that
-                several candidates are compared in one go.
+            actions_a, actions_b (`Tensor` or nested sequence): `[..., K, 4]`, broadcast against each other to compare
+                several candidates at once.
 
         Returns:
             `tuple[Tensor, Tensor]`: Mean of the ensemble and standard deviation between its members, `[..., K]`.
@@ -243,7 +234,7 @@ class DynamicsModel:
         a, b = _as_actions(actions_a), _as_actions(actions_b)
         if a.shape[-2] != b.shape[-2]:
             raise ValueError(
-                f"`actions_a` is {a.shape[-2]} windows long and `actions_b` {b.shape[-2]}: only futures of the same "
+                f"`actions_a` is {a.shape[-2]} windows long and `actions_b` {b.shape[-2]}, but only futures of equal "
                 "length can be compared. Cut the longer one."
             )
         rows = [part.reshape(-1, *part.shape[-2:]) for part in (a, b)]
@@ -256,8 +247,8 @@ class DynamicsModel:
         """
         Probability that the loss `horizon` windows ahead is lower with one future than with another.
 
-        A Student-t around the mean difference; its variance is that between members, plus that of the errors which the
-        ensemble made on branches it was trained on, rescaled like the forecasts of this run.
+        The difference is a Student-t around the mean of the ensemble. Its variance is that between members plus that
+        of the ensemble's errors on recorded pairs of futures, rescaled like the forecasts of this run.
 
         Args:
             actions_with, actions_without (`Tensor` or nested sequence): `[..., K, 4]` as for [`compare`].
@@ -272,7 +263,7 @@ class DynamicsModel:
         mean, disagreement = self.compare(actions_with, actions_without)
         if not 1 <= horizon <= mean.shape[-1]:
             raise ValueError(
-                f"`horizon` is {horizon}, but the actions are {mean.shape[-1]} windows long. Pass more or less."
+                f"`horizon` must be 1 to {mean.shape[-1]}, got {horizon}: the actions have no more windows."
             )
         both = torch.broadcast_tensors(_as_actions(actions_with), _as_actions(actions_without))
         first, second = (part.reshape(-1, *part.shape[-2:])[:, :horizon].to(self.observation.device) for part in both)
@@ -291,7 +282,7 @@ class DynamicsModel:
         self._pending.append({"window": self.windows, "log_loss": self.history.last, "kept": kept})
 
     def _score(self, value: float) -> None:
-        """Forecasts that were made for the window that has just ended meet what came."""
+        """Score the forecasts that were made for the window that has just ended."""
         now = self.windows + 1
         for entry in self._pending:
             k = now - entry["window"]
@@ -339,8 +330,7 @@ class DynamicsModel:
             self.model.load_state_dict(groups["model"])
         except RuntimeError as error:
             raise ValueError(
-                "The state of the dynamics model belongs to an ensemble of other sizes. Resume with the version that "
-                "wrote it."
+                "The saved world model is an ensemble of other sizes. Resume with the version that wrote it."
             ) from error
         device = self.observation.device
         parameters = dict(self.model.named_parameters())
@@ -364,7 +354,7 @@ def _as_actions(values) -> Tensor:
     actions = torch.as_tensor(values, dtype=torch.float32)
     if actions.ndim < 2 or actions.shape[-1] != len(ACTIONS) or not actions.shape[-2]:
         raise ValueError(
-            f"The actions have the shape {list(actions.shape)}: they are [..., K, {len(ACTIONS)}], with "
-            f"{', '.join(ACTIONS)} of each window."
+            f"Actions must have the shape [..., K, {len(ACTIONS)}], with {', '.join(ACTIONS)} of each window, got "
+            f"{list(actions.shape)}."
         )
     return actions

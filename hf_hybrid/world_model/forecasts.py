@@ -1,4 +1,19 @@
-"""Forecasts of the loss as distributions: Student-t arithmetic, the power law of the past, calibration by errors."""
+"""
+Forecasts of the loss as distributions: Student-t arithmetic, the power law of the past, calibration by errors.
+
+All forecasts are of the log loss relative to the last window, so that they mean the same at any level of the loss.
+Each is a Student-t of 5 degrees of freedom: losses of windows have outliers, and the heavy tails keep a single one
+from deciding a fit.
+
+[`LossHistory`] fits the baseline, `loss = a * window ** -exponent`: over a run the loss falls roughly as a power of
+time. The world model starts from this law, and has to beat it.
+
+[`Calibration`] makes the intervals honest. A model may be right about the mean and wrong about its own errors,
+because the run is noisier or calmer than the runs that it was trained on. Each kept forecast is scored when its window
+comes, 1, 5 and 20 windows later. If errors are larger than the scale said, later scales grow by the same ratio, and
+the other way round. The fraction of losses inside the 90 % interval then approaches 90 % whatever the model does; this
+is conformal prediction in spirit (Gibbs and Candes, 2021, arXiv 2106.00170), with a parametric tail.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +33,12 @@ _LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.
 VARIANCE = FREEDOM / (FREEDOM - 2)
 """Variance of the Student-t of scale 1."""
 HISTORY = ("change", "residual", "exponent", "window", "noise")
-"""What [`LossHistory`] knows after every window."""
+"""The numbers that [`LossHistory`] returns after every window."""
 SCORED = (1, 5, 20)
 """Windows ahead at which forecasts are scored."""
 
 TOLERANCE, CONFIDENCE_HORIZON = 0.02, 5
-"""Confidence is about losses at most this much higher, relatively, so many windows later."""
+"""The confidence is the probability that the loss rises at most by this share, so many windows later."""
 
 
 def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
@@ -47,7 +62,7 @@ def student_t_quantile(probability: float) -> float:
         ValueError: If the probability is not between 0 and 1.
     """
     if not 0.0 < probability < 1.0:
-        raise ValueError(f"`probability` is {probability}: a quantile needs one between 0 and 1, both excluded.")
+        raise ValueError(f"`probability` must be between 0 and 1, both excluded, got {probability}.")
     low, high = -1e3, 1e3
     for _ in range(80):
         middle = (low + high) / 2
@@ -56,7 +71,7 @@ def student_t_quantile(probability: float) -> float:
 
 
 def platt_scaled(probability: float, offset: float, slope: float) -> float:
-    """A probability whose logit is `offset + slope` times that of another (Platt, 1999); bounded away from 0 and 1."""
+    """The probability with the logit `offset + slope * logit(probability)` (Platt, 1999), bounded away from 0 and 1."""
     inside = min(max(probability, 1e-6), 1 - 1e-6)
     return 1.0 / (1.0 + math.exp(-offset - slope * math.log(inside / (1 - inside))))
 
@@ -67,7 +82,7 @@ class Forecast:
     Log loss of each of the next windows minus that of the last one: Student-t, 5 degrees of freedom.
 
     Args:
-        mean (`list[float]`), scale (`list[float]`): Of the Student-t, by window; the scale is calibrated.
+        mean (`list[float]`), scale (`list[float]`): Location and calibrated scale of the Student-t, by window.
         disagreement (`list[float]`): Standard deviation between the means of the ensemble's members.
     """
 
@@ -76,7 +91,7 @@ class Forecast:
     disagreement: list[float]
 
     def quantile(self, probability: float, k: int) -> float:
-        """Change of the log loss `k` windows ahead that is not exceeded with this probability."""
+        """The change of the log loss `k` windows ahead that is not exceeded with this probability."""
         return self.mean[k - 1] + self.scale[k - 1] * student_t_quantile(probability)
 
     def probability_below(self, change: float, k: int) -> float:
@@ -88,8 +103,8 @@ class LossHistory:
     """
     The power law `loss = a * window ** -exponent` through the losses of past windows, by least squares in logarithms.
 
-    A window's weight falls with the square of its age relative to the run's, so that the fit forgets at the pace at
-    which training slows down. Serves as baseline and as input of the dynamics model.
+    A window's weight falls with the square of its age relative to the run's, so that the fit follows at the pace at
+    which training slows down. It is the baseline of forecasts and part of the observation of the world model.
     """
 
     _RIDGE = 0.05
@@ -108,7 +123,7 @@ class LossHistory:
 
         Returns:
             `list[float]`: In the order of `HISTORY`: change of the log loss since the window before; log loss minus its
-            fit; exponent; number of windows so far; usual size of the residual. Log-loss units where there are units.
+            fit; exponent; number of windows so far; usual size of the residual. In log-loss units where they have any.
         """
         change = log_loss - self.last if self.last is not None else 0.0
         self.last = log_loss
@@ -134,22 +149,22 @@ class LossHistory:
 
 
 def history_of(losses: Sequence[float]) -> Tensor:
-    """What [`LossHistory`] would have known after each of these windows, `[W, 5]`."""
+    """The output of [`LossHistory`] after each of these windows, `[W, 5]`."""
     history = LossHistory()
     return torch.tensor([history.observe(log_loss(loss)) for loss in losses]).reshape(-1, len(HISTORY))
 
 
 def log_loss(loss: float) -> float:
-    """Logarithm of a window's mean loss; losses that have none count as 1e-6."""
+    """Logarithm of a window's mean loss, which counts as at least 1e-6."""
     return math.log(max(float(loss), 1e-6))
 
 
 def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
     """
-    The baseline: what the power law expects, split into two parts that a model can trust to different degrees.
+    The forecast of the power law, in two parts that a model can trust to different degrees.
 
     Args:
-        history (`torch.Tensor`): `[N, 5]` as from [`history_of`].
+        history (`torch.Tensor`): `[N, 5]`, see [`history_of`].
         horizon (`int`): Windows ahead, `K`.
 
     Returns:
@@ -161,7 +176,7 @@ def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
 
 
 def interpolated(values: Tensor, horizon: int) -> Tensor:
-    """Values `[3]` at `SCORED` windows ahead to all of the next ones, `[K]`: in a straight line in log k, then flat."""
+    """Values `[3]` at `SCORED` windows ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
     ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
     found = values[0].expand(horizon)
     for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
@@ -174,10 +189,10 @@ class Calibration:
     """
     Widens or narrows predictive scales until past forecasts are as often wrong as they said.
 
-    For every scored horizon the squared scale is multiplied with a ratio: a fading average of squared standardised
-    errors, each weighted as the maximum-likelihood scale of a Student-t asks, so that one outlier counts for little.
-    It starts at 1, which is worth `PRIOR + k` errors that fade like others: forecasts of neighbouring windows share
-    what happens to them, so that few of them say little.
+    For every scored horizon the squared scale is multiplied by a ratio: a fading average of squared standardised
+    errors. Each is weighted as in the maximum-likelihood scale of a Student-t, so that one outlier counts for little.
+    The ratio starts at 1, which counts as `PRIOR + k` errors: forecasts of neighbouring windows are judged by largely
+    the same losses, so a few of them say little.
     """
 
     PRIOR = 8.0
@@ -189,13 +204,13 @@ class Calibration:
         self.counts = {k: self.PRIOR + k for k in SCORED}
         self.sums = dict(self.counts)
         self.places: dict[int, deque[float]] = {k: deque(maxlen=self.KEPT) for k in SCORED}
-        """Probability integral transforms: where in its predictive distribution each realised loss fell."""
+        """Probability integral transforms: the quantile of each realised loss in its predictive distribution."""
         self.errors = {k: [0.0, 0.0, 0.0] for k in SCORED}
-        """Sums of absolute errors: of the forecasts, of persistence, of the power law."""
+        """Sums of absolute errors of the forecasts, of persistence and of the power law."""
         self.scored = dict.fromkeys(SCORED, 0)
 
     def factor(self, k: int) -> float:
-        """What the scale of a forecast `k` windows ahead is multiplied with; geometric between scored horizons."""
+        """Factor on the scale of a forecast `k` windows ahead; geometric between scored horizons."""
         below = max((s for s in SCORED if s <= k), default=SCORED[0])
         above = min((s for s in SCORED if s >= k), default=SCORED[-1])
         share = math.log(k / below) / math.log(above / below) if above > below else 0.0
@@ -203,12 +218,12 @@ class Calibration:
 
     def score(self, k: int, realised: float, mean: float, raw_scale: float, factor: float, law: float) -> None:
         """
-        Take in what became of a forecast `k` windows ahead.
+        Score a forecast that was made `k` windows ago.
 
         Args:
-            realised (`float`), mean (`float`): Change of the log loss, and what was forecast.
+            realised (`float`), mean (`float`): Change of the log loss, and its forecast.
             raw_scale (`float`), factor (`float`): The forecast's scale before calibration, and its factor then.
-            law (`float`): What the power law expected.
+            law (`float`): The forecast of the power law.
         """
         z2 = ((realised - mean) / raw_scale) ** 2
         weight = (FREEDOM + 1) / (FREEDOM + z2 / self.ratios[k])
@@ -222,7 +237,7 @@ class Calibration:
         self.scored[k] += 1
 
     def coverage(self, probability: float, k: int) -> float | None:
-        """Share of realised losses inside their central interval of this probability; `None` if there are none."""
+        """Share of realised losses inside their central interval of this probability; `None` before the first."""
         inside = [abs(place - 0.5) <= probability / 2 for place in self.places[k]]
         return sum(inside) / len(inside) if inside else None
 
@@ -231,7 +246,7 @@ class Calibration:
         return tuple(error / self.scored[k] for error in self.errors[k]) if self.scored[k] else None
 
     def state_dict(self) -> dict:
-        """One list by scored horizon, as JSON has no integer keys."""
+        """One list by scored horizon; JSON has no integer keys."""
         parts = (self.ratios, self.counts, self.sums, self.places, self.errors, self.scored)
         return {str(k): [list(p[k]) if isinstance(p[k], (deque, list)) else p[k] for p in parts] for k in SCORED}
 

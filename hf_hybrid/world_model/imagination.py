@@ -1,4 +1,22 @@
-"""Gains chosen by a world model of training: the loss imagined with leaps against the loss imagined without."""
+"""
+Gains chosen by imagination: the world model's forecast with leaps against its forecast without.
+
+Planning by imagination is the other half of Dreamer (Hafner et al., 2023, arXiv 2301.04104): a model of the world is
+asked what would happen, and the best answer is done. With one small decision per window no actor network is needed.
+After every window of real steps [`ImaginedGain`]
+
+1. imagines the next 20 windows five times: with the schedule's gain times 0, 0.5, 1, 1.5 and 2 in the first 5 of
+   them, and with the schedule after those;
+2. compares the losses at the far end, because leaps that pay often look neutral at first. A change of the schedule
+   must win by more than the members of the ensemble disagree; where the model sees no difference the schedule stays;
+3. sets the worth of leaps (how many steps they replace) from the same imagined futures: the loss that leaps gain over
+   no leaps, divided by the imagined fall per step;
+4. sets the confidence from the probability that leaping is better than not leaping;
+5. forecasts the actions that will now be taken and keeps the forecast, whose errors calibrate the next ones.
+
+All candidates are imagined at the same progress and with no skipped steps. Otherwise a candidate that skips more steps
+would reach the decay of the learning rate earlier and look better for that alone.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +34,20 @@ Tensor = torch.Tensor
 
 class ImaginedGain(GainPlanner):
     """
-    After every window imagines multiples of the schedule over the next windows, and no leaps, and takes what is best.
-
-    The comparison is at the far end of the imagined stretch, not at once: leaps that pay often look neutral at first.
-    Where the model sees no difference the schedule is followed.
+    Chooses the multiple of the schedule whose imagined loss is lowest, after every window.
 
     Args:
         peak, power, worth: See [`GainPlanner`].
-        dynamics (`DynamicsModel`): What imagines.
+        dynamics (`DynamicsModel`): The world model.
         rate_at (`Callable[[float], float]`): Learning rate at a progress of the run, over its peak.
-        window_share (`float`): Share of the run that a window is.
+        window_share (`float`): Length of a window as a share of the run.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
-    PLANNED = 5
-    """Windows that a choice is imagined to last; after them the schedule."""
+    LASTING = 5
+    """Windows that a choice is imagined to last; the schedule follows."""
     AHEAD = 20
-    """Windows imagined."""
+    """Windows to imagine."""
     LEAST = 1e-4
     """Difference in log loss below which the schedule is as good."""
     LEARN_FIRST = 3
@@ -60,7 +75,7 @@ class ImaginedGain(GainPlanner):
         return self.multiple * super().gain(progress)
 
     def worth_of(self, gain: float, real_steps: int) -> float:
-        """As imagined, where something was, between nothing and twice the schedule's prior."""
+        """The imagined worth, between 0 and twice the schedule's; the schedule's before anything was imagined."""
         prior = super().worth_of(gain, real_steps)
         if self.imagined_worth is None:
             return prior
@@ -68,7 +83,7 @@ class ImaginedGain(GainPlanner):
 
     @property
     def confidence(self) -> float:
-        """1 while leaping is imagined to be as good as not leaping or better, down to 0 where it surely is worse."""
+        """1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse."""
         return self.believed
 
     def observe(self, window: Window) -> None:
@@ -83,32 +98,29 @@ class ImaginedGain(GainPlanner):
         if self.dynamics.windows >= self.LEARN_FIRST:
             choice = self._choose(self._candidates(window, ahead))
         self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(self._plan(window, ahead, self.multiple), keep=True)
+        self.dynamics.forecast(self._intended(window, ahead, self.multiple), keep=True)
         values = {"multiple": self.multiple, "imagined_worth": self.imagined_worth, "confidence": self.believed}
         self.choices.append({"progress": window.progress, **values})
 
     def _candidates(self, window: Window, ahead: int) -> Tensor:
-        """
-        Actions `[multiples, ahead, 4]`, all at the same progress and without predicted steps: what leaps move is
-        compared, not what a schedule earns that ends sooner.
-        """
+        """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
         progress = [min(window.progress + (k + 1) * self.window_share, 1.0) for k in range(ahead)]
         known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
         return torch.tensor(
             [
                 [
-                    [gain * (multiple if k < self.PLANNED else 1.0), 0.0, p, rate]
+                    [gain * (multiple if k < self.LASTING else 1.0), 0.0, p, rate]
                     for k, (gain, p, rate) in enumerate(known)
                 ]
                 for multiple in self.MULTIPLES
             ]
         )
 
-    def _plan(self, window: Window, ahead: int, multiple: float) -> Tensor:
-        """What will be done, `[up to ahead, 4]`: predicted steps bring the end of the run nearer."""
+    def _intended(self, window: Window, ahead: int, multiple: float) -> Tensor:
+        """The actions that will be taken, `[up to ahead, 4]`; skipped steps bring the end of the run nearer."""
         actions, progress = [], window.progress
         for k in range(ahead):
-            gain = super().gain(progress) * (multiple if k < self.PLANNED else 1.0)
+            gain = super().gain(progress) * (multiple if k < self.LASTING else 1.0)
             horizon = self.worth_of(gain, 1)
             progress += (1.0 + horizon) * self.window_share
             if progress > 1.0 + 1e-6 and actions:
@@ -120,7 +132,7 @@ class ImaginedGain(GainPlanner):
     def _choose(self, candidates: Tensor) -> int:
         scheduled = self.MULTIPLES.index(1.0)
         difference, disagreement = self.dynamics.compare(candidates, candidates[scheduled : scheduled + 1])
-        # Nothing is gained by a change that the members do not agree on.
+        # A change has to win by more than the members disagree.
         score = (difference + disagreement)[:, -1].tolist()
         best = min(range(len(score)), key=score.__getitem__)
         if score[best] > -self.LEAST:
@@ -128,15 +140,15 @@ class ImaginedGain(GainPlanner):
         leap = best or scheduled
         better = self.dynamics.probability_better(candidates[leap], candidates[0], candidates.shape[1]).item()
         self.believed = min(1.0, 2.0 * better)
-        # What not leaping would lose for sure: less what the members disagree on.
+        # The loss that leaping is sure to gain over not leaping: less the disagreement of the members.
         gained = difference[0] - difference[leap] - disagreement[0]
         self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
         return best
 
     def _worth(self, gained: float, without: Tensor) -> float | None:
-        """Predicted steps per real step: what leaps gain in log loss over the imagined fall per step at the far end."""
+        """Skipped steps per real step: log loss gained by leaps, over the imagined fall per step at the far end."""
         mean = [0.0, *self.dynamics.forecast(without).mean]
-        stretch = min(self.PLANNED, len(mean) - 1)
+        stretch = min(self.LASTING, len(mean) - 1)
         fall = (mean[-1 - stretch] - mean[-1]) / stretch
         if fall <= 0:
             return None
@@ -144,11 +156,11 @@ class ImaginedGain(GainPlanner):
 
     def summary(self) -> dict:
         """
-        What was chosen, and what it cost.
+        The choices and their cost.
 
         Returns:
-            `dict`: `choices` by window; `updates` and `seconds` of the world model; and by windows ahead the mean
-            absolute error in log loss of its forecasts, of persistence and of the power law, as `errors`.
+            `dict`: `choices` by window; `updates` and `seconds` of the world model; and `errors`: by windows ahead the
+            mean absolute error in log loss of its forecasts, of persistence and of the power law.
         """
         errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
         names = ("model", "persistence", "power_law")

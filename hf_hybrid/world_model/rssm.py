@@ -1,8 +1,26 @@
 """
-The world model of training: a recurrent state-space model (Hafner et al., 2023, arXiv 2301.04104), as an ensemble.
+The world model of training: a recurrent state-space model (RSSM), as an ensemble.
 
-Parameters carry a leading member dimension, so that one batched product serves the whole ensemble. Shapes: M members,
-N sequences, W or K windows. Nothing here draws from the global random generators.
+An RSSM (Hafner et al., 2019, arXiv 1811.04551; DreamerV3: 2023, arXiv 2301.04104) models a process that is only seen
+through noisy observations. It keeps a state of two parts. The deterministic part is the memory of a GRU, driven by
+what was done. The stochastic part is a few categorical variables, and there are two guesses for it: the *prior* is
+made from the memory alone, before the observation; the *posterior* also sees the observation. While a run is watched
+the state follows the posterior. To imagine the future the model rolls the prior forward under the actions that might
+be taken, without any observation. Training (learning.py) makes both agree.
+
+Here the process is a training run and time is counted in windows of some real steps. After each window the model
+observes 69 numbers: the 64 signals of leaps/signals.py (losses, gradient and weight norms, alignment of gradients,
+schedule, what the last leaps did) and five that `LossHistory` knows of the loss curve. An action is what was done in a
+window: how far leaps moved the weights, how many steps they replaced, the progress, and the learning rate.
+
+The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
+enters with learned trust, and add a linear forecast fitted offline, a learned drift per window, and the effect of
+leaps in proportion to their gain. The forecast is a Student-t whose scale grows with the horizon. Everything that
+depends on leaps starts at exactly zero: a leap of which the model knows nothing is worth nothing.
+
+The ensemble has three members with parameters of their own. Parameters carry a leading member dimension, so that one
+batched product serves all members. Shapes: M members, N sequences, W or K windows. The global random generators are
+never used.
 """
 
 from __future__ import annotations
@@ -13,7 +31,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_hybrid.leaps.signals import FEATURE_NAMES, LIMIT
@@ -23,25 +41,27 @@ Tensor = torch.Tensor
 
 FEATURES = len(FEATURE_NAMES)
 OBSERVATION = FEATURES + len(HISTORY)
-"""An observation is the 64 features after a window and what `LossHistory` knows then."""
+"""Size of an observation: the 64 features after a window and what `LossHistory` knows then."""
 ACTIONS = ("gain", "horizon", "progress", "rate")
 """
-Of a window: displacement by leaps in units of what its real steps moved; predicted steps per real step; share of the
-run done at its end; learning rate at its end over the peak of the run.
+What was done in a window: displacement by leaps in units of that by its real steps; predicted steps per real step;
+share of the run that is done at its end; learning rate at its end over the peak of the run.
 """
 LINEAR = OBSERVATION + 5
-"""Inputs of the linear part: normalised observation, 1, and of each window ahead: its progress and rate, the mean rate
-on the way there, and what the power law expects."""
+"""Inputs of the linear part: normalised observation and 1; and for each window ahead its progress and rate, the mean
+rate until then, and the forecast of the power law."""
 LINEAR_HORIZON = 20
-"""Windows ahead for which the linear part has weights; those after have the weights of the last."""
+"""Windows ahead for which the linear part has weights; later ones use the last weights."""
 LINEAR_LIMIT = 3.0
-"""Bound of its normalised inputs: nothing is extrapolated from one that is unheard of."""
+"""Bound of its normalised inputs, so that an input far out of range is not extrapolated from."""
+MIN_SCALE = 0.05
+"""Smallest scale by which features are normalised."""
 UNIFORM = 0.01
-"""Share of the uniform distribution in every categorical, so that no class dies out."""
+"""Share of the uniform distribution in every categorical, which keeps every class alive."""
 
 
 class State(NamedTuple):
-    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; more dimensions where windows are."""
+    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; several windows add a dimension."""
 
     deterministic: Tensor
     stochastic: Tensor
@@ -60,9 +80,9 @@ class EnsembleLinear(nn.Module):
 
     Args:
         members, inputs, outputs (`int`): Sizes.
-        generator (`torch.Generator`): Where the weights come from.
+        generator (`torch.Generator`): Draws the weights.
         gain (`float`): Standard deviation of outputs for inputs of unit variance.
-        bias (`bool`): Whether there is one; without, what is added to the product comes with the input.
+        bias (`bool`): Whether the layer has one; without, the caller passes `add`.
     """
 
     def __init__(
@@ -85,25 +105,20 @@ class EnsembleLinear(nn.Module):
 
 class RSSM(nn.Module):
     """
-    Recurrent state-space ensemble over windows of training.
-
-    The loss is modelled around the power law of the past, which enters with learned trust, and a linear forecast, which
-    is zero unless fitted offline. The heads add a drift per window, the effect of leaps in proportion to their gain,
-    and two kinds of uncertainty: noise of the window itself, and a walk that adds up over windows. Everything that
-    depends on gain or horizon starts at exactly zero: a leap of which the model knows nothing is worth nothing.
+    Recurrent state-space ensemble over windows of training; the module's docstring explains it.
 
     Args:
         members (`int`): Size of the ensemble.
         deterministic (`int`): Units of the GRU.
         groups, classes (`int`): Categorical variables of the stochastic state and their classes.
         hidden (`int`): Width of the hidden layers.
-        seed (`int`): Of the initial weights.
+        seed (`int`): Seed of the initial weights.
     """
 
     _DRIFT = 0.05
-    """Log-loss units of a head's output of 1."""
+    """Log-loss units of an output of 1."""
     _EXPOSURE = 0.1
-    """Difference in actions that futures have at least, as far as the error of their difference goes."""
+    """Added to the difference in actions of two futures, so that the error of their difference is never 0."""
 
     def __init__(
         self,
@@ -135,14 +150,14 @@ class RSSM(nn.Module):
         self.loss_context = linear(hidden, hidden)
         self.start_hidden, self.start_out = linear(latent, hidden), linear(hidden, 3, gain=0.1)
         self.pair_scale = nn.Parameter(torch.tensor([-4.0, 0.5]).repeat(members, 1))
-        """Log scale of the error of a difference between two futures: see [`pair_log_scale`]."""
+        """Offset and power in [`pair_log_scale`]."""
         self.register_buffer("feature_mean", torch.zeros(FEATURES))
         self.register_buffer("feature_scale", torch.ones(FEATURES))
         self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
         self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
-        """Added to log scales 1, 5 and 20 windows ahead, and interpolated between: calibration on runs not learned."""
+        """Added to log scales 1, 5 and 20 windows ahead, interpolated between: calibrated offline on unseen runs."""
         self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
-        """Offset and slope of the logit of the confidence: calibration on runs not learned."""
+        """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
         with torch.no_grad():
             self.gates_action.weight[:, :2] = 0.0
             self.loss_out.weight[:, :, 1] = 0.0
@@ -156,16 +171,16 @@ class RSSM(nn.Module):
         return State(zeros[..., : self.deterministic], zeros[..., self.deterministic :])
 
     def normalised(self, features: Tensor) -> Tensor:
-        """Features in units of how they usually vary, bounded."""
+        """Features in units of their usual variation, bounded."""
         return ((features - self.feature_mean) / self.feature_scale).clamp(-2 * LIMIT, 2 * LIMIT)
 
     def embed(self, observations: Tensor) -> Tensor:
-        """Observations `[N, 69]`, as they come, to what the posterior reads, `[M, N, hidden]`."""
+        """Raw observations `[N, 69]` to the input of the posterior, `[M, N, hidden]`."""
         inputs = self.scaled(observations)
         return self.encoder(inputs.expand(self.members, *inputs.shape))
 
     def scaled(self, observations: Tensor) -> Tensor:
-        """Observations in units of how they usually vary, bounded."""
+        """Observations in units of their usual variation, bounded."""
         features, history = observations[..., :FEATURES], observations[..., FEATURES:]
         change, residual, exponent, window, noise = history.unbind(-1)
         scaled = torch.stack(
@@ -175,7 +190,7 @@ class RSSM(nn.Module):
         return torch.cat((self.normalised(features), scaled), -1)
 
     def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the linear part: those that all windows ahead share, `[N, 70]`, and of each, `[N, K, 4]`."""
+        """Inputs of the linear part: those shared by all windows ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
         shared = self.scaled(observation).clamp(-LINEAR_LIMIT, LINEAR_LIMIT)
         back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
         progress, rate = actions[..., 2], actions[..., 3]
@@ -192,7 +207,7 @@ class RSSM(nn.Module):
         return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
 
     def _steer(self, actions: Tensor) -> tuple[Tensor, ...]:
-        """What actions `[N, W, 4]` add to the GRU's gates in each window, W times `[M, N, 3 * D]`."""
+        """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each window `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
         gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
         return gates.unflatten(1, actions.shape[:2]).unbind(2)
@@ -210,11 +225,11 @@ class RSSM(nn.Module):
         return (1 - UNIFORM) * probabilities + UNIFORM / self.classes
 
     def prior(self, deterministic: Tensor) -> Tensor:
-        """Probabilities of the stochastic state before the window is seen, `[M, N, groups, classes]`."""
+        """Probabilities of the stochastic state before the window is observed, `[M, N, groups, classes]`."""
         return self._distribution(self.prior_out(F.silu(self.prior_hidden(deterministic))))
 
     def posterior(self, deterministic: Tensor, embedded: Tensor) -> Tensor:
-        """Probabilities of the stochastic state once the window is seen, `[M, N, groups, classes]`."""
+        """Probabilities of the stochastic state once the window is observed, `[M, N, groups, classes]`."""
         return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
 
     @staticmethod
@@ -227,12 +242,12 @@ class RSSM(nn.Module):
 
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
-        State after a window, from its mean probabilities: the same on every process, whatever the generators.
+        State after a window. It holds mean probabilities instead of samples, so all processes compute the same.
 
         Args:
             state (`State`): Before the window.
             observation (`torch.Tensor`): `[N, 69]` after it.
-            action (`torch.Tensor`): `[N, 4]`, what was done in it.
+            action (`torch.Tensor`): `[N, 4]`, see `ACTIONS`.
         """
         deterministic = self._recur(state, self._steer(action[:, None])[0])
         return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
@@ -248,7 +263,7 @@ class RSSM(nn.Module):
         Args:
             state (`State`): Before the first window.
             observations (`torch.Tensor`), actions (`torch.Tensor`): `[N, W, 69]`, `[N, W, 4]`.
-            generator (`torch.Generator`): Where samples come from.
+            generator (`torch.Generator`): Draws the samples.
 
         Returns:
             `tuple[State, Tensor]`: States `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
@@ -265,14 +280,13 @@ class RSSM(nn.Module):
             posteriors.append(posterior)
         return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2)), torch.stack(posteriors, 2)
 
-    def imagine(self, state: State, actions: Tensor, generator: torch.Generator | None = None) -> State:
+    def imagine(self, state: State, actions: Tensor) -> State:
         """
-        Roll the prior forward, with nothing to observe.
+        Roll the prior forward without observations; states hold mean probabilities.
 
         Args:
-            state (`State`): Where to start.
-            actions (`torch.Tensor`): `[N, K, 4]`, what will be done.
-            generator (`torch.Generator`, *optional*): Samples states; without, states are mean probabilities.
+            state (`State`): The state to start from.
+            actions (`torch.Tensor`): `[N, K, 4]`, the actions of the future.
 
         Returns:
             `State`: After each window, `[M, N, K, ...]`.
@@ -280,8 +294,7 @@ class RSSM(nn.Module):
         deterministic, stochastic = [], []
         for steer in self._steer(actions):
             hidden = self._recur(state, steer)
-            prior = self.prior(hidden)
-            state = State(hidden, prior.flatten(-2) if generator is None else self.sample(prior, generator))
+            state = State(hidden, self.prior(hidden).flatten(-2))
             deterministic.append(state.deterministic)
             stochastic.append(state.stochastic)
         return State(torch.stack(deterministic, 2), torch.stack(stochastic, 2))
@@ -289,18 +302,19 @@ class RSSM(nn.Module):
     # Heads.
 
     def reconstruct(self, states: State) -> Tensor:
-        """Normalised features that states `[M, N, ...]` stand for, `[M, N, 64]`."""
+        """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
         return self.decoder_out(F.silu(self.decoder_hidden(torch.cat(states, -1))))
 
     def predict_loss(self, start: State, imagined: State, observation: Tensor, actions: Tensor) -> LossHead:
         """
         Change of the log loss from the start to every imagined window.
 
-        The last observation is read beside the latent states: a few categoricals hold what matters in the long run, but
-        not every feature that says what a leap does.
+        The heads also read the last observation: a few categoricals hold what matters in the long run, but not every
+        feature that tells what a leap will do. The log scale combines two kinds of noise: that of a window itself,
+        and that of a walk, which adds up over windows.
 
         Args:
-            start (`State`): `[M, N, ...]`, where imagination began.
+            start (`State`): `[M, N, ...]`, the state that imagination began from.
             imagined (`State`): `[M, N, K, ...]`.
             observation (`torch.Tensor`): `[N, 69]` at the start.
             actions (`torch.Tensor`): `[N, K, 4]`, as imagined.
@@ -321,12 +335,12 @@ class RSSM(nn.Module):
         return LossHead(mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.scale_shift, actions.shape[1]))
 
     def forecast(self, state: State, observation: Tensor, actions: Tensor) -> LossHead:
-        """Imagine and predict, deterministically; see [`predict_loss`] for the arguments."""
+        """Imagine and predict; see [`predict_loss`] for the arguments."""
         return self.predict_loss(state, self.imagine(state, actions), observation, actions)
 
     def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
         """
-        Log scale of the error of a difference between two futures: it grows as a power of what they do differently.
+        Log scale of the error of a difference between two futures. It grows as a power of the difference in actions.
 
         Args:
             first (`torch.Tensor`), second (`torch.Tensor`): Actions, `[P, K, 4]`.
@@ -339,28 +353,22 @@ class RSSM(nn.Module):
         return offset + power * (exposure + self._EXPOSURE).log()
 
 
-def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write an ensemble as safetensors in this `dtype`, as start weights of later runs; they are read as float32."""
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, str(path))
-
-
 def load_weights(model: RSSM, path: str | Path) -> None:
     """
-    Read what [`save_weights`] wrote into an ensemble of the same sizes.
+    Read start weights (safetensors, any float dtype) into an ensemble of the same sizes.
 
     Raises:
-        ValueError: If there is no such file, or it does not fit.
+        ValueError: If the file cannot be read or does not fit.
     """
     try:
         model.load_state_dict(load_file(str(path)))
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"`start` is {str(path)!r}, which cannot be read ({error}). Name a file of start weights, or pass `None` "
-            "to begin with random weights."
+            f"`start={path}` cannot be read ({error}). Name a file of start weights, or pass `None` to begin with "
+            "random weights."
         ) from error
     except RuntimeError as error:
         raise ValueError(
-            f"`start` is {str(path)!r}, whose weights are of an ensemble of other sizes. Use the sizes that it was "
-            "trained with, or pass `None` to begin with random weights."
+            f"`start={path}` holds weights of an ensemble of other sizes. Use the sizes that it was trained with, or "
+            "pass `None` to begin with random weights."
         ) from error

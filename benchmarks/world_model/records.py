@@ -1,13 +1,23 @@
-"""Offline training and scoring of the world model of training, on recorded runs."""
+"""
+Offline training and scoring of the world model, on recorded runs: how the start weights of the package are made.
+
+Beside what the model learns during a run (hf_hybrid/world_model/learning.py), records allow three things. Runs were
+branched: from one state training continued in two ways, on the same data, so the model can learn *differences* between
+futures, in which the noise that both share cancels. A linear part can be fitted to all windows at once by a robust
+ridge regression, before anything is trained. And runs that were left out tell how wide intervals and how high
+confidences ought to have been.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from hf_hybrid.world_model.forecasts import (
     CONFIDENCE_HORIZON,
@@ -23,22 +33,18 @@ from hf_hybrid.world_model.forecasts import (
     student_t_nll,
     student_t_quantile,
 )
-from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, RSSM, State
-from hf_hybrid.world_model.rssm_training import (
+from hf_hybrid.world_model.learning import (
+    CHANGE_LIMIT,
     Batch,
-    Pairs,
+    descend,
     futures,
-    pair_difference,
     rssm_loss,
     starts_of,
-    to_device,
-    update,
+    weighted_mean,
 )
+from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, MIN_SCALE, RSSM, State
 
 Tensor = torch.Tensor
-
-MIN_SCALE = 0.05
-"""Smallest scale by which features are normalised."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,73 @@ class Record:
     actions: Tensor
     losses: Tensor
     branches: Sequence[Branch] = ()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """
+    P pairs of futures of the same state, each `K` windows long.
+
+    Args:
+        sequence (`Tensor`), window (`Tensor`): `[P]`, where they start: the sequence of the batch, and its window.
+        first (`Tensor`), second (`Tensor`): `[P, K, 4]`, actions of both futures.
+        difference (`Tensor`): `[P, K]`, log loss of the first minus that of the second.
+        valid (`Tensor`): `[P, K]`, 1 where both were recorded.
+    """
+
+    sequence: Tensor
+    window: Tensor
+    first: Tensor
+    second: Tensor
+    difference: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class PairedBatch(Batch):
+    """A batch with the branches of its sequences, if they have any."""
+
+    pairs: Pairs | None = None
+
+    def to(self, device: torch.device) -> PairedBatch:
+        pairs = self.pairs and Pairs(*(tensor.to(device) for tensor in vars(self.pairs).values()))
+        return replace(super().to(device), pairs=pairs)
+
+
+def paired_rssm_loss(model: RSSM, batch: PairedBatch, generator: torch.Generator) -> dict[str, Tensor]:
+    """The terms of [`rssm_loss`], with `paired`, the loss of differences between branches, as part of the total."""
+    losses, states = rssm_loss(model, batch, generator)
+    paired = losses["loss"].new_zeros(()) if batch.pairs is None else paired_loss(model, batch, states)
+    return {**losses, "paired": paired, "total": losses["total"] + paired}
+
+
+def paired_loss(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
+    """
+    Negative log-likelihood of the difference between two futures of one state, in nats: a robust regression.
+
+    Args:
+        states (`State`): `[M, N, W, ...]`, observed states of the batch's sequences.
+    """
+    pairs = batch.pairs
+    difference = pair_difference(model, batch, states)
+    log_scale = model.pair_log_scale(pairs.first, pairs.second)
+    target = pairs.difference.clamp(-CHANGE_LIMIT, CHANGE_LIMIT)
+    nll = student_t_nll((target - difference) * (-log_scale).exp(), log_scale)
+    return weighted_mean(nll, pairs.valid * batch.weights[:, pairs.sequence][..., None])
+
+
+def pair_difference(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
+    """Imagined log loss of the first future minus that of the second, `[M, P, K]`."""
+    pairs = batch.pairs
+    start, observation = starts_of(batch, states, pairs.sequence.repeat(2), pairs.window.repeat(2))
+    first, second = model.forecast(start, observation, torch.cat((pairs.first, pairs.second))).mean.chunk(2, 1)
+    return first - second
+
+
+def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write an ensemble as safetensors in this `dtype`, as start weights that `rssm.load_weights` reads."""
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, str(path))
 
 
 @dataclass(frozen=True)
@@ -116,7 +189,7 @@ def sequences_of(record: Record, *, continuations: bool = True) -> list[_Sequenc
     return [sequence for sequence in found if len(sequence.log_losses) > 1]
 
 
-def make_batch(sequences: Sequence[_Sequence], weights: Tensor, horizon: int, starts: Tensor) -> Batch:
+def make_batch(sequences: Sequence[_Sequence], weights: Tensor, horizon: int, starts: Tensor) -> PairedBatch:
     """
     Pad sequences to a batch.
 
@@ -141,7 +214,7 @@ def make_batch(sequences: Sequence[_Sequence], weights: Tensor, horizon: int, st
         sequence, window = (torch.tensor([pair[i] for pair in flat]) for i in (0, 1))
         pairs = Pairs(sequence, window, first, second, difference, valid)
     starts = (starts * (lengths[:, None] - 1)).long()
-    return Batch(
+    return PairedBatch(
         **padded, lengths=lengths, weights=weights, starts=starts, observed=windows, horizon=horizon, pairs=pairs
     )
 
@@ -169,7 +242,7 @@ def fit_linear(model: RSSM, sequences: Sequence[_Sequence], weights: Tensor, pen
     """
     batch = make_batch(sequences, weights, LINEAR_HORIZON, torch.zeros(len(sequences), 1))
     starts = torch.arange(batch.observed - 1).expand(len(sequences), -1)
-    batch = to_device(replace(batch, starts=starts, pairs=None), model.feature_mean.device)
+    batch = replace(batch, starts=starts, pairs=None).to(model.feature_mean.device)
     actions, change, valid = futures(batch)
     shared, own = model.linear_inputs(batch.observations[:, :-1].flatten(0, 1), actions)
     weights = batch.weights.repeat_interleave(starts.shape[1], 1)
@@ -225,8 +298,8 @@ def train_on_records(
         starts (`int`), horizon (`int`): Windows per sequence to imagine from, and how far.
         learning_rate (`float`), weight_decay (`float`): Of AdamW, the rate falling to 0 as a cosine.
         corruption (`float`), seed (`int`): Share of the features that means replace in a pass; of all that is random.
-        progress (`Callable`, *optional*): Told after every epoch: `epoch`, the means of all terms of [`rssm_loss`], and
-            `loss` and `paired` on the other runs as `validation` and `validation_paired`.
+        progress (`Callable`, *optional*): Called after every epoch with `epoch`, the means of all terms of
+            [`paired_rssm_loss`], and `loss` and `paired` on the other runs as `validation` and `validation_paired`.
 
     Raises:
         ValueError: If no record has two windows.
@@ -246,8 +319,10 @@ def train_on_records(
             at = torch.rand(len(chosen), starts, generator=generator)
             batch = make_batch([sequences[i] for i in chosen.tolist()], weights[:, chosen], horizon, at)
             _corrupt(model, batch, corruption, generator)
-            for name, value in update(model, optimizer, to_device(batch, device), sampler).items():
-                totals[name] = totals.get(name, 0.0) + value * len(chosen) / len(sequences)
+            losses = paired_rssm_loss(model, batch.to(device), sampler)
+            descend(model, optimizer, losses["total"])
+            for name, value in losses.items():
+                totals[name] = totals.get(name, 0.0) + value.item() * len(chosen) / len(sequences)
             schedule.step()
         if validation:
             totals.update(_validate(model, validation, horizon, seed))
@@ -264,7 +339,7 @@ def _snapshot(model: RSSM, totals: dict[str, float]) -> tuple[float, dict[str, T
     return score, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def _corrupt(model: RSSM, batch: Batch, share: float, generator: torch.Generator) -> None:
+def _corrupt(model: RSSM, batch: PairedBatch, share: float, generator: torch.Generator) -> None:
     if share:
         gone = torch.rand(len(batch.actions), 1, FEATURES, generator=generator) < share
         features = batch.observations[..., :FEATURES]
@@ -277,7 +352,7 @@ def _validate(model: RSSM, records: Sequence[Record], horizon: int, seed: int) -
     at = torch.linspace(0, 1, 14)[:-1].repeat(len(sequences), 1)
     batch = make_batch(sequences, torch.ones(model.members, len(sequences)), horizon, at)
     device = model.feature_mean.device
-    losses = rssm_loss(model, to_device(batch, device), torch.Generator(device).manual_seed(seed))
+    losses = paired_rssm_loss(model, batch.to(device), torch.Generator(device).manual_seed(seed))
     return {"validation": losses["loss"].item(), "validation_paired": losses["paired"].item()}
 
 
@@ -402,16 +477,16 @@ def _forecasts(model: RSSM, records: Sequence[Record], horizon: int) -> dict[str
     return {name: torch.cat(values) for name, values in columns.items()}
 
 
-def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterator[Batch]:
+def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterator[PairedBatch]:
     """Each run by itself, every window but the last a start window."""
     for record in records:
         for sequence in sequences_of(record, continuations=False):
             starts = torch.arange(len(sequence.log_losses) - 1)[None]
             batch = make_batch([sequence], torch.ones(model.members, 1), horizon, torch.zeros(1, 1))
-            yield to_device(replace(batch, starts=starts), model.feature_mean.device)
+            yield replace(batch, starts=starts).to(model.feature_mean.device)
 
 
-def _observed(model: RSSM, batch: Batch) -> tuple[State, Tensor, State]:
+def _observed(model: RSSM, batch: PairedBatch) -> tuple[State, Tensor, State]:
     """Start states and observations at the start windows of a single run, and its states; all without sampling."""
     state, states = model.initial(1), []
     for window in range(batch.observed):

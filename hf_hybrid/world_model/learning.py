@@ -1,0 +1,233 @@
+"""
+How the world model learns: its loss, and the replay of past windows that it learns from during a run.
+
+The loss is that of Dreamer (Hafner et al., 2023, arXiv 2301.04104) with forecasts of the loss in place of rewards. The
+model observes a chunk of consecutive windows with sampled states, and pays for three things:
+
+- **reconstruction**: the features must be readable from the state, so that the state keeps what was observed;
+- **divergence**: the prior (what the model expected of a window) and the posterior (what it made of the window once it
+  was seen) must agree, so that imagination, which only has the prior, ends up in states that observation would reach.
+  Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is free (`FREE_NATS`): some surprise is
+  noise, and a model that pays for it forgets how to observe;
+- **forecast**: from a few windows of the chunk the model imagines the next ones with the actions that were taken. It
+  pays the negative log-likelihood of the losses that came, under a Student-t, which forgives outliers.
+
+Each member of the ensemble weighs the chunks with random exponential weights of its own (a Bayesian bootstrap; Rubin,
+1981). Where the data decide, all members learn the same; where they do not, members come to disagree.
+
+During a run there are few windows and each is seen once, so windows are kept in a [`Replay`] together with the latent
+state before them. A chunk may then begin anywhere without observing the run from its start. Learning from recorded
+runs is in `benchmarks/world_model/records.py`; it adds a loss for pairs of futures of the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_hybrid.world_model.forecasts import student_t_nll
+from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
+
+Tensor = torch.Tensor
+
+FREE_NATS = 1.0
+BALANCE = 0.2
+"""Share of the divergence that pulls the posterior to the prior; the rest pulls the prior to the posterior."""
+CHANGE_LIMIT = 3.0
+"""Bound of changes of the log loss as targets: a diverged run is bad, not infinitely bad."""
+CLIP = 1.0
+"""Bound of the global gradient norm."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    N sequences of W windows, padded at the end.
+
+    Args:
+        observations (`Tensor`): `[N, W, 69]`: features and what `LossHistory` knew.
+        actions (`Tensor`), log_losses (`Tensor`): `[N, W, 4]`, `[N, W]`.
+        lengths (`Tensor`): `[N]`, windows that are no padding.
+        weights (`Tensor`): `[M, N]`, weight of each sequence for each member of the ensemble.
+        starts (`Tensor`): `[N, S]`, windows from which the loss is imagined.
+        observed (`int`): Windows to observe; later ones are only imagined.
+        horizon (`int`): Windows to imagine, `K`.
+        state (`State`, *optional*): Before the first window; zeros by default.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    log_losses: Tensor
+    lengths: Tensor
+    weights: Tensor
+    starts: Tensor
+    observed: int
+    horizon: int
+    state: State | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with all its tensors on this device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        state = None if self.state is None else State(*(part.to(device) for part in self.state))
+        return replace(self, **moved, state=state)
+
+
+def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
+    """
+    Divergence of the posterior from the prior with balancing and free nats, in nats.
+
+    Args:
+        posterior (`Tensor`), prior (`Tensor`): Probabilities `[..., groups, classes]`.
+
+    Returns:
+        `Tensor`: `[...]`. At least `FREE_NATS`, and without gradient where it would be less.
+    """
+
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        return (p * (p.log() - q.log())).sum((-1, -2)).clamp_min(FREE_NATS)
+
+    return BALANCE * divergence(posterior, prior.detach()) + (1 - BALANCE) * divergence(posterior.detach(), prior)
+
+
+def rssm_loss(model: RSSM, batch: Batch, generator: torch.Generator) -> tuple[dict[str, Tensor], State]:
+    """
+    The training loss of the world model; every term is a weighted mean.
+
+    Args:
+        generator (`torch.Generator`): Samples the stochastic states that are observed.
+
+    Returns:
+        `tuple[dict[str, Tensor], State]`: Scalars `reconstruction` (squared error of normalised features), `kl`, `loss`
+        (negative log-likelihood of the change of the log loss, imagined from every start window to every horizon) and
+        their weighted sum `total`; and the observed states `[M, N, W, ...]`.
+    """
+    windows = batch.observed
+    observations, actions = batch.observations[:, :windows], batch.actions[:, :windows]
+    state = batch.state if batch.state is not None else model.initial(len(actions))
+    states, posterior = model.unroll(state, observations, actions, generator)
+    flat = State(*(part.flatten(1, 2) for part in states))
+    real = (torch.arange(windows, device=actions.device) < batch.lengths[:, None]).float() * batch.weights[..., None]
+    target = model.normalised(observations[..., :FEATURES])
+    error = (model.reconstruct(flat).unflatten(1, (-1, windows)) - target).square().mean(-1)
+    prior = model.prior(flat.deterministic).unflatten(1, (-1, windows))
+    losses = {
+        "reconstruction": weighted_mean(error, real),
+        "kl": weighted_mean(kl_loss(posterior, prior), real),
+        "loss": _forecast_loss(model, batch, states),
+    }
+    return {**losses, "total": 0.5 * losses["reconstruction"] + 0.2 * losses["kl"] + losses["loss"]}, states
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    return (values * weights).sum() / weights.sum().clamp_min(1e-6)
+
+
+def futures(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Actions `[N * S, K, 4]`, changes of the log loss `[N * S, K]` and validity of both after every start window."""
+    rows = torch.arange(len(batch.starts), device=batch.starts.device)[:, None, None]
+    ahead = batch.starts[..., None] + torch.arange(1, batch.horizon + 1, device=batch.starts.device)
+    valid = (ahead < batch.lengths[:, None, None]).float()
+    index = ahead.clamp_max(batch.actions.shape[1] - 1)
+    change = batch.log_losses[rows, index] - batch.log_losses[rows, batch.starts[..., None]]
+    change = change.clamp(-CHANGE_LIMIT, CHANGE_LIMIT)
+    return batch.actions[rows, index].flatten(0, 1), change.flatten(0, 1), valid.flatten(0, 1)
+
+
+def starts_of(batch: Batch, states: State, rows: Tensor, windows: Tensor) -> tuple[State, Tensor]:
+    """States `[M, P, ...]` and observations `[P, 69]` at these windows of these sequences."""
+    at = State(*(part[:, rows, windows] for part in states))
+    return at, batch.observations[rows, windows]
+
+
+def _forecast_loss(model: RSSM, batch: Batch, states: State) -> Tensor:
+    actions, change, valid = futures(batch)
+    count = batch.starts.shape[1]
+    rows = torch.arange(len(batch.starts), device=actions.device).repeat_interleave(count)
+    start, observation = starts_of(batch, states, rows, batch.starts.flatten())
+    head = model.forecast(start, observation, actions)
+    nll = student_t_nll((change - head.mean) * (-head.log_scale).exp(), head.log_scale)
+    return weighted_mean(nll, valid * batch.weights.repeat_interleave(count, 1)[..., None])
+
+
+def descend(model: RSSM, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
+    """One gradient step with clipping; left out if the gradient is not finite."""
+    optimizer.zero_grad()
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    if math.isfinite(norm.item()):
+        optimizer.step()
+
+
+class Replay:
+    """
+    The last windows of a run, on the host.
+
+    Args:
+        model (`RSSM`): The model whose latent states are kept.
+        capacity (`int`): Windows to keep.
+    """
+
+    _COLUMNS = ("observations", "actions", "log_losses", "weights", "latents")
+
+    def __init__(self, model: RSSM, capacity: int):
+        self._split = (model.deterministic, model.stochastic)
+        for name in self._COLUMNS:
+            setattr(self, name, deque(maxlen=capacity))
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
+        """
+        Keep a window.
+
+        Args:
+            before (`State`): Latent state before it, `[M, 1, ...]`.
+            observation (`Tensor`), action (`Tensor`), log_loss (`float`): `[69]`, `[4]`, and its loss.
+            weights (`Tensor`): `[M]`, weight for each member of chunks that begin here.
+        """
+        self.latents.append(torch.cat([part[:, 0].cpu() for part in before], -1))
+        self.observations.append(observation.cpu())
+        self.actions.append(action.cpu())
+        self.log_losses.append(torch.tensor(log_loss))
+        self.weights.append(weights)
+
+    def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> Batch:
+        """
+        Draw stretches of the run that begin anywhere, to observe and then imagine from.
+
+        Args:
+            count (`int`): Number of chunks.
+            observed (`int`): Windows to observe, fewer than there are in the replay.
+            starts (`int`): Windows of each chunk to imagine from.
+            horizon (`int`): Windows to imagine.
+            generator (`torch.Generator`): Chooses.
+        """
+        total = len(self)
+        begins = torch.randint(total - observed, (count,), generator=generator)
+        index = (begins[:, None] + torch.arange(observed + horizon)).clamp_max(total - 1).tolist()
+        latents = torch.stack([self.latents[begin] for begin in begins.tolist()], 1)
+        return Batch(
+            observations=torch.stack([torch.stack([self.observations[i] for i in row]) for row in index]),
+            actions=torch.stack([torch.stack([self.actions[i] for i in row]) for row in index]),
+            log_losses=torch.stack([torch.stack([self.log_losses[i] for i in row]) for row in index]),
+            lengths=(total - begins).clamp_max(observed + horizon),
+            weights=torch.stack([self.weights[begin] for begin in begins.tolist()], 1),
+            starts=torch.randint(observed, (count, starts), generator=generator),
+            observed=observed,
+            horizon=horizon,
+            state=State(*latents.split(self._split, -1)),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything, by column; empty before the first window."""
+        return {name: torch.stack(list(getattr(self, name))) for name in self._COLUMNS} if len(self) else {}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what [`tensors`] returned."""
+        for name in self._COLUMNS:
+            getattr(self, name).clear()
+            getattr(self, name).extend(tensors[name].clone() if name in tensors else ())
