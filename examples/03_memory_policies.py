@@ -76,7 +76,7 @@ def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[s
     seconds = (time.perf_counter() - began) / args.max_steps
     held = trainer.memory_summary()["held"]["total"]
     device, host = held["device"] / 2**20, held["host"] / 2**20
-    if trainer.streaming is None:
+    if not trainer.memory.streams:
         device, host = device + host, 0.0  # on a CPU, where nothing tells the two apart
     weights = {name: parameter.detach().float() for name, parameter in trainer.model.named_parameters()}
     return weights, f"{way:13s} {device:8.2f} {host:8.2f} {seconds:8.3f}"

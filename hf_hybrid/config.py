@@ -13,7 +13,6 @@ from transformers.training_args import OptimizerNames
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
-from hf_hybrid.phases import PhaseLengths
 from hf_hybrid.processes import computes_on_cpu, mixed_precision_of, sharding_of
 
 CONFIG_NAME = "hybrid_config.json"
@@ -186,32 +185,3 @@ def _check_memory_options(optim: str, options: HybridArguments) -> None:
             "`base_precision=int8` is for streamed layers, and `memory=off` streams none. Set `memory=auto` or "
             "`memory=stream`."
         )
-
-
-def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
-    """Lengths for a run of `max_steps`: as given, else what suits the run's length and the preset."""
-
-    def pick(name: str, default: int) -> int:
-        given = getattr(options, name)
-        return default if given is None else given
-
-    short = max(max_steps // 10, 1)  # a 50-step run must reach every phase several times
-    return PhaseLengths(
-        warmup=pick("warmup_phase_steps", min(max(round(0.05 * max_steps), 2), 100)),
-        full=pick("full_phase_steps", min(options.preset_value("full_phase_steps"), short)),
-        correct=pick("correct_phase_steps", min(options.preset_value("correct_phase_steps"), short)),
-        max_predict=pick("max_predict_steps", min(max(round(0.05 * max_steps), 1), 10)),
-    )
-
-
-def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | None) -> int:
-    """Length of the slow averages: as given, else the direction's `default`, else in proportion to the run."""
-    return options.leap_memory_steps or default or min(max(max_steps // 6, 5), 1000)
-
-
-def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
-    """`auto` asks whether `learning_rate` is still what the class of `args` ships as default."""
-    if options.lr_rescue != "auto":
-        return options.lr_rescue == "on"
-    default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
-    return args.learning_rate == default

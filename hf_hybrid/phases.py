@@ -35,13 +35,12 @@ LEGAL_TRANSITIONS = {
 
 @dataclass(frozen=True)
 class PhaseLengths:
-    """Lengths in steps, and how many leaps may follow each other without a Full block in between."""
+    """Lengths of the phases in steps; `max_predict` is the most that one leap can be worth."""
 
     warmup: int
     full: int
     correct: int
     max_predict: int
-    max_consecutive_leaps: int = 5
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -58,6 +57,9 @@ class PhaseController:
     and report it with [`leap_kept`] or [`leap_rejected`].
     """
 
+    MAX_CONSECUTIVE_LEAPS = 5
+    """Leaps that may follow each other without a Full block in between."""
+
     def __init__(self, lengths: PhaseLengths, confidence_threshold: float):
         self.lengths = lengths
         self.confidence_threshold = confidence_threshold
@@ -65,7 +67,7 @@ class PhaseController:
         self.remaining = lengths.warmup or lengths.full
         self.steps_in_phase = 0
         self.consecutive_leaps = 0
-        self.leap_pending = False
+        self.leap_due = False
 
     def finish_step(self, *, confidence: float, leap_allowed: bool) -> Phase:
         """
@@ -88,19 +90,19 @@ class PhaseController:
         return self.phase
 
     def _leap_or_full(self, leap: bool) -> None:
-        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.lengths.max_consecutive_leaps:
+        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS:
             leap = False
         if leap:
             self.consecutive_leaps += 1
             self._enter(Phase.PREDICT, 0)
-            self.leap_pending = True
+            self.leap_due = True
         else:
             self.consecutive_leaps = 0
             self._enter(Phase.FULL, self.lengths.full)
 
     def leap_kept(self, horizon: int) -> Phase:
         """The pending leap stays; the next `horizon` steps are predicted (0: straight on to Correct)."""
-        self.leap_pending = False
+        self.leap_due = False
         if horizon > 0:
             self.remaining = min(horizon, self.lengths.max_predict)
         else:
@@ -114,7 +116,7 @@ class PhaseController:
 
     def force_full(self, steps: int | None = None) -> None:
         """Real steps from here on, whatever was planned. Warmup is never cut short."""
-        self.leap_pending = False
+        self.leap_due = False
         self.consecutive_leaps = 0
         if self.phase is Phase.WARMUP:
             return
@@ -135,7 +137,7 @@ class PhaseController:
             "remaining": self.remaining,
             "steps_in_phase": self.steps_in_phase,
             "consecutive_leaps": self.consecutive_leaps,
-            "leap_pending": self.leap_pending,
+            "leap_due": self.leap_due,
             "lengths": asdict(self.lengths),
         }
 
@@ -144,7 +146,7 @@ class PhaseController:
         self.remaining = state["remaining"]
         self.steps_in_phase = state["steps_in_phase"]
         self.consecutive_leaps = state["consecutive_leaps"]
-        self.leap_pending = state["leap_pending"]
+        self.leap_due = state["leap_due"]
 
 
 @dataclass(frozen=True)

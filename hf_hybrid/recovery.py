@@ -1,26 +1,43 @@
 """
-Goes on after an out-of-memory: the accumulation window is computed again in smaller parts, to the same effective batch.
+What happens when memory runs out.
 
-An attempt that failed leaves nothing behind: its tensors are let go, its gradients dropped, the random generators put
-back. What fits then is kept for the rest of the run, and by checkpoints.
+Forward and backward. The accumulation window under way is computed again in smaller parts, with the same effective
+batch. An attempt that failed leaves nothing behind: its tensors are released, its gradients dropped, the random
+generators put back, so the result has the bits of a run with smaller micro-batches from the start. The ladder: half as
+many sequences at a time, down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What
+fits is kept for the rest of the run and saved with every checkpoint. When nothing is left to try, the state after the
+last good step is saved, and `UnrecoveredMemoryError` says what was tried and what to change.
+
+A leap. Every leap is a trial (leaps/trajectory.py), which has put the weights back; the run goes on with real steps. A
+gradient that the direction has no memory for, or the lesson of a judged leap, is missed: training does not need it.
+
+The optimizer's step. It cannot be repeated, because some weights may have been stepped and others not. The run stops
+with a message that names the last checkpoint.
+
+The guard watches the device at the end of every step. It warns early, cleans up, and asks for one checkpoint before the
+limit is reached.
+
+With several processes nothing is tried again, because the others would wait for this one forever.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.guard import drop_tensors_of, free_memory, is_out_of_memory
-from hf_hybrid.micro_batches import UnsplittableBatchError, parts_of, sequences_in, split_batch
+from hf_hybrid.checkpoint import last_complete_checkpoint, write_json
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing
-from hf_hybrid.phases import Phase, PluginContext
-from hf_hybrid.state_io import write_json
+from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.walk import RandomStates
 
 logger = logging.getLogger(__name__)
@@ -29,6 +46,227 @@ Tensor = torch.Tensor
 
 RECOVERY_NAME = "out_of_memory.json"
 MAX_EVENTS = 1000
+GIB = 2**30
+
+# What counts, and how to clean up.
+
+_MESSAGES = (
+    *(f"{device} out of memory" for device in ("cuda", "hip", "xpu", "npu", "mps backend")),
+    "error: out of memory",  # of the CUDA runtime
+    "defaultcpuallocator: not enough memory",
+    "defaultcpuallocator: can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """
+    Whether an exception, or what it was raised from, says that memory could not be allocated, on device or host.
+
+    `torch.OutOfMemoryError` and `MemoryError` do; a `RuntimeError` if its text is one that allocators write.
+    """
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES):
+            return True
+        error = error.__cause__
+    return False
+
+
+def drop_tensors_of(error: BaseException | None) -> None:
+    """Clear the local variables of every frame that the exception passed: they hold the tensors of the attempt."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def free_memory() -> None:
+    """Collect reference cycles, and return the cached blocks of the device's allocator."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+# The guard.
+
+MemoryProbe = Callable[[], tuple[int, int]]
+"""Returns bytes in use on the device and bytes that it has."""
+
+
+def device_probe(device: torch.device) -> MemoryProbe | None:
+    """
+    What reads the memory of a device: all that is in use on it, by any process, out of what it has.
+
+    Where this process may use a part of the device only (`torch.cuda.set_per_process_memory_fraction`), what its
+    allocator holds out of that part, if that is the tighter limit. `None` for a CPU and for devices that cannot tell.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+
+    def read() -> tuple[int, int]:
+        free, total = module.mem_get_info(device)
+        fraction = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        mine = (module.memory_reserved(device), int(total * fraction)) if fraction < 1 else (0, total)
+        return max((total - free, total), mine, key=lambda pair: pair[0] / pair[1])
+
+    return read
+
+
+class MemoryGuard(PhasePlugin):
+    """
+    Watches device memory at the end of every step: warns early, cleans up, asks for one checkpoint before the limit.
+
+    What the allocator keeps for later counts as in use, so that a reading at the end of a step stands for its peak.
+    After a warning, or after it asked for a checkpoint, the guard keeps quiet until a step ends below `warn_at`.
+
+    Args:
+        probe (`Callable[[], tuple[int, int]]`, *optional*): Returns bytes in use and bytes that there are, see
+            [`device_probe`]. `None` watches nothing.
+        warn_at (`float`): Share of the device in use above which it warns and cleans up; 1 for never.
+        checkpoint_at (`float`): Share above which it asks for a checkpoint; 1 for never.
+
+    Raises:
+        ValueError: If `warn_at` is above `checkpoint_at`.
+    """
+
+    name = "memory_guard"
+
+    def __init__(self, probe: MemoryProbe | None, *, warn_at: float = 0.90, checkpoint_at: float = 0.97):
+        if warn_at > checkpoint_at:
+            raise ValueError(
+                f"`warn_at` must not be above `checkpoint_at`, got {warn_at} and {checkpoint_at}: the warning comes "
+                "first. Lower `warn_at` or raise `checkpoint_at`."
+            )
+        self.probe = probe
+        self.warn_at, self.checkpoint_at = warn_at, checkpoint_at
+        self.warned = self.asked = False
+
+    def on_phase_change(self, old: Phase, new: Phase) -> None:
+        if self.probe is not None:
+            logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
+
+    def after_step(self, step: int) -> bool:
+        """
+        Look after step `step` (1-based: steps that are done).
+
+        Returns:
+            `bool`: Whether a checkpoint should be written now.
+        """
+        if self.probe is None:
+            return False
+        used, total = self.probe()
+        share, save, text = used / total, False, self._describe(used, total)
+        logger.debug("Step %d ends with %s.", step, text)
+        if share <= self.warn_at:
+            self.warned = self.asked = False
+        elif not self.warned:
+            self.warned = True
+            logger.warning(
+                "Step %d ends with %s, above `guard_warn_at=%g`. Lower `per_device_train_batch_size` and raise "
+                "`gradient_accumulation_steps`, or see docs/memory.md for what takes less.",
+                step,
+                text,
+                self.warn_at,
+            )
+            free_memory()
+        if share > self.checkpoint_at and not self.asked:
+            self.asked = save = True
+            logger.warning(
+                "Step %d ends with %s, above `guard_checkpoint_at=%g`: a checkpoint is written now, once.",
+                step,
+                text,
+                self.checkpoint_at,
+            )
+        return save
+
+    @staticmethod
+    def _describe(used: int, total: int) -> str:
+        return f"{used / GIB:.2f} of {total / GIB:.2f} GiB in use ({used / total:.1%})"
+
+
+# Parts of a micro-batch.
+
+SEQUENCES = ("input_ids", "inputs_embeds", "labels")
+"""What tells how many sequences a batch has, in this order; else the first tensor in it."""
+
+
+class UnsplittableBatchError(ValueError):
+    """A batch whose parts cannot be told: something in it is not a row per sequence."""
+
+
+def sequences_in(batch: Any, blocks: int = 1) -> int:
+    """
+    Number of sequences (or pairs of them) in a collated batch.
+
+    Args:
+        batch (`Any`): A collated batch.
+        blocks (`int`): Blocks that its rows consist of, each with one row per sequence: 2 where all chosen completions
+            are followed by all rejected ones.
+
+    Raises:
+        UnsplittableBatchError: If it is no mapping, or holds no tensor.
+    """
+    if not isinstance(batch, Mapping):
+        raise UnsplittableBatchError(f"The batch is a `{type(batch).__name__}`, not a dictionary of tensors.")
+    first = [batch[name] for name in SEQUENCES if name in batch]
+    for value in tree_leaves([first, dict(batch)]):
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return value.shape[0] // blocks
+    raise UnsplittableBatchError("The batch holds no tensor with rows.")
+
+
+def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[dict[str, Any]]:
+    """
+    Cut a batch into parts of at most `most` sequences, in their order. With one block nothing is copied.
+
+    Cut are tensors, lists and tuples with one entry per sequence (or per sequence and block), also inside dictionaries.
+    Numbers, strings and tensors of one row, which hold for all sequences, go into every part.
+
+    Args:
+        batch (`Mapping`): A collated batch.
+        most (`int`): Sequences per part; the last part may hold fewer.
+        blocks (`int`): See [`sequences_in`].
+
+    Raises:
+        UnsplittableBatchError: If a tensor or list has neither one entry per sequence nor a single one: images packed
+            into rows of patches, for example.
+    """
+    count = sequences_in(batch, blocks)
+    bounds = [(first, min(first + most, count)) for first in range(0, count, most)]
+
+    def part(value: Any, start: int, stop: int, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: part(inner, start, stop, f"{name}.{key}") for key, inner in value.items()}
+        if not isinstance(value, (torch.Tensor, list, tuple)) or (isinstance(value, torch.Tensor) and not value.dim()):
+            return value
+        if len(value) == count:
+            return value[start:stop]
+        if len(value) == blocks * count:
+            rows = [value[block * count + start : block * count + stop] for block in range(blocks)]
+            return torch.cat(rows) if isinstance(value, torch.Tensor) else type(value)(sum(map(list, rows), []))
+        if len(value) == 1 and isinstance(value, torch.Tensor):
+            return value
+        raise UnsplittableBatchError(f"`{name}` has {len(value)} entries for {count} sequences.")
+
+    return [{name: part(value, start, stop, name) for name, value in batch.items()} for start, stop in bounds]
+
+
+def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
+    """The batch in parts of at most `most` sequences; whole, if it has no more or cannot be split."""
+    try:
+        return [batch] if most is None or sequences_in(batch, blocks) <= most else split_batch(batch, most, blocks)
+    except UnsplittableBatchError:
+        return [batch]
+
+
+# Recovery.
+
 PAIRED = ("DPOTrainer", "RewardTrainer")
 """TRL's trainers whose batches hold all chosen completions and then all rejected ones."""
 
@@ -39,7 +277,7 @@ class UnrecoveredMemoryError(torch.OutOfMemoryError):
 
 @dataclass
 class MemoryPolicy:
-    """What was found necessary so far in a run."""
+    """What proved to be necessary so far in a run."""
 
     micro_batch_size: int | None = None
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
@@ -52,19 +290,15 @@ class OutOfMemoryRecovery:
     Computes the micro-batches of every window, in parts no larger than what fits.
 
     Args:
-        trainer: The trainer of the run. Read: its arguments, model, callbacks and streaming engine; written:
+        trainer: The trainer of the run. Read: its arguments, model, callbacks and `memory`; written:
             `current_gradient_accumulation_steps`, by which `Trainer` divides losses that are means.
     """
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.reset()
-        self.on_device = False
-        """Whether it is certain that the last out-of-memory was the device's."""
         self.reason = ""
-        """First line of what the last out-of-memory said."""
-        self.losses: list[Tensor] = []
-        """Of the parts of the window that are computed, in order; they add up to its loss."""
+        """First line of the message of the last out-of-memory."""
         self._batches: list = []
         self._items: Any = None
         self._returned: list[Tensor] = []
@@ -74,29 +308,33 @@ class OutOfMemoryRecovery:
     # A run.
 
     def reset(self) -> None:
-        """A run begins that nothing is known of."""
+        """Reset for a new run."""
         self.retries = self.trainer.hybrid_args.out_of_memory == "retry"
         self.policy = MemoryPolicy()
         self.events: list[dict[str, Any]] = []
+        self.saved_step: int | None = None
+        """`global_step` of the checkpoint written last."""
+        self.stepping = False
+        """Whether the optimizer's step is under way."""
 
     def begin(self, context: PluginContext) -> None:
-        """The model is ready to run: put in force what a checkpoint says is necessary."""
-        streaming = self.trainer.streaming
-        if self.policy.activation_checkpointing and streaming is None:
+        """The model is ready to run: apply what a checkpoint says is necessary."""
+        memory = self.trainer.memory
+        if self.policy.activation_checkpointing and not memory.streams:
             self._checkpoint_activations(context)
-        if self.policy.walk_by_micro_batch and streaming is not None:
-            streaming.window.order = "micro_batch"
+        if self.policy.walk_by_micro_batch:
+            memory.walk_by_micro_batch()
 
     def end(self) -> None:
         """Leave the model as it was, and hold no batch."""
         if self._checkpointing is not None:
             self._checkpointing.on_train_end()
             self._checkpointing = None
-        self._batches, self._returned, self.losses, self._random = [], [], [], None
+        self._batches, self._returned, self._random = [], [], None
 
     @property
     def blocks(self) -> int:
-        """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as TRL has it."""
+        """Blocks of rows in a batch: 2 where chosen completions are followed by rejected ones, as in TRL."""
         return 2 if any(base.__name__ in PAIRED for base in type(self.trainer).__mro__) else 1
 
     # A window.
@@ -104,21 +342,12 @@ class OutOfMemoryRecovery:
     def begin_window(self, batches: list, items: Any = None) -> None:
         """An accumulation window begins; `batches` are its micro-batches, `items` see [`compute`]."""
         self._batches, self._items = list(batches), items
-        self._returned, self.losses, self._random = [], [], None
-        self._tell_the_walk()
-
-    def end_window(self) -> None:
-        """The step is over."""
-        self.begin_window([])
-
-    @property
-    def window_size(self) -> int:
-        """Micro-batches of the window under way, as the trainer fetched them; 0 between steps."""
-        return len(self._batches)
+        self._returned, self._random = [], None
+        self._tell_memory()
 
     def compute(self, inputs: Any, run: Callable[[Any], Tensor], items: Any) -> Tensor:
         """
-        Compute one micro-batch and its gradients; after an out-of-memory, the whole window so far anew.
+        Compute one micro-batch and its gradients; after an out-of-memory, the whole window so far again.
 
         Args:
             inputs (`Any`): The micro-batch.
@@ -136,56 +365,77 @@ class OutOfMemoryRecovery:
         if self._random is None and self.retries:
             self._random = RandomStates.now(self.trainer.args.device)
         position = len(self._returned)
-        loss = self._attempt([inputs], run)
+        loss = self._compute([inputs], run)
         while loss is None:
             self._escalate()
-            self.forget_attempt()
-            whole = self._attempt(self._batches[: position + 1], run)
+            self._discard_attempt()
+            whole = self._compute(self._batches[: position + 1], run)
             loss = None if whole is None else whole - sum(self._returned)
         self._returned.append(loss)
         return loss
 
-    def _attempt(self, batches: list, run: Callable[[Any], Tensor]) -> Tensor | None:
+    def _compute(self, batches: list, run: Callable[[Any], Tensor]) -> Tensor | None:
+        """The sum of the losses of all parts; `None` after an out-of-memory, whose tensors are gone by then."""
         try:
-            return self._compute(batches, run)
+            losses = []
+            for batch in batches:
+                if self.policy.micro_batch_size is None:
+                    losses.append(run(batch))
+                    continue
+                for part, share in self._parts(batch):
+                    # As `Trainer` divides with the smaller micro-batch and more accumulation steps.
+                    self.trainer.current_gradient_accumulation_steps = len(self._batches) / share
+                    losses.append(run(part))
+            return sum(losses[1:], losses[0])
         except Exception as error:
             self.catch(error)
         # Not before the exception is gone: its frames hold what the attempt had computed.
         free_memory()
         return None
 
-    def _compute(self, batches: list, run: Callable[[Any], Tensor]) -> Tensor:
-        losses = []
-        for batch in batches:
-            for part, share in self._parts(batch):
-                if self.policy.micro_batch_size is not None:
-                    # As `Trainer` divides with the smaller micro-batch and more accumulation steps.
-                    self.trainer.current_gradient_accumulation_steps = len(self._batches) / share
-                losses.append(run(part))
-        self.losses += losses
-        return sum(losses[1:], losses[0])
-
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
         """What is computed at a time, and its share of the micro-batch."""
+        if self.policy.micro_batch_size is None:
+            return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
         if len(parts) == 1:
             return [(batch, 1.0)]
         count = sequences_in(batch, self.blocks)
         return [(part, sequences_in(part, self.blocks) / count) for part in parts]
 
-    def _tell_the_walk(self) -> None:
-        if self.trainer.streaming is None or not self._batches:
+    def _tell_memory(self) -> None:
+        """Streamed layers walk a window in one go: losses that are means must count alike, or each part goes alone."""
+        if not self.trainer.memory.streams:
             return
         parts = [part for batch in self._batches for part in self._parts(batch)]
-        # A walk computes all parts in one go: losses that are means must count alike. Else each is computed by itself.
         alike = self._items is not None or len({share for _, share in parts}) <= 1
-        self.trainer.streaming.window.begin([part for part, _ in parts] if alike else [])
+        self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
 
     # An out-of-memory.
 
+    def attempt(self, function: Callable[[], Any], otherwise: str) -> Any:
+        """
+        What `function` returns; `None` after an out-of-memory, which training survives without its result.
+
+        Args:
+            function (`Callable`): Leaves everything as it was if it raises, or changes nothing that training needs.
+            otherwise (`str`): What happens instead, for the log and the summary.
+
+        Raises:
+            Exception: Whatever else it raises; an out-of-memory too, if nothing may be tried.
+        """
+        try:
+            return function()
+        except Exception as error:
+            self.catch(error)
+        free_memory()
+        self.note(otherwise)
+        self._warn(otherwise)
+        return None
+
     def catch(self, error: Exception) -> None:
         """
-        Take an exception that may be an out-of-memory: report it, and let go of what it holds.
+        Take an exception that may be an out-of-memory: report it, and release what it holds.
 
         Raises:
             Exception: `error` itself, if it is none or `out_of_memory=raise`.
@@ -199,12 +449,27 @@ class OutOfMemoryRecovery:
                 record(error)
         if not self.retries:
             raise error
-        self.on_device = isinstance(error, torch.OutOfMemoryError)
-        self.reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        obstacle = _obstacle(self.trainer)
+        self.reason = _first_line(error)
+        obstacle = self._obstacle()
         if obstacle is not None:
             raise UnrecoveredMemoryError(f"{self.where()}: {self.reason} Nothing was tried: {obstacle}") from error
         drop_tensors_of(error)
+
+    def explain(self, error: Exception) -> Exception:
+        """The exception to raise for one that ended the run: an out-of-memory in the optimizer's step says so."""
+        if not self.stepping or not self.retries or not is_out_of_memory(error):
+            return error
+        self.reason = _first_line(error)
+        optimizer = self.trainer.optimizer
+        for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
+            optimizer = getattr(optimizer, wrapped, optimizer)
+        checkpoint, _ = last_complete_checkpoint(self.trainer.args.output_dir)
+        where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
+        return UnrecoveredMemoryError(
+            f"{self.where()}, in the step of `{type(optimizer).__name__}`: {self.reason} Some weights may have been "
+            f"stepped and others not, so this state is not saved. Resume {where} with less: "
+            f"{', '.join(self._less_memory())}."
+        )
 
     def where(self) -> str:
         """Step and phase, for messages."""
@@ -224,18 +489,17 @@ class OutOfMemoryRecovery:
         if len(self.events) < MAX_EVENTS:
             self.events.append(event)
 
-    def forget_attempt(self) -> None:
-        """Gradients and random generators as if the window had not begun."""
-        streaming = self.trainer.streaming
-        if streaming is not None:
-            streaming.streamer.gradients_arrived()
-            streaming.optimizer.drop_gradients()
+    def _warn(self, text: str) -> None:
+        logger.warning("%s (%s): %s.", self.where(), self.reason, text)
+
+    def _discard_attempt(self) -> None:
+        """Put gradients and random generators back to the beginning of the window."""
+        self.trainer.memory.discard_gradients()
         for parameter in self.trainer.model.parameters():
             parameter.grad = None
-        self.losses = []
         if self._random is not None:
             self._random.restore()
-        self._tell_the_walk()
+        self._tell_memory()
 
     def _escalate(self) -> None:
         """One rung: half the sequences at a time; then what costs time instead of memory; then give up."""
@@ -248,9 +512,8 @@ class OutOfMemoryRecovery:
                 f"micro-batches are computed in parts of at most {smaller} sequences instead of {size} from here on; "
                 "the effective batch stays the same"
             )
-        elif self.trainer.streaming is not None and self._changes_the_walk():
+        elif self._parts_in_window() > 1 and self.trainer.memory.walk_by_micro_batch():
             self.policy.walk_by_micro_batch = True
-            self.trainer.streaming.window.order = "micro_batch"
             self.note("walk by micro-batch", before=size, after=size)
             self._warn("windows are walked micro-batch by micro-batch from here on, not layer by layer")
         elif self._can_checkpoint():
@@ -261,9 +524,8 @@ class OutOfMemoryRecovery:
             self.note("activation checkpointing", before=size, after=size)
             self._warn("activations are checkpointed from here on")
         else:
-            self.forget_attempt()
-            at_a_time = f", with {size} sequence{'' if size == 1 else 's'} at a time" if size else ""
-            self.give_up(f"{self.where()}{at_a_time}: {self.reason}", obstacle)
+            self._discard_attempt()
+            self._give_up(size, obstacle)
 
     def _largest_part(self) -> tuple[int, str | None]:
         """Sequences that are computed at once now (0: not known), and why they cannot be fewer, if so."""
@@ -285,15 +547,11 @@ class OutOfMemoryRecovery:
             )
         return min(size, self.policy.micro_batch_size or size), None
 
-    def _warn(self, text: str) -> None:
-        logger.warning("%s (%s): %s.", self.where(), self.reason, text)
-
-    def _changes_the_walk(self) -> bool:
-        parts = sum(len(self._parts(batch)) for batch in self._batches)
-        return self.trainer.streaming.window.order != "micro_batch" and parts > 1
+    def _parts_in_window(self) -> int:
+        return sum(len(self._parts(batch)) for batch in self._batches)
 
     def _can_checkpoint(self) -> bool:
-        if self.trainer.streaming is not None:
+        if self.trainer.memory.streams:
             return False  # streamed layers always are
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -307,33 +565,77 @@ class OutOfMemoryRecovery:
             self._checkpointing = ActivationCheckpointing()
             self._checkpointing.on_train_begin(context)
 
-    def give_up(self, what: str, obstacle: str | None = None) -> None:
-        """
-        Save the state of after the last step, and stop.
-
-        The weights, the optimizer and the random generators must be those of the end of the last step.
-
-        Raises:
-            UnrecoveredMemoryError: Always.
-        """
+    def _give_up(self, size: int, obstacle: str | None) -> None:
+        """Save the state after the last step, and stop. Every gradient of the window is gone by now."""
         tried = [f"{event['action']} ({event['from_size']} to {event['to_size']})" for event in self.events]
         tried = list(dict.fromkeys(text.replace(" (None to None)", "") for text in tried))
+        at_a_time = f", with {size} sequence{'' if size == 1 else 's'} at a time" if size else ""
+        what = f"{self.where()}{at_a_time}: {self.reason}"
         parts = [what if what.endswith(".") else f"{what}."]
         parts += [obstacle] if obstacle else []
         parts.append(f"Tried in this run: {', '.join(tried)}." if tried else "Nothing else could be tried.")
-        parts.append(self.trainer.emergency_checkpoint())
-        parts.append(f"Resume from it with less: {', '.join(_less_memory(self.trainer))}.")
+        parts.append(self._emergency_checkpoint())
+        parts.append(f"Resume from it with less: {', '.join(self._less_memory())}.")
         raise UnrecoveredMemoryError(" ".join(parts))
+
+    def _emergency_checkpoint(self) -> str:
+        """Save the state after the last step; returns a sentence that says where, or why not."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if self.saved_step != step:
+            try:
+                trainer.run.feed.fetched -= len(self._batches)  # a resumed run computes this window again
+                trainer._save_checkpoint(trainer.model, trial=None)
+            except Exception as error:
+                logger.exception("The emergency checkpoint could not be written.")
+                checkpoint, _ = last_complete_checkpoint(trainer.args.output_dir)
+                where = f"the last one is `{checkpoint}`" if checkpoint else "there is none"
+                return f"An emergency checkpoint could not be written (`{type(error).__name__}`); {where}."
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        folder = f"{trainer._get_output_dir(trial=None)}/checkpoint-{step}"
+        return f"The state after step {step}, the last good one, is in `{folder}`."
+
+    def _obstacle(self) -> str | None:
+        """Why a step cannot be computed again in this run."""
+        trainer, optim = self.trainer, optimizer_name(self.trainer.args)
+        if trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1:
+            return (
+                "with more than one process or GPU the others would wait for this one for ever. Lower "
+                "`per_device_train_batch_size` and raise `gradient_accumulation_steps` for all of them."
+            )
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            return "DeepSpeed and FSDP keep gradients of their own. Lower `per_device_train_batch_size`."
+        if steps_in_backward(optim):
+            return f"`optim={optim}` changes weights inside the backward pass, so that a step cannot be computed twice."
+        if trainer.memory.torn is not None:
+            return (
+                f"{trainer.memory.torn} The weights in memory are not those of any step. "
+                "Resume from the last checkpoint with less."
+            )
+        return None
+
+    def _less_memory(self) -> list[str]:
+        """Options that take less and are not in use."""
+        options = self.trainer.hybrid_args
+        choices = {
+            "shorter sequences": True,
+            "`memory=auto` (layers are streamed from the host)": not self.trainer.memory.streams,
+            "`offload_activations=True`": not options.offload_activations,
+            "`chunked_loss=on`": not self.trainer.loss_in_chunks,
+            "`optimizer_states=8bit`": options.optimizer_states != "8bit",
+            "`buffers_device=cpu`": options.enable_predict and options.buffers_device != "cpu",
+        }
+        return [name for name, possible in choices.items() if possible]
 
     # Saving.
 
     def save(self, folder: str | Path) -> None:
-        """Write what was found necessary beside the checkpoint; nothing if nothing was."""
+        """Write what proved to be necessary beside the checkpoint; nothing if nothing did."""
         if self.events:
             write_json(Path(folder) / RECOVERY_NAME, {"policy": asdict(self.policy), "events": self.events})
 
     def load(self, folder: str | Path) -> None:
-        """Read it back, for the run that goes on from the checkpoint."""
+        """Read it back, for the run that resumes from the checkpoint."""
         path = Path(folder) / RECOVERY_NAME
         if not path.is_file():
             return
@@ -341,38 +643,59 @@ class OutOfMemoryRecovery:
         self.events = list(values["events"])
         if self.retries:
             self.policy = MemoryPolicy(**values["policy"])
-            logger.warning("`%s` ran out of memory before, and goes on with what fitted: %s.", folder, self.policy)
+            logger.warning("`%s` ran out of memory before, and resumes with what fitted: %s.", folder, self.policy)
 
 
-def _obstacle(trainer) -> str | None:
-    """Why a step cannot be computed again in this run."""
-    args, optim = trainer.args, str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if trainer.accelerator.num_processes > 1 or args.n_gpu > 1:
-        return (
-            "with more than one process or GPU the others would wait for this one for ever. Lower "
-            "`per_device_train_batch_size` and raise `gradient_accumulation_steps` for all of them."
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        return "DeepSpeed and FSDP keep gradients of their own. Lower `per_device_train_batch_size`."
-    if "layerwise" in optim or "lomo" in optim:
-        return f"`optim={optim}` changes weights inside the backward pass, so that a step cannot be computed twice."
-    if trainer.streaming is not None and trainer.streaming.torn:
-        return (
-            f"{trainer.streaming.torn} The weights in memory are not those of any step. "
-            "Resume from the last checkpoint with less."
-        )
-    return None
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _less_memory(trainer) -> list[str]:
-    """Options that take less and are not in use."""
-    options = trainer.hybrid_args
-    choices = {
-        "shorter sequences": True,
-        "`memory=auto` (layers are streamed from the host)": trainer.streaming is None,
-        "`offload_activations=True`": not options.offload_activations,
-        "`chunked_loss=on`": not trainer.loss_in_chunks,
-        "`optimizer_states=8bit`": options.optimizer_states != "8bit",
-        "`buffers_device=cpu`": options.enable_predict and options.buffers_device != "cpu",
-    }
-    return [name for name, possible in choices.items() if possible]
+class SmallerProbes(PhasePlugin):
+    """
+    Evaluates held-out batches in smaller parts after an out-of-memory, for the rest of the run.
+
+    Args:
+        recovery (`OutOfMemoryRecovery`): What may be tried, and where it is written down.
+    """
+
+    name = "smaller_probes"
+
+    def __init__(self, recovery: OutOfMemoryRecovery):
+        self.recovery = recovery
+        self.most: int | None = None
+
+    def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
+        def in_parts(batch: Any) -> list[float]:
+            while True:
+                try:
+                    parts = [batch] if self.most is None else parts_of(batch, self.most, self.recovery.blocks)
+                    return [loss for part in parts for loss in evaluate(part)]
+                except Exception as error:
+                    self.recovery.catch(error)
+                free_memory()
+                self._halve(batch)
+
+        return in_parts
+
+    def _halve(self, batch: Any) -> None:
+        try:
+            size = sequences_in(batch, self.recovery.blocks)
+            split_batch(batch, 1, self.recovery.blocks)
+        except UnsplittableBatchError:
+            size = 1
+        size = min(size, self.most or size)
+        if size == 1:
+            # The trial of the leap catches it: the leap is undone.
+            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.recovery.reason}")
+        self.most = (size + 1) // 2
+        self.recovery.note("split probes", before=size, after=self.most)
+        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, self.most)
+
+    def on_train_begin(self, context: PluginContext) -> None:
+        self.most = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"most": self.most}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.most = state["most"]

@@ -1,8 +1,21 @@
-"""`HybridTrainer`: transformers.Trainer whose hooks are routed to the prediction engine. No algorithm lives here."""
+"""
+`HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
+
+No algorithm lives here. Trainer's hooks are routed to three objects. Each is at work, or is a twin that does nothing,
+so that the hooks need few case distinctions:
+
+- `self.run`: the run with leaps (leaps/run.py): `LeapRun`, or `NoLeaps` between runs and with `enable_predict=False`;
+- `self.memory`: where weights live (streaming/engine.py): `Resident` or `Streamed`;
+- `self.recovery`: what happens when memory runs out (recovery.py).
+
+A step, top to bottom: `get_batch_samples` begins it (a leap that is due is made; a skipped step gets no batches),
+`training_step` computes one micro-batch, `_before_update` and `_after_update` stand around the optimizer's step, and
+`_end_step` closes it.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,38 +24,69 @@ from typing import Any
 import torch
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid.assembly import build_engine
-from hf_hybrid.callbacks import HookRouter
+from hf_hybrid import checkpoint
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.checkpoint import last_complete_checkpoint, write_json
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
-from hf_hybrid.leaps.clocks import LeapClock
-from hf_hybrid.leaps.data import BatchFeed, check_probe_set, hold_out, tokens_of
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
-from hf_hybrid.leaps.engine import PredictionEngine
-from hf_hybrid.leaps.probing import SequenceLosses, keep_differentiable
-from hf_hybrid.leaps.record import RunRecord, StepWindow
-from hf_hybrid.memory_setup import memory_plugins
-from hf_hybrid.phase_recovery import SmallerProbes, before_update, begin_step, build, end_step
+from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, hold_out, keep_differentiable
+from hf_hybrid.leaps.run import NoLeaps
+from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
+from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
-from hf_hybrid.recovering_trainer import RecoveringTrainerMixin
-from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
+from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.summary import HybridSummary, RunPosition
-from hf_hybrid.resuming import restore, resume_values, tell
-from hf_hybrid.state_io import last_complete_checkpoint, save_hybrid_state, write_json
+from hf_hybrid.setup import (
+    build_memory,
+    build_optimizer,
+    build_plugins,
+    build_run,
+    check_streamable,
+    makes_muon,
+)
+from hf_hybrid.streaming.engine import Resident
+from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
 
 SUMMARY_NAME = "hybrid_summary.json"
 
 
-class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
+class HookRouter(TrainerCallback):
+    """Calls the trainer where `Trainer` has no method to override. It holds no state."""
+
+    def __init__(self, trainer: HybridTrainerMixin):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_run()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_epoch()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._before_update()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._after_update()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer._end_step()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.trainer._end_run()
+
+
+class HybridTrainerMixin(PublishingMixin):
     """
     Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
 
-    Takes everything that the trainer takes. `args` is best a [`HybridConfig`]; any other `TrainingArguments` trains
+    Takes everything that the trainer takes. `args` should be a [`HybridConfig`]; any other `TrainingArguments` trains
     with the default hybrid options.
 
     Args:
@@ -52,33 +96,60 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         plugins (`list[PhasePlugin]`, *optional*):
             Parts that follow the phases.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
-            Your own [`Direction`], used instead of the option `direction`: a subclass, or a callable that makes one.
+            Your own [`Direction`] in place of the option `direction`: the class, or a callable that makes one.
+        device_map (`dict[str, int | str]`, *optional*):
+            Accelerate's form: module name to device. With `memory="stream"` layers on `"cpu"` or `"disk"` are streamed;
+            others stay on the device with their optimizer states. Default: the map that the model was loaded with.
 
     Raises:
         ValueError: If the model has nothing to train, the data cannot be split, or an option cannot be combined with
             leaps; the message says what to do.
+
+    Attributes:
+        memory_guard (`MemoryGuard`): Watches the device at the end of every step. Its `probe` may be replaced.
     """
 
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
-    """What evaluates held-out sequences; trainers whose batches are of another form have their own."""
+    """Evaluates held-out sequences; trainers whose batches have another form set their own."""
 
-    def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, **kwargs):
-        self.custom_direction = direction  # before plans are made, which count its buffers
-        super().__init__(*args, **kwargs)
-        warn_of_lone_process()
-        keep_differentiable(self.model)
-        self._clock = LeapClock(self.args.device)
-        recovering = (self.memory_guard, SmallerProbes(self._recovery))
-        self.plugins = PluginList([*recovering, *memory_plugins(self), self._clock, *plugins])
-        self.probe_dataset = probe_dataset
-        self._engine: PredictionEngine | None = None
-        self._summary = RunRecord().summary()
+    def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
+        self.run, self.memory = NoLeaps(), Resident()
+        self.plugins = PluginList()
+        self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
+        self._chunked_loss = ChunkedLossSwitch()
+        self._held: ByteTable | None = None
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
-        if not self.hybrid_args.enable_predict:
-            return
-        check_training_arguments(self.args, self.hybrid_args)
+        self._scheduled_rates: list[float] | None = None
+        self._next_epoch = 0
+        super().__init__(*args, **kwargs)
+        self.hybrid_args = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
+        options = self.hybrid_args
+        if makes_muon(self):
+            check_hidden_matrices(self.model)
+        if self._memory_option != "off":
+            self._plan_memory()
+            self._move_model_to_device(self.model, self.args.device)
+        elif device_map is not None:
+            raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
+        self.recovery = OutOfMemoryRecovery(self)
+        probe_of_device = device_probe(self.args.device)
+        self.memory_guard = MemoryGuard(
+            probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
+        )
+        warn_of_lone_process()
+        keep_differentiable(self.model)
+        self.plugins = PluginList([self.memory_guard, SmallerProbes(self.recovery), *build_plugins(self), *plugins])
+        self.probe_dataset = probe_dataset
+        self.add_callback(HookRouter(self))
+        if options.enable_predict:
+            self._prepare_leaps()
+
+    def _prepare_leaps(self) -> None:
+        """Refuse at construction what leaps cannot work with, and hold out the sequences that verify them."""
+        options, direction = self.hybrid_args, self.custom_direction
+        check_training_arguments(self.args, options)
         if direction is not None and not callable(direction):
             raise ValueError(
                 f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
@@ -90,237 +161,286 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
                 "(for example with peft) before creating the trainer."
             )
         check_whole_parameters(self.model)
-        if probe_dataset is None:
-            samples, seed = self.hybrid_args.probe_samples, self.args.seed
-            self.train_dataset, self.probe_dataset = hold_out(self.train_dataset, samples, seed)
+        if self.probe_dataset is None:
+            split = hold_out(self.train_dataset, options.probe_samples, self.args.seed)
+            self.train_dataset, self.probe_dataset = split
         check_probe_set(self.probe_dataset)
-        self.add_callback(HookRouter(self))
         install_progress(self)  # behind the router: the bar shows the step that it closed
 
     # What users read.
 
     def hybrid_summary(self) -> HybridSummary:
         """
-        What happened in the run so far, as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`,
-        `backward_passes`, `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero
-        with `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
-        `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought
-        back and what not, `None` for a run that began anew.
+        The run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
+        `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero with
+        `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
+        `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought back
+        and what it did not, and is `None` for a run that began anew.
         """
-        summary = self._summary if self._engine is None else self._engine.summary()
-        events = list(self._recovery.events)
+        events = list(self.recovery.events)
         found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}
-        return HybridSummary({**summary, **found})
+        return HybridSummary({**self.run.summary(), **found})
+
+    def memory_summary(self) -> dict:
+        """
+        `held`: bytes by category on device and host at the end of the last training, exact for what is held between
+        steps (activations and temporary memory are not); `plan` and `statistics` (loads, bytes moved, seconds waited)
+        of streamed layers, `None` where nothing is streamed.
+        """
+        plan = self.memory.plan
+        return {
+            "held": None if self._held is None else self._held.to_dict(),
+            "plan": None if plan is None else plan.to_dict(),
+            "statistics": self.memory.statistics(),
+        }
 
     @property
     def phase_name(self) -> str | None:
-        return None if self._engine is None else self._engine.phase.value
+        """Phase of the step under way; `None` without leaps."""
+        return None if self.run.phase is None else self.run.phase.value
 
     def run_position(self) -> RunPosition | None:
-        """What progress bars and notebooks show; `None` outside of a run, and without phases."""
-        if (engine := self._engine) is None:
+        """What progress bars and notebooks show; `None` outside of a run, and without leaps."""
+        run = self.run
+        if run.phase is None:
             return None
-        loss, avoided = (engine.signals.losses or [None])[-1], engine.record.backward_passes_avoided
-        return RunPosition(engine.last_phase.value, loss, avoided, memory_in_use(self.args.device))
+        avoided = run.record.backward_passes_avoided
+        return RunPosition(run.last_phase.value, run.last_loss, avoided, memory_in_use(self.args.device))
 
     # A run begins and ends.
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True and self.hybrid_args.enable_predict:
-            checkpoint, broken = last_complete_checkpoint(self.args.output_dir)
+            newest, broken = last_complete_checkpoint(self.args.output_dir)
             for folder in broken:
                 logger.warning("`%s` was not written to its end and is passed over.", folder)
-            resume_from_checkpoint = checkpoint or True  # True: Trainer says that there is none
-        self._resumed_from = self._resumed = None
+            resume_from_checkpoint = newest or True  # True: Trainer says that there is none
+        self._resumed_from = self._resumed = self._held = None
+        self.recovery.reset()
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        except Exception as error:
+            explained = self.recovery.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self.recovery.end()
+            if self._held is None and self.optimizer is not None:
+                self._measure_memory()
+            self.memory.end()
+            self._chunked_loss.remove()
         if self.hybrid_args.enable_predict and "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
-    def _start(self) -> None:
-        """Everything that Trainer makes for a run is there: build the engine, or restore it."""
-        self._engine = build(lambda: build_engine(self), self.hybrid_args, self._recovery)
-        self._feed = BatchFeed()
-        self._next_epoch = int(self.state.epoch or 0)
-        self._logged, self._trained = StepWindow(), StepWindow()
-        self._scheduled_rates: list[float] | None = None
-        self._tokens = 0
-        context = PluginContext(self.model_wrapped, self._engine.trajectory.optimizer, self.state.max_steps)
+    def _begin_run(self) -> None:
+        """Trainer has made everything that a run needs, and restored its own part of a checkpoint."""
+        self.recovery.begin(PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps))
+        if not self.hybrid_args.enable_predict:
+            return
+        self.run = build_run(self)
+        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
+        context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
         self.plugins.call("on_train_begin", context)
         if self._resumed_from is not None:
-            self._resumed = restore(self, self._resumed_from)
-            tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
+            self._resumed = checkpoint.restore(self, self._resumed_from)
+            checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
 
-    def _enter_epoch(self) -> None:
-        self._feed.enter(self._next_epoch)
+    def _begin_epoch(self) -> None:
+        if self.run.phase is None:
+            return
+        self.run.feed.enter(self._next_epoch)
         if self._resumed_from is not None:
-            self._feed.resume(self.callback_handler.train_dataloader)
+            self.run.feed.resume(self.callback_handler.train_dataloader)
             self._resumed_from = None
         self._next_epoch += 1
 
-    def _finish(self) -> None:
+    def _end_run(self) -> None:
+        if self.run.phase is None:
+            return
         self.plugins.call("on_train_end")
-        self._measure_memory(self._engine.trajectory.tensors_held())
-        self._summary, self._engine = self._engine.summary(), None
+        self._measure_memory()
+        self.run = NoLeaps(self.run.summary())
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())
 
     # One step.
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        if self._engine is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._scheduled_rate = self._get_learning_rate()
-        if self._begin_phase() is Phase.PREDICT:
-            self._feed.passed_over += num_batches
-            return [{} for _ in range(num_batches)], None
-        batches, items = super().get_batch_samples(self._feed.source(epoch_iterator), num_batches, device)
-        self._feed.fetched += len(batches)
+        """A step begins: make the leap that is due, and fetch the batches unless the step is skipped."""
+        if self.run.begin_step(self.state.global_step, self._get_learning_rate()) is Phase.PREDICT:
+            return self.run.feed.skip(num_batches)
+        source = self.run.feed.source(epoch_iterator)
+        batches, items = super().get_batch_samples(source, num_batches, device)
+        self.run.feed.fetched += len(batches)
+        self.recovery.begin_window(batches, items)
         return batches, items
 
-    def _begin_phase(self) -> Phase:
-        """Make the leap that is due; the phase of the step."""
-        engine = self._engine
-        with self._clock.leap() if engine.controller.leap_pending else contextlib.nullcontext():
-            return begin_step(engine, self.state.global_step, self._recovery)
-
     def training_step(self, model, inputs, num_items_in_batch=None):
-        engine = self._engine
-        if engine is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if engine.phase is Phase.PREDICT:
-            self._withhold_update()
-            engine.record.backward_passes_avoided += 1
-            return torch.zeros((), device=self.args.device)
-        if engine.leaper.cost_steps is None:
-            self._tokens += tokens_of(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        engine.record.backward_passes += 1
+        """One micro-batch: forward and backward, or nothing in a skipped step."""
+        if self.run.phase is Phase.PREDICT:
+            return self._skip_step(model)
+        step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
+        self.run.count(inputs, loss)
         return loss
 
-    def _compute_part(self, model, inputs, items):
-        if self._engine is None:
-            return super()._compute_part(model, inputs, items)
-        phase = self._engine.phase
+    def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch, or of a part of one where memory ran out."""
+        phase = self.run.phase
+        if phase is None:
+            return self.memory.compute(step, inputs)
         try:
             self.plugins.call("before_forward", phase)
-            return super()._compute_part(model, inputs, items)
+            return self.memory.compute(step, inputs)
         finally:
             self.plugins.call("after_backward", phase)
+
+    def _skip_step(self, model) -> torch.Tensor:
+        model.train()  # as a real step does: TRL tells by it which metrics it logs
+        self._withhold_update()
+        self.run.skip_step()
+        return torch.zeros((), device=self.args.device)
 
     def _withhold_update(self) -> None:
         """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
         self.accelerator.gradient_state._set_sync_gradients(False)
-        if self.streaming is not None:
-            self.streaming.optimizer.drop_gradients()
+        self.memory.discard_gradients()
 
     def _track_num_input_tokens(self, inputs):
-        if inputs:  # a predicted step has none
+        if inputs:  # a skipped step has none
             super()._track_num_input_tokens(inputs)
 
+    def _clip_grad_norm(self, model):
+        # With leaps the direction reads clipped gradients before the optimizer does.
+        now = self.hybrid_args.enable_predict
+        return self.memory.clip(model, self.args.max_grad_norm, super()._clip_grad_norm, now=now)
+
     def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm
         self._gradient_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._gradient_norm
 
     def _before_update(self) -> None:
         """Gradients are summed up and clipped; the optimizer has not stepped yet."""
-        engine = self._engine
-        if engine.phase is Phase.PREDICT:
+        run = self.run
+        if run.phase is Phase.PREDICT:
             return
-        loss = torch.stack(self._recovery.losses).sum()
+        self.recovery.stepping = True
+        if run.phase is None:
+            return
+        loss = run.step_loss
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
-        if engine.leaper.cost_steps is None:
-            engine.leaper.observe_compute(self._step_flops())
+        if run.tokens is not None:
+            run.observe_compute(self._step_flops(run.tokens))
         try:
-            norm = float(self._gradient_norm)
-            used = before_update(engine, self.state.global_step, loss.item(), norm, self._recovery)
+            used = run.before_update(self.state.global_step, loss.item(), float(self._gradient_norm))
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
             self._withhold_update()
+        # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * engine.rate_scale
+            group["lr"] = group["lr"] * run.rate_scale
 
-    def _step_flops(self) -> float:
+    def _step_flops(self, tokens: int) -> float:
         """Of the real step under way on one process, the mean over all: every rank must decide alike."""
-        tokens = torch.tensor(float(self._tokens), device=self.args.device)
+        count = torch.tensor(float(tokens), device=self.args.device)
         if self.accelerator.num_processes > 1:
-            tokens = self.accelerator.reduce(tokens, reduction="mean")
-        weights = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
-        per_token = sum(4 * count + 2 * count * trained for count, trained in weights)
-        return tokens.item() * per_token
+            count = self.accelerator.reduce(count, reduction="mean")
+        per_token = sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in self.model.parameters())
+        return count.item() * per_token
 
     def _after_update(self) -> None:
-        if self._engine.phase is Phase.PREDICT:
+        self.recovery.stepping = False
+        if self.run.phase in (None, Phase.PREDICT):
             return
         groups = self.optimizer.param_groups
         if self.accelerator.sync_gradients:
-            self._engine.after_update([float(group["lr"]) for group in groups])
+            self.run.after_update([float(group["lr"]) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
-        self._restore_rates()
-
-    def _restore_rates(self) -> None:
-        if self._scheduled_rates is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._scheduled_rates):
-                group["lr"] = rate
-            self._scheduled_rates = None
-
-    def _rewind_step(self) -> None:
-        if self._engine is None:
-            return
-        self._feed.fetched -= self._recovery.window_size
-        if self._scheduled_rates is not None and self.state.global_step == 0:
-            self._engine = None  # it has seen the gradients of a step that is not made
-            self._engine = build_engine(self)
-        self._restore_rates()
+        for group, rate in zip(groups, self._scheduled_rates):
+            group["lr"] = rate
 
     def _end_step(self) -> None:
-        self._logged_rate = self._scheduled_rate * self._engine.rate_scale
-        phase = end_step(self._engine, self.state.global_step - 1, self._scheduled_rate, self._recovery)
-        for window in (self._logged, self._trained):
-            window.count(real=phase is not Phase.PREDICT)
+        self.recovery.begin_window([])
+        save = self.memory_guard.after_step(self.state.global_step)
+        # Every process would have to save, and each sees its own device only.
+        self.control.should_save |= save and self.accelerator.num_processes == 1
+        self.run.end_step(self.state.global_step - 1)
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
-        checkpoint, _ = last_complete_checkpoint(self.args.output_dir)
-        where = f"The last good checkpoint is `{checkpoint}`" if checkpoint else "No checkpoint was saved yet"
+        newest, _ = last_complete_checkpoint(self.args.output_dir)
+        where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
         return TrainingDivergedError(
             f"{error} The weights in memory are those of the last good step. {where}. Look at the data of these steps, "
             "lower `learning_rate`, or raise `max_bad_steps`."
         )
 
+    # The loss.
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        compute = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        chunked = self._chunked_loss
+        if chunked.loss is None or return_outputs or not chunked.applies(model, inputs, num_items_in_batch):
+            return compute()
+        with chunked.active(inputs):
+            return compute()
+
+    @property
+    def loss_in_chunks(self) -> bool:
+        """Whether the training loss is computed without holding all logits."""
+        return self._chunked_loss.in_use
+
+    # Where weights live.
+
+    @property
+    def _memory_option(self) -> str:
+        return getattr(self.args, "memory", "off")  # read while Trainer is still being built
+
+    def create_accelerator_and_postprocess(self):
+        # The first thing that Trainer does with the model: what cannot work is refused before the model moves.
+        if self._memory_option != "off" and self.model is not None:
+            check_streamable(self.args, self.model, self._device_map)
+        super().create_accelerator_and_postprocess()
+
+    def _plan_memory(self) -> None:
+        self.memory, self._memory_is_planned = build_memory(self, self._device_map), True
+        if self.memory.streams:
+            self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
+            self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model, device):
+        # Not before the plan says whether the model moves as a whole; then only if it does.
+        if self._memory_option == "off" or (self._memory_is_planned and not self.memory.streams):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model=None):
+        self._chunked_loss.install(self)  # before anything else wraps the head
+        if not self.memory.is_for(self.model):  # `model_init` made a new one
+            self._plan_memory()
+        build_optimizer(self, self.model if model is None else model)
+        self.optimizer = self.memory.wrap(super().create_optimizer(model))
+        self.memory.begin()
+        return self.optimizer
+
+    def _measure_memory(self) -> None:
+        """What is held between steps, by category and place."""
+        self._held = held_bytes(self, self.model, self.optimizer)
+
     # Logging, evaluating, saving: always the real weights and what was really computed.
 
     def log(self, logs, *args, **kwargs):
-        if self._engine is not None:
-            if "loss" in logs:
-                self._logged.correct_mean(logs, "loss")
-                logs["learning_rate"] = self._logged_rate
-                if not self._logged.last_was_real:
-                    logs.pop("grad_norm", None)
-                self._logged = StepWindow()
-                logs.update(self._engine.log_values())
-            self._trained.correct_mean(logs, "train_loss")
-            if "train_runtime" in logs:  # the metrics of the whole run, which `train` returns too
-                logs.update(self._total_metrics())
+        self.run.amend_logs(logs)
         super().log(logs, *args, **kwargs)
-
-    def _total_metrics(self) -> dict[str, float]:
-        """Counts of the whole run, as `total_flos` is, and seconds of this start, as `train_runtime` is."""
-        record = self._engine.record
-        return {
-            "hybrid_backward_passes": record.backward_passes,
-            "hybrid_backward_passes_avoided": record.backward_passes_avoided,
-            "hybrid_leaps": len(record.leaps),
-            "hybrid_leap_runtime": round(self._clock.leap_seconds, 4),
-            "hybrid_probe_runtime": round(self._clock.probe_seconds, 4),
-        }
 
     def evaluate(self, *args, **kwargs):
         self.plugins.call("before_export")
@@ -330,11 +450,23 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
         self.plugins.call("before_export")
         return super().predict(*args, **kwargs)
 
+    def evaluation_loop(self, *args, **kwargs):
+        with self.memory.running():
+            return super().evaluation_loop(*args, **kwargs)
+
     def save_model(self, *args, **kwargs):
         self.plugins.call("before_export")
-        if self._engine is not None and not self._engine.trajectory.weights_are_finite():
+        if self.run.trajectory is not None and not self.run.trajectory.weights_are_finite():
             raise self._diverged(TrainingDivergedError("The weights hold NaN or infinite values and are not saved."))
         super().save_model(*args, **kwargs)
+
+    def _save(self, *args, **kwargs):
+        with self.memory.suspended():
+            super()._save(*args, **kwargs)
+
+    def _load_best_model(self):
+        with self.memory.suspended():
+            super()._load_best_model()
 
     def push_to_hub(self, *args, **kwargs):
         self.plugins.call("before_export")
@@ -342,34 +474,34 @@ class HybridTrainerMixin(RecoveringTrainerMixin, PublishingMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._engine is not None and self.args.should_save:
-            tensors, engine = self._engine.state_dict()
-            parts = {"engine": engine, "feed": self._feed.state_dict(), "plugins": self.plugins.state_dict()}
-            save_hybrid_state(output_dir, tensors, {**resume_values(self), **parts})
+        self.recovery.saved_step = self.state.global_step
+        if self.args.should_save:
+            self.recovery.save(output_dir)
+            if self.run.phase is not None:
+                checkpoint.save(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        # Trainer restores before it announces the run; the engine follows in `_start`.
+        # Trainer restores before it announces the run; our own state follows in `_begin_run`.
         self._resumed_from = checkpoint
+        if checkpoint is not None:
+            self.recovery.load(checkpoint)
 
 
 class HybridTrainer(HybridTrainerMixin, Trainer):
     """
     Drop-in for [`~transformers.Trainer`] that trains in phases: Warmup, Full, Predict, Correct.
 
-    In Predict the weights leap along a predicted displacement and the steps that the leap is worth pass without
-    backward passes. With `enable_predict=False` it is bit-identical to `Trainer`.
+    In Predict the weights leap along a predicted displacement, and the steps that the leap is worth are skipped. With
+    `enable_predict=False` it is bit-identical to `Trainer`.
 
     Args:
         model to preprocess_logits_for_metrics:
-            As [`~transformers.Trainer`], in the same order; `args` is best a [`HybridConfig`].
-        probe_dataset, plugins, direction:
+            As [`~transformers.Trainer`], in the same order; `args` should be a [`HybridConfig`].
+        probe_dataset, plugins, direction, device_map:
             As [`HybridTrainerMixin`].
-        device_map (`dict[str, int | str]`, *optional*):
-            Accelerate's form: module name to device. With `memory="stream"` the layers on `"cpu"` or `"disk"` are
-            streamed. Default: the map that the model was loaded with, if any.
         kwargs:
-            What a later version of `Trainer` takes besides.
+            Arguments that a later version of `Trainer` adds.
 
     Example:
 

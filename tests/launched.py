@@ -100,8 +100,8 @@ def hurting(folder: Path, name: str, **options):
     leap, made = Trajectory.leap, []
 
     def wrong(trajectory, gain):
-        trajectory.max_relative_norm = 10.0  # by default no leap goes far enough to do harm
-        if not trajectory.has_snapshot:
+        trajectory.max_relative_norm = 10.0
+        if trajectory.open.gain == 0:  # not moved yet
             made.append(gain)
         return leap(trajectory, -5000.0 if len(made) % 2 == 0 else gain)
 

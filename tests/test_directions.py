@@ -11,12 +11,12 @@ from test_trajectory import Toy
 from transformers.optimization import Adafactor
 
 from hf_hybrid import Direction, HybridTrainer
-from hf_hybrid.assembly import build_engine, direction_of
+from hf_hybrid.setup import build_run, direction_of
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.memory_setup import make_plan
+from hf_hybrid.setup import make_plan
 from hf_hybrid.optimizers import MuonAdamW, split_parameters
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)

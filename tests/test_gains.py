@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from hf_hybrid.leaps.gains import BanditGain, FixedGain, GainPlanner, Window, WindowCounter, scheduled_gain
+from hf_hybrid.leaps.gains import BanditGain, GainPlanner, Window, scheduled_gain
+from hf_hybrid.leaps.run import WindowCounter
 
 
 def window(loss, **changes):
@@ -14,7 +15,6 @@ def window(loss, **changes):
 def test_the_schedule_grows_with_the_run_or_is_constant():
     assert [scheduled_gain(4.0, p, 2.0) for p in (0.0, 0.5, 1.0)] == [0.0, 1.0, 4.0]
     assert [scheduled_gain(3.0, p, 0.0) for p in (0.0, 0.5, 1.0)] == [3.0, 3.0, 3.0]
-    assert FixedGain(4.0, 2.0, 0.1).gain(0.1) == 4.0
 
 
 def test_worth_is_in_proportion_to_the_gain_and_never_more_than_at_the_peak():

@@ -10,8 +10,8 @@ import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
 
 from hf_hybrid import HybridConfig, HybridTrainer, Phase
-from hf_hybrid import guard as guard_module
-from hf_hybrid.guard import MemoryGuard, device_probe
+from hf_hybrid import recovery as guard_module
+from hf_hybrid.recovery import MemoryGuard, device_probe
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def guard_of(shares, **options):
 def test_it_warns_and_saves_once_until_use_fell(caplog):
     shares = [0.5, 0.92, 0.95, 0.98, 0.99, 0.95, 0.98, 0.6, 0.99]
     guard = guard_of(shares)
-    with caplog.at_level(logging.WARNING, "hf_hybrid.guard"):
+    with caplog.at_level(logging.WARNING, "hf_hybrid.recovery"):
         saves = [guard.after_step(step) for step in range(1, len(shares) + 1)]
     assert saves == [False, False, False, True, False, False, False, False, True]
     warnings = [record.getMessage() for record in caplog.records if "guard_warn_at" in record.getMessage()]
@@ -54,7 +54,7 @@ def test_one_is_never(caplog):
 
 def test_phases_are_logged_with_what_they_hold(caplog):
     guard = guard_of([0.25])
-    with caplog.at_level(logging.INFO, "hf_hybrid.guard"):
+    with caplog.at_level(logging.INFO, "hf_hybrid.recovery"):
         guard.on_phase_change(Phase.FULL, Phase.PREDICT)
         MemoryGuard(None).on_phase_change(Phase.FULL, Phase.PREDICT)
     (record,) = caplog.records

@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from synthetic_runs import make_run
 
 import hf_hybrid
-from hf_hybrid import HybridTrainer, assembly
+from hf_hybrid import HybridTrainer, setup
 from hf_hybrid.leaps.gains import GainPlanner, Window
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import ImaginedGain
@@ -97,20 +97,20 @@ def test_the_last_window_plans_nothing():
 
 
 def test_start_weights_are_part_of_the_package():
-    assert assembly.START_WEIGHTS.stat().st_size < 5_000_000
+    assert setup.START_WEIGHTS.stat().st_size < 5_000_000
     model = RSSM()
-    load_weights(model, assembly.START_WEIGHTS)
+    load_weights(model, setup.START_WEIGHTS)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert model.linear.any() and model.feature_scale.min() > 0
     root = Path(hf_hybrid.__file__).parent
     tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in declared["hf_hybrid"] for path in root.glob(pattern)}
-    assert assembly.START_WEIGHTS in packed
+    assert setup.START_WEIGHTS in packed
 
 
 def test_a_missing_file_is_named(monkeypatch, tmp_path, train_set):
-    monkeypatch.setattr(assembly, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
+    monkeypatch.setattr(setup, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, planner="dynamics"), train_dataset=train_set)
     with pytest.raises(ValueError, match="nowhere.safetensors.*incomplete"):
         trainer.train()
@@ -138,7 +138,7 @@ def whole(tmp_path_factory):
 def test_a_run_tells_what_was_chosen(whole):
     summary = whole[1].hybrid_summary()
     choices = summary["planner"]["choices"]
-    windows = summary["real_steps"] // assembly.WINDOW_STEPS
+    windows = summary["real_steps"] // setup.WINDOW_STEPS
     assert summary["steps"] == STEPS and windows - 1 <= len(choices) <= windows  # none where nothing is left to plan
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
     assert summary["planner"]["seconds"] > 0 and summary["planner"]["updates"] == len(choices) // 5

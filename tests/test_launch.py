@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridArguments, HybridTrainer
+from hf_hybrid.checkpoint import last_complete_checkpoint
 from hf_hybrid.config import check_training_arguments
-from hf_hybrid.memory_setup import check_streamable
 from hf_hybrid.processes import warn_of_lone_process
-from hf_hybrid.state_io import last_complete_checkpoint
+from hf_hybrid.setup import check_streamable
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "accelerate_configs"

@@ -4,14 +4,20 @@ import pytest
 
 from hf_hybrid.phases import LEGAL_TRANSITIONS, Phase, PhaseController, PhaseLengths
 
-LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4, max_consecutive_leaps=2)
+LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)
+
+
+class TwoInARow(PhaseController):
+    """After two leaps in a row a Full block is due."""
+
+    MAX_CONSECUTIVE_LEAPS = 2
 
 
 def walk(controller, steps, *, confidence=1.0, horizon=2, leap_allowed=True):
     """Phases of the next `steps` steps; every leap is kept with the given horizon."""
     phases = []
     for _ in range(steps):
-        if controller.leap_pending:
+        if controller.leap_due:
             controller.leap_kept(horizon)
         phases.append(controller.phase)
         controller.finish_step(confidence=confidence, leap_allowed=leap_allowed)
@@ -23,12 +29,11 @@ def names(phases):
 
 
 def test_cycle_with_confidence():
-    # After two leaps in a row a Full block is due.
-    assert names(walk(PhaseController(LENGTHS, 0.5), 17)) == "wwfffppccppccfffp"
+    assert names(walk(TwoInARow(LENGTHS, 0.5), 17)) == "wwfffppccppccfffp"
 
 
 def test_leap_worth_less_than_a_step_goes_straight_to_correct():
-    assert names(walk(PhaseController(LENGTHS, 0.5), 12, horizon=0)) == "wwfffccccfff"
+    assert names(walk(TwoInARow(LENGTHS, 0.5), 12, horizon=0)) == "wwfffccccfff"
 
 
 def test_no_leap_below_the_confidence_threshold():
@@ -46,9 +51,9 @@ def test_horizon_is_capped():
 def test_rejected_leap_returns_to_full():
     controller = PhaseController(LENGTHS, 0.5)
     walk(controller, 5)
-    assert controller.leap_pending and controller.phase is Phase.PREDICT
+    assert controller.leap_due and controller.phase is Phase.PREDICT
     assert controller.leap_rejected() is Phase.FULL
-    assert not controller.leap_pending and controller.remaining == 3
+    assert not controller.leap_due and controller.remaining == 3
 
 
 def test_force_full_does_not_cut_warmup_short():

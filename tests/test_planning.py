@@ -136,7 +136,7 @@ def test_a_streamed_plan_holds_what_the_engine_holds(tmp_path):
     trainer = HybridTrainer(model, config, train_dataset=ByteText(40))
     trainer.train()
     held = trainer.memory_summary()["held"]
-    assert planned.resident_layers == trainer.streaming.plan.resident_layers
+    assert planned.resident_layers == trainer.memory.plan.resident_layers
     for category in ("weights", "gradients", "states"):
         assert planned.table.get(category, "host") == pytest.approx(held[category]["host"], rel=0.01)
 
@@ -171,10 +171,10 @@ def test_trainer_and_plan_give_the_same_answer(share, asked, tmp_path):
     planned, answer = ask_both(model, int(share * resident.peak_device_bytes), tmp_path, **asked)
     if isinstance(answer, PlanError):
         assert not planned.fits and answer.plan.table == planned.table
-    elif answer.streaming is None:
+    elif not answer.memory.streams:
         assert planned.fits and planned.mode == "resident" and share == 1.0
     else:
-        theirs = answer.streaming.plan
+        theirs = answer.memory.plan
         assert planned.fits and planned.mode == "streamed" and theirs.traced
         assert theirs.to_dict() == planned.to_dict()
 

@@ -6,7 +6,7 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.probing import SequenceLosses
+from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phase_memory.precision import (
     Precisions,

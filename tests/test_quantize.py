@@ -9,7 +9,7 @@ import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.probing import SequenceLosses
+from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.phase_memory.int8 import (
     Int8Predict,
     NoiseMeter,

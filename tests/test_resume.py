@@ -16,8 +16,8 @@ import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.checkpoint import is_complete, last_complete_checkpoint
 from hf_hybrid.phases import Phase
-from hf_hybrid.state_io import is_complete, last_complete_checkpoint
 
 STEPS = 60
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
@@ -53,8 +53,8 @@ def uninterrupted(tmp_path_factory):
     phases = {}
     for step in range(1, STEPS + 1):
         state = json.loads((folder / f"checkpoint-{step}" / "hybrid_state.json").read_text())
-        controller = state["engine"]["controller"]
-        phases[step] = Phase(controller["phase"]), controller["leap_pending"], controller["remaining"]
+        controller = state["run"]["controller"]
+        phases[step] = Phase(controller["phase"]), controller["leap_due"], controller["remaining"]
     return folder, weights(trainer.model), trainer.hybrid_summary(), phases
 
 

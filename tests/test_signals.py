@@ -66,7 +66,7 @@ class Watcher(PhasePlugin):
         self.rows = []
 
     def before_forward(self, phase):
-        self.rows.append(self.trainer._engine.signals.features)
+        self.rows.append(self.trainer.run.signals.features)
 
 
 def test_no_feature_is_constant_over_a_real_run(tmp_path):

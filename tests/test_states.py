@@ -252,9 +252,9 @@ def _last_in_predict(folder):
     """The newest checkpoint, not of the very end, that was saved after a predicted step whose Predict goes on."""
     found = []
     for checkpoint in folder.glob("checkpoint-*"):
-        engine = json.loads((checkpoint / "hybrid_state.json").read_text())["engine"]
+        engine = json.loads((checkpoint / "hybrid_state.json").read_text())["run"]
         controller = engine["controller"]
-        inside = controller["phase"] == engine["announced"] == "predict" and not controller["leap_pending"]
+        inside = controller["phase"] == engine["announced"] == "predict" and not controller["leap_due"]
         step = int(checkpoint.name.split("-")[1])
         if inside and step < STEPS - 5:
             found.append((step, checkpoint))

@@ -66,7 +66,7 @@ def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
         plain = train_plain(tmp_path, train_set, build())
     trainer = make_streamed(tmp_path, train_set, build(), accumulation_walk=walk, stream_embeddings=ends)
     trainer.train()
-    assert len(trainer.streaming.streamer.units) == LAYERS + (0 if ends is None else 1 if tied else 2)
+    assert len(trainer.memory.streamer.units) == LAYERS + (0 if ends is None else 1 if tied else 2)
     if walk == "layer" and tied:
         # Head and embeddings add up their gradients in another order: rounding, nothing else.
         torch.testing.assert_close(steps(trainer), steps(plain), rtol=1e-5, atol=0)
@@ -101,7 +101,7 @@ def test_bf16_autocast(tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, bf16=True)
     trainer = make_streamed(tmp_path, train_set, bf16=True, accumulation_walk="micro_batch")
     trainer.train()
-    pieces = [piece for unit in trainer.streaming.streamer.units for piece in unit.storage.pieces]
+    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.storage.pieces]
     assert {piece.dtype for piece in pieces if "proj" in piece.name} == {torch.bfloat16}
     assert_same_run(trainer, plain)
 
@@ -109,7 +109,7 @@ def test_bf16_autocast(tmp_path, train_set):
 def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
     trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{CHECKPOINTING: True})
     trainer.train()
-    calls = sum(unit.calls for unit in trainer.streaming.streamer.layers)
+    calls = sum(unit.calls for unit in trainer.memory.streamer.layers)
     assert calls == 12 * 4 * LAYERS
     assert_same_run(trainer, plain)
 
@@ -162,7 +162,7 @@ def test_lora_over_a_streamed_base(walk, tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)))
     trainer = make_streamed(tmp_path, train_set, lora(tiny_model(num_hidden_layers=LAYERS)), accumulation_walk=walk)
     trainer.train()
-    assert all("lora" not in piece.name for u in trainer.streaming.streamer.units for piece in u.storage.pieces)
+    assert all("lora" not in piece.name for u in trainer.memory.streamer.units for piece in u.storage.pieces)
     assert_same_run(trainer, plain)
 
 
@@ -171,7 +171,7 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
     model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
     before = weights(model)
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8")
-    storage = trainer.streaming.streamer.layers[0].storage
+    storage = trainer.memory.streamer.layers[0].storage
     assert storage.packed_bytes < 1.2 * sum(p.parameter.numel() for p in storage.pieces)
     trainer.train()
     after = weights(trainer.model)
@@ -187,7 +187,7 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
 def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monkeypatch, caplog):
     model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8", max_steps=4)
-    monkeypatch.setattr("hf_hybrid.memory_setup.host_memory", lambda: 1000)
+    monkeypatch.setattr("hf_hybrid.setup.host_memory", lambda: 1000)
     trainer.train()
     assert "stays packed" in caplog.text
     adapters = {name: w for name, w in weights(trainer.model).items() if "lora" in name}
@@ -226,7 +226,7 @@ def test_lora_over_a_4bit_base(walk, tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, quantised("nf4"), max_steps=4)
     trainer = make_streamed(tmp_path, train_set, quantised("nf4"), max_steps=4, accumulation_walk=walk)
     trainer.train()
-    pieces = [piece for unit in trainer.streaming.streamer.units for piece in unit.storage.pieces]
+    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.storage.pieces]
     assert sum(piece.nbytes for piece in pieces if piece.dtype == torch.uint8) > 0.9 * sum(p.nbytes for p in pieces)
     assert_same_run(trainer, plain)
 
@@ -342,7 +342,7 @@ class Allocations:
         self.peak, self.calls = 0, 0
         gc.collect()
         self.before = self.byte_buffers()  # held, so that no new buffer gets an old one's address
-        host = {unit.storage.packed.data_ptr() for unit in trainer.streaming.streamer.units}
+        host = {unit.storage.packed.data_ptr() for unit in trainer.memory.streamer.units}
         for layer in trainer.model.model.layers[::3]:  # the garbage collector's list is long
             layer.mlp.register_forward_hook(lambda *_: self.count(host))
 
@@ -366,7 +366,7 @@ def test_weights_travel_twice_per_step(tmp_path, train_set):
 
     class Count(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
-            loads.append([unit.loads for unit in trainer.streaming.streamer.layers])
+            loads.append([unit.loads for unit in trainer.memory.streamer.layers])
 
     trainer.add_callback(Count())
     trainer.train()
@@ -413,7 +413,7 @@ class KeepGradients(TrainerCallback):
         self.trainer, self.gradients = trainer, {}
 
     def on_pre_optimizer_step(self, *args, **kwargs):
-        counterpart = self.trainer.streaming.streamer.counterpart
+        counterpart = self.trainer.memory.streamer.counterpart
         self.gradients = {n: counterpart(p).grad.clone() for n, p in self.trainer.model.named_parameters()}
 
 
@@ -580,7 +580,7 @@ def test_device_map_says_what_lives_where(plain, tmp_path, train_set):
     places = {"": 0, **{f"model.layers.{index}": "cpu" for index in (1, 3)}}
     trainer = make_streamed(tmp_path, train_set, device_map=places, accumulation_walk="micro_batch")
     trainer.train()
-    assert [unit.name for unit in trainer.streaming.streamer.units] == ["model.layers.1", "model.layers.3"]
+    assert [unit.name for unit in trainer.memory.streamer.units] == ["model.layers.1", "model.layers.3"]
     assert_same_run(trainer, plain)
 
 

@@ -31,8 +31,8 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
-from hf_hybrid.micro_batches import parts_of  # noqa: E402
 from hf_hybrid.phases import PluginList  # noqa: E402
+from hf_hybrid.recovery import parts_of  # noqa: E402
 
 NAMES = sorted(topics.topics)
 CHATS = Dataset.from_list(
@@ -242,7 +242,7 @@ def test_pairs_stay_together_when_a_batch_is_split(tmp_path):
     """As after an out-of-memory; half of the rows would be chosen completions alone."""
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
-    parts = parts_of(batch, 1, trainer._recovery.blocks)
+    parts = parts_of(batch, 1, trainer.recovery.blocks)
     assert len(batch["input_ids"]) == 8 and [len(part["input_ids"]) for part in parts] == [2] * 4
     trainer.model.eval()
     losses = [trainer.compute_loss(trainer.model, part).item() for part in parts]

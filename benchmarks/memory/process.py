@@ -326,7 +326,7 @@ class TrainerRun(Run):
             config = HybridConfig(**values, memory="stream", enable_predict=False, **self.mode["options"])
             self.trainer = HybridTrainer(self.model, config, **common)
             # Several windows with one streamer: the model is not given back in between.
-            self.trainer.streaming.end = self.trainer.streaming.settle
+            self.trainer.memory.end = self.trainer.memory.settle
             self.trainer._loss.remove = lambda: None
         else:
             if self.mode["low_bit"]:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from hf_hybrid.leaps.engine import PredictionEngine
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -27,7 +28,6 @@ import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import TASKS, TextAndModels
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
-from hf_hybrid.leaps.engine import PredictionEngine
 from hf_hybrid.leaps.trajectory import Trajectory
 
 DISABLED_STEPS = 30

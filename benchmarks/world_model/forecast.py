@@ -33,8 +33,8 @@ from benchmarks.world_model.scores import (
     with_error,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.assembly import START_WEIGHTS
 from hf_hybrid.leaps.gains import Window
+from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
 from hf_hybrid.world_model.imagination import ImaginedGain

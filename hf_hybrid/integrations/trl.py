@@ -11,8 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.leaps.data import check_probe_set
-from hf_hybrid.leaps.probing import SequenceLosses
+from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.phases import PluginList
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
@@ -192,7 +191,7 @@ class _TRLTrainerMixin(HybridTrainerMixin):
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
-        self._loss = _HeadOfTRL()
+        self._chunked_loss = _HeadOfTRL()
         if not self.hybrid_args.enable_predict:
             return
         if self._is_vision_dataset:
@@ -203,11 +202,6 @@ class _TRLTrainerMixin(HybridTrainerMixin):
         if probe_dataset is not None:
             self.probe_dataset = self._prepare_probe_set(probe_dataset)
             check_probe_set(self.probe_dataset)
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        # Also in a predicted step, which may follow an evaluation: by the model's mode TRL's `log` takes its metrics.
-        model.train()
-        return super().training_step(model, inputs, num_items_in_batch)
 
     @property
     def loss_in_chunks(self) -> bool:

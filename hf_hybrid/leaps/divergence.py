@@ -22,8 +22,6 @@ class Action(str, enum.Enum):
     """The recovery ladder, mildest first."""
 
     NONE = "none"
-    SHORTEN = "shorten"
-    """Halve the next leap."""
     FORCE_FULL = "force_full"
     """No leaps for a while."""
     BACK_OFF = "back_off"
@@ -65,12 +63,13 @@ class DivergenceMonitor:
 
     Args:
         threshold (`float`): Deviation of the loss from its trend, in standard deviations, that is a warning.
-        explosion_factor (`float`): Gradient norm over the running median that is a warning; ten times it is critical.
         max_bad_steps (`int`): Non-finite steps in a row after which training is aborted.
     """
 
     MIN_HISTORY = 20
     """Steps before relative thresholds mean anything."""
+    EXPLODING = 100.0
+    """Gradient norm over the running median that is a warning; ten times it is critical."""
     VANISHING = 1e-3
     """Gradient norm over the running median that counts as vanished."""
     FORGIVEN_PER_STEP = 0.002
@@ -80,9 +79,8 @@ class DivergenceMonitor:
     BAD_BEFORE_RESET = 3
     """Non-finite steps in a row after which the last leap and the slow memory are suspected."""
 
-    def __init__(self, threshold: float, explosion_factor: float, max_bad_steps: int):
+    def __init__(self, threshold: float, max_bad_steps: int):
         self.threshold = threshold
-        self.explosion_factor = explosion_factor
         self.max_bad_steps = max_bad_steps
         self.losses: deque[float] = deque(maxlen=64)
         self.norms: deque[float] = deque(maxlen=64)
@@ -107,7 +105,7 @@ class DivergenceMonitor:
         self.bad_steps = 0
         if len(self.norms) >= self.MIN_HISTORY:
             ratio = norm / max(statistics.median(self.norms), 1e-12)
-            if ratio > 10 * self.explosion_factor:
+            if ratio > 10 * self.EXPLODING:
                 action = Action.ROLL_BACK if leap_open else Action.SKIP_BATCH
                 return Verdict(Level.CRITICAL, f"gradient norm {norm:.3g} is {ratio:.0f} times its median", action)
         self.norms.append(norm)
@@ -156,9 +154,7 @@ class DivergenceMonitor:
     def _action(self, level: Level, leap_open: bool) -> Action:
         if level is Level.CRITICAL:
             return Action.ROLL_BACK if leap_open else Action.FORCE_FULL
-        if level is Level.WARNING:
-            return Action.FORCE_FULL
-        return Action.SHORTEN if level is Level.CAUTION else Action.NONE
+        return Action.FORCE_FULL if level is Level.WARNING else Action.NONE
 
     def _loss_deviation(self, loss: float) -> tuple[Level, str]:
         if len(self.losses) < self.MIN_HISTORY:
@@ -193,7 +189,7 @@ class DivergenceMonitor:
         if len(self.norms) < self.MIN_HISTORY:
             return Level.NORMAL, ""
         ratio = norm / max(statistics.median(self.norms), 1e-12)
-        if ratio > self.explosion_factor:
+        if ratio > self.EXPLODING:
             return Level.WARNING, f"gradient norm {norm:.3g} is {ratio:.0f} times its median"
         if ratio < self.VANISHING:
             return Level.WARNING, f"gradient norm {norm:.3g} vanished ({ratio:.1g} of its median)"

@@ -26,43 +26,6 @@ class Window:
     rate: float
 
 
-class WindowCounter:
-    """Gathers steps and leaps into windows of `stride` real steps."""
-
-    def __init__(self, stride: int):
-        self.stride = stride
-        self.losses: list[float] = []
-        self.gain, self.predicted, self.peak_rate = 0.0, 0, 0.0
-
-    def leap(self, gain: float, real_steps: int) -> None:
-        """A leap of this gain was kept; it stands on `real_steps` real steps."""
-        self.gain += gain * real_steps
-
-    def step(self, loss: float | None, learning_rate: float) -> bool:
-        """Count a step (`loss` is `None` for one that computed nothing); whether a window is complete."""
-        self.peak_rate = max(self.peak_rate, learning_rate)
-        if loss is None:
-            self.predicted += 1
-            return False
-        self.losses.append(loss)
-        return len(self.losses) >= self.stride
-
-    def close(self, features: Sequence[float], progress: float, learning_rate: float) -> Window:
-        """The window that is complete; the next begins."""
-        rate = learning_rate / self.peak_rate if self.peak_rate > 0 else 0.0
-        loss = sum(self.losses) / len(self.losses)
-        window = Window(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)
-        self.losses, self.gain, self.predicted = [], 0.0, 0
-        return window
-
-    def state_dict(self) -> dict:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in vars(self):
-            setattr(self, name, state[name])
-
-
 def scheduled_gain(peak: float, progress: float, power: float) -> float:
     """
     Gain of a leap within the schedule: `peak * progress ** power`.
@@ -121,13 +84,6 @@ class GainPlanner:
 
     def load_state_dict(self, tensors: dict, state: dict) -> None:
         """Restore what `tensors` and `state_dict` returned."""
-
-
-class FixedGain(GainPlanner):
-    """The same gain from the first leap to the last."""
-
-    def gain(self, progress: float) -> float:
-        return self.peak
 
 
 class BanditGain(GainPlanner):

@@ -1,12 +1,86 @@
-"""What happened in a run, counted where it happened. Plain values; standard library only."""
+"""What is written down of a run: every leap, and the counters behind `hybrid_summary()`. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 
 from hf_hybrid.phases import Phase
 
 MAX_EVENTS = 1000
+
+
+@dataclass
+class Leap:
+    """
+    One leap, from the decision to make it until Correct has judged it.
+
+    While the leap can still be undone it is `Trajectory.open`; later it lives on in `RunRecord.leaps`. Losses are means
+    over the probed held-out sequences and `None` where the leap was not probed.
+
+    Attributes:
+        step (`int`): The 0-based step before which the leap was made.
+        gain (`float`): How far it went, in units of the real steps since the last leap, after the cap; 0 until the
+            weights have moved.
+        real_steps (`int`): Real steps since the last leap.
+        verdict (`str`): `unprobed`, `kept`, `shrunk` (half of it was kept), `rejected`, or `rolled_back` where Correct
+            undid it.
+        horizon (`int`): Steps that were skipped for it.
+        worth (`float`): Steps that it was credited with.
+        relative_norm (`float`): Its norm over the norm of the weights.
+        predicted_decrease (`float`): Fall of the training loss along it to first order (nats), by the direction's own
+            expectation of the gradient.
+        loss_before, loss_after, standard_error (`float`, *optional*): Of the probe.
+        e (`float`, *optional*): Immediate gain in real steps: fall of the loss over its fall per real step.
+        e_source (`str`, *optional*): `probe` (held-out losses) or `slopes` (the gradient's projection on the leap).
+        cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
+        norm_ratio (`float`, *optional*): Length of what those steps did over that of the leap, each per unit of
+            learning rate.
+        forecast_error (`float`, *optional*): Mean training loss in Correct minus the forecast of the trend before it.
+        probe_cost_steps (`float`): Price of its probe in real steps.
+        decrease (`float`): Mean paired fall of the held-out loss (nats); minus infinity where the loss after the leap
+            is not finite.
+        under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
+        forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
+        losses (`list[float]`): Training losses since the leap.
+    """
+
+    step: int
+    real_steps: int
+    gain: float = 0.0
+    verdict: str = "unprobed"
+    horizon: int = 0
+    worth: float = 0.0
+    relative_norm: float = 0.0
+    predicted_decrease: float = 0.0
+    loss_before: float | None = None
+    loss_after: float | None = None
+    standard_error: float | None = None
+    e: float | None = None
+    e_source: str | None = None
+    cosine: float | None = None
+    norm_ratio: float | None = None
+    forecast_error: float | None = None
+    probe_cost_steps: float = 0.0
+    decrease: float = 0.0
+    under_test: bool = False
+    forecast: float | None = None
+    deviation: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def probed(self) -> bool:
+        """Whether held-out losses were compared before and after it."""
+        return self.loss_before is not None
+
+    def summary(self) -> dict:
+        """For people and JSON: plain values, `None` for numbers that are not finite."""
+        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
+        return {name: _finite(value) for name, value in asdict(self).items() if name not in inner}
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _per_phase(zero):
@@ -26,13 +100,12 @@ class RunRecord:
     roll_backs: int = 0
     probe_cost_steps: float = 0.0
     leap_cost_steps: float = 0.0
-    """Arithmetic of all leaps, kept or not, in real steps; what is a few operations per weight is not counted."""
-    leaps: list[dict] = field(default_factory=list)
+    """Arithmetic of all leaps, kept or not, in real steps; a few operations per weight are not counted."""
+    leaps: list[Leap] = field(default_factory=list)
     divergence_events: list[dict] = field(default_factory=list)
     learning_rate_scales: list[dict] = field(default_factory=list)
     displacement_residuals: dict[str, dict] = field(default_factory=dict)
     """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
-    tail_average: dict | None = None
 
     def add_residuals(self, residuals: dict) -> None:
         """Fold what one leap met into the means by group."""
@@ -43,46 +116,55 @@ class RunRecord:
                 mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
 
     def add_event(self, event: dict) -> None:
+        """Keep an event of the divergence monitor, up to `MAX_EVENTS` of them."""
         if len(self.divergence_events) < MAX_EVENTS:
             self.divergence_events.append(event)
 
     def summary(self) -> dict:
-        """Everything, with the totals that follow from it."""
+        """Everything as plain values, with the totals that follow from it."""
         predicted = self.steps_by_phase[Phase.PREDICT.value]
         verdicts: dict[str, int] = {}
         for leap in self.leaps:
-            verdicts[leap["verdict"]] = verdicts.get(leap["verdict"], 0) + 1
+            verdicts[leap.verdict] = verdicts.get(leap.verdict, 0) + 1
         return {
             "steps": sum(self.steps_by_phase.values()),
             "real_steps": sum(self.steps_by_phase.values()) - predicted,
             "predicted_steps": predicted,
             "leaps_by_verdict": verdicts,
             **vars(self),
+            "leaps": [leap.summary() for leap in self.leaps],
         }
 
     def state_dict(self) -> dict:
-        return dict(vars(self))
+        return {**vars(self), "leaps": [asdict(leap) for leap in self.leaps]}
 
     def load_state_dict(self, state: dict) -> None:
         for name in vars(self):
             setattr(self, name, state[name])
+        self.leaps = [Leap(**{**leap, **_infinities(leap)}) for leap in state["leaps"]]
+
+
+def _infinities(leap: dict) -> dict:
+    """JSON has no infinity: a checkpoint holds it as text."""
+    return {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
 
 
 @dataclass
-class StepWindow:
-    """Real and predicted steps since something was logged, to mend means that count predicted steps as zeros."""
+class LoggedSteps:
+    """Real and skipped steps since the last log entry, to correct means that count skipped steps as zeros."""
 
     real: int = 0
     total: int = 0
     last_was_real: bool = True
 
     def count(self, *, real: bool) -> None:
+        """Count one step."""
         self.real += real
         self.total += 1
         self.last_was_real = real
 
     def correct_mean(self, logs: dict, key: str) -> None:
-        """Turn the mean over all steps into that over the real ones; without any, there is nothing to report."""
+        """Turn the mean over all steps into the mean over the real ones; drop it where there was none."""
         if key not in logs:
             return
         if self.real:

@@ -140,7 +140,7 @@ class DisplacementResiduals:
             before (`Sequence[torch.Tensor]`): The weights before it.
             predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
         """
-        self.forget()
+        self.clear()
         self.start = [sample(p).float().clone() for p in self.parameters]
         self.leap = [start - sample(b).to(start.device).float() for start, b in zip(self.start, before)]
         self.leap_rate = rate
@@ -178,7 +178,7 @@ class DisplacementResiduals:
             Over all parameters (`None` if nothing was watched or moved), and by group.
         """
         if not self.watching or not self.gradient_steps or rate <= 0:
-            self.forget()
+            self.clear()
             return None, {}
         realised = [sample(p).to(s.device).float() - s for p, s in zip(self.parameters, self.start)]
         before = self.slopes_before
@@ -192,7 +192,7 @@ class DisplacementResiduals:
         rows = torch.stack(columns, dim=1).tolist()
         whole = self._residual([sum(column) for column in zip(*rows)], rate)
         groups = {group: found for group, row in zip(self.groups, rows) if (found := self._residual(row, rate))}
-        self.forget()
+        self.clear()
         return whole, groups
 
     def _residual(self, row: list[float], rate: float) -> GroupResidual | None:
@@ -207,8 +207,8 @@ class DisplacementResiduals:
             slope_after=after,
         )
 
-    def forget(self) -> None:
-        """Nothing is watched any more."""
+    def clear(self) -> None:
+        """Watch no leap any more."""
         self.leap, self.start, self.gradients, self.gradient_steps = [], [], [], 0
         self.slopes_before = None
 

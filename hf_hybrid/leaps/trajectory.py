@@ -1,62 +1,92 @@
-"""Leaps along a direction: tried, kept, or undone to the last bit."""
+"""
+Where a leap changes the weights.
+
+A leap adds `gain * lr_sum * displacement` to every trainable parameter. `lr_sum` is the sum of the learning rates of
+the real steps since the last leap and `displacement` is what a direction (leaps/directions/) predicts per unit of it:
+at a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter stay as they
+are, and gradient clipping does not apply; instead the norm of a leap is capped at `max_relative_norm` times the norm of
+the weights.
+
+Predictions can be wrong, so a leap is a transaction:
+
+1. `with trajectory.trial(leap)` takes a snapshot of the weights and opens the leap. `trajectory.open` is the only
+   answer to "is a leap open?".
+2. Inside, `trajectory.leap(gain)` moves the weights; a second call starts from the same snapshot.
+3. When the block ends, a rejected leap is undone from the snapshot, bit for bit. So is a leap whose block raised
+   anything, an out-of-memory for example. Otherwise `keep()` has written the leap for good and a new block of real
+   steps begins.
+4. The snapshot stays until Correct has judged the leap: `roll_back()` undoes it, `accept()` closes the way back.
+
+Weights may live on another device than they compute on (layers that are streamed from the host). A leap under test is
+then one number, its gain: whoever copies such weights to where they compute adds the displacement on the way
+(`displaced`), so that a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
 
 import torch
 
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.directions.preconditioners import last_step
+from hf_hybrid.leaps.record import Leap
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class LeapShape:
-    """What a leap did to the weights: the gain after the cap, norms, and the fall of the loss to first order (nats)."""
+class WeightStore(Protocol):
+    """
+    Interface to weights stored on another device than they compute on.
 
-    gain: float
-    norm: float
-    relative_norm: float
-    linear_decrease: float
+    `holds` says whether copies of a parameter compute in its place. `settle` is called before weights or optimizer
+    states are read: it finishes updates that are under way. `changed` is called after weights were written, or after
+    the leap under test changed: copies made of them are out of date.
+    """
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool: ...
+
+    def settle(self) -> None: ...
+
+    def changed(self) -> None: ...
 
 
-class WeightStore:
-    """Where weights live that do not compute where they live: told before they are read and after they were written."""
+class InPlace:
+    """The [`WeightStore`] of weights that compute where they are stored."""
 
     def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether copies of this parameter compute in its place."""
+        """Never."""
         return False
 
     def settle(self) -> None:
-        """Finish updates under way: parameters and optimizer states are about to be read."""
+        """Nothing is ever under way."""
 
     def changed(self) -> None:
-        """The weights were written, or the leap under test is another one: copies made of them are old."""
+        """There are no copies."""
 
 
 class Trajectory:
     """
-    Applies a leap along a direction, holds it while it is under test, and rolls it back exactly.
+    The weights along a run: observes real steps, applies a leap, and undoes it exactly.
 
-    Buffers live beside the weights or on the host (`host=True`): those of the direction, in fp32, and the snapshot of
-    the weights before the last leap, in the weights' own dtype.
+    Buffers live beside the weights or on the host (`host=True`): the direction's own, in fp32, and the snapshot of the
+    weights before the last leap, in the dtype of the weights.
 
     Args:
         parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters.
         optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
-        direction (`Callable[[DirectionContext], Direction]`): A subclass of `Direction`, or a callable that makes one.
-        memory_steps (`int`): Length of slow averages in real steps.
+        direction (`Callable[[DirectionContext], Direction]`): The class of the direction, or another callable that
+            makes it.
+        memory_steps (`int`): Length of the direction's averages in real steps.
         max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
         matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them by themselves.
+        matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them differently.
         host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
-        store (`WeightStore`, *optional*): For weights that live elsewhere than they compute. A leap under test is then
-            one number: whoever copies weights to where they compute adds it ([`displaced`]), and a rejection costs
-            nothing.
+        store (`WeightStore`): Where the weights are stored.
     """
 
     def __init__(
@@ -66,7 +96,7 @@ class Trajectory:
         *,
         direction: DirectionFactory,
         memory_steps: int,
-        max_relative_norm: float,
+        max_relative_norm: float = 0.5,
         matrices: Collection[str] = (),
         host: bool = False,
         store: WeightStore | None = None,
@@ -75,33 +105,34 @@ class Trajectory:
         moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]
         self.names = [name for name, _ in moved]
         self.parameters = [parameter for _, parameter in moved]
-        self.groups = [group_of[id(parameter)] for parameter in self.parameters]
         self.optimizer = optimizer
         self.max_relative_norm = max_relative_norm
-        self.store = store
+        self.store: WeightStore = store or InPlace()
         self.clock = Clock(lr_sums=[0.0] * len(optimizer.param_groups))
         self.context = DirectionContext(
             names=self.names,
             parameters=self.parameters,
-            groups=self.groups,
+            groups=[group_of[id(parameter)] for parameter in self.parameters],
             optimizer=optimizer,
             memory_steps=memory_steps,
             host=host,
             clock=self.clock,
             matrices=matrices,
-            settle=self.settle_updates,
+            settle=self.store.settle,
         )
         self.direction = direction(self.context)
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
         self.formed = 0
-        """How often a leap was formed, kept or not."""
-        self.pending_gain: float | None = None
-        self._at_hand = {i for i, p in enumerate(self.parameters) if store is None or not store.holds(p)}
-        """Parameters that compute where they live: a leap under test is written into them."""
+        """How often a displacement of all weights was formed, for leaps kept or not."""
+        self.open: Leap | None = None
+        """The leap that can still be undone."""
+        self.snapshot: list[Tensor] = []
+        """One buffer per parameter; the weights before the open leap where the index is in `_saved`."""
+        self._saved: set[int] = set()
+        self._in_place = {i for i, p in enumerate(self.parameters) if not self.store.holds(p)}
+        """Indices of parameters that compute where they are stored: a leap under test is written into them."""
         self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.before_leap: list[Tensor] = []
-        self.has_snapshot = False
 
     @property
     def steps_seen(self) -> int:
@@ -168,47 +199,98 @@ class Trajectory:
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
 
+    # A leap.
+
+    @contextlib.contextmanager
+    def trial(self, leap: Leap) -> Iterator[None]:
+        """
+        Try a leap: the weights change inside the block by [`leap`], and stay changed only if it ends with [`keep`].
+
+        An exception, of whatever kind, restores the weights of before the block bit for bit and passes on. So does the
+        end of the block without a call of [`keep`].
+        """
+        if self.open is not None:
+            raise RuntimeError(f"The leap made before step {self.open.step} is still open: accept it or roll it back.")
+        self.store.settle()
+        self.direction.prepare()
+        self.open, leap.under_test, leap.gain = leap, True, 0.0
+        try:
+            self._save(self._in_place)
+            yield
+        except BaseException:
+            self.roll_back()
+            raise
+        if leap.under_test:
+            self.roll_back()
+
     @torch.no_grad()
-    def leap(self, gain: float) -> LeapShape:
+    def leap(self, gain: float) -> None:
         """
-        Keep a snapshot of the weights and move them by `gain` times the direction.
-
-        Called again before [`settle`], it starts from the same snapshot: the last call wins.
+        Move the weights by `gain` times the displacement, counted from the snapshot of [`trial`]; called again, the
+        last call wins. Writes gain (after the cap), relative norm and predicted decrease into the open leap.
         """
-        if self.pending_gain is not None:
-            self._restore(self._at_hand)
-        else:
-            self.settle_updates()
-            self.direction.prepare()
-            self._take_snapshot(self._at_hand)
-        shape = self._apply(gain, self._at_hand)
-        if shape.relative_norm > self.max_relative_norm:
-            self._restore(self._at_hand)
-            shape = self._apply(gain * self.max_relative_norm / shape.relative_norm, self._at_hand)
-        self.pending_gain = shape.gain
-        self.weights_changed()
-        return shape
+        leap = self.open
+        if leap.gain:
+            self._restore()
+        size, linear = self._apply(gain)
+        if size > self.max_relative_norm:
+            self._restore()
+            gain = gain * self.max_relative_norm / size
+            size, linear = self._apply(gain)
+        leap.gain, leap.relative_norm, leap.predicted_decrease = gain, size, linear
+        self.store.changed()
 
-    def settle_updates(self) -> None:
-        """Finish updates under way; to be called before weights or optimizer states are read from outside."""
-        if self.store is not None:
-            self.store.settle()
-
-    def weights_changed(self) -> None:
-        """The weights were written; to be called by whoever did."""
-        if self.store is not None:
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the leap under test: write it into weights that are stored elsewhere, and begin a new block of steps."""
+        gain = self.open.gain
+        elsewhere = sorted(set(range(len(self.parameters))) - self._in_place)
+        if elsewhere:
+            self._save(elsewhere)  # all of it before the first write: what raises from here on can be undone
+            for index in elsewhere:
+                delta = self._delta(index, gain)
+                if delta is not None:
+                    _add(self.parameters[index], delta)
             self.store.changed()
+        self.open.under_test = False
+        self._begin_block(undoable=True)
 
-    def predicted_gradients(self) -> list[Tensor | None]:
-        """The gradient that the direction expects of every parameter; `None` where it expects none."""
-        return [self.direction.predicted_gradient(index) for index in range(len(self.parameters))]
+    def accept(self) -> None:
+        """The open leap was judged to be good: it can no longer be undone."""
+        self.open = None
+        self._saved.clear()
+        self.direction.leap_judged()
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """
+        Put back, bit for bit, the weights of before the open leap.
+
+        Raises:
+            RuntimeError: If no leap is open.
+        """
+        if self.open is None:
+            raise RuntimeError("There is no leap to roll back.")
+        if not self.open.under_test:
+            self.store.settle()  # real steps were made since
+        self._restore()
+        self.open.under_test, self.open = False, None
+        self._saved.clear()
+        self.store.changed()
+        self._begin_block(undoable=False)
 
     @torch.no_grad()
     def displaced(self, parameter: torch.nn.Parameter) -> Tensor | None:
         """The weights of one parameter with the leap under test; `None` if there is none."""
         index = self._index_of.get(id(parameter))
-        delta = None if self.pending_gain is None or index is None else self._delta(index, self.pending_gain)
+        if index is None or self.open is None or not (self.open.under_test and self.open.gain):
+            return None
+        delta = self._delta(index, self.open.gain)
         return None if delta is None else parameter.detach().float().add(delta).to(parameter.dtype)
+
+    def predicted_gradients(self) -> list[Tensor | None]:
+        """The gradient that the direction expects of every parameter; `None` where it expects none."""
+        return [self.direction.predicted_gradient(index) for index in range(len(self.parameters))]
 
     def _delta(self, index: int, gain: float) -> Tensor | None:
         parameter = self.parameters[index]
@@ -217,7 +299,8 @@ class Trajectory:
         factor = 1.0 if self.gain_factors is None else self.gain_factors[index]
         return None if displacement is None else displacement.mul_(factor * gain * self.context.lr_sum(index))
 
-    def _apply(self, gain: float, written: set[int]) -> LeapShape:
+    def _apply(self, gain: float) -> tuple[float, float]:
+        """Write the leap where weights compute in place; returns its relative norm and its predicted decrease."""
         self.formed += 1
         squares, weights, linear = [], [], []
         for index, parameter in enumerate(self.parameters):
@@ -229,60 +312,22 @@ class Trajectory:
             if gradient is not None:
                 linear.append(-sums.dot(delta, gradient))
             squares.append(sums.square(delta))
-            if index in written:
+            if index in self._in_place:
                 _add(parameter, delta)
         norm, size = math.sqrt(sums.total(squares)), math.sqrt(sums.total(weights))
-        return LeapShape(gain, norm, norm / max(size, 1e-12), sums.total(linear))
-
-    def _take_snapshot(self, indices: set[int]) -> None:
-        if not self.before_leap:
-            self.before_leap = [self.context.buffer(p, dtype=p.dtype) for p in self.parameters]
-        for index in indices:
-            self.before_leap[index].copy_(self.parameters[index].detach())
-        self.has_snapshot = True
-
-    def _restore(self, indices: set[int]) -> None:
-        for index in indices:
-            self.parameters[index].copy_(self.before_leap[index])
+        return norm / max(size, 1e-12), sums.total(linear)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """The leap stays for now: a new block of real steps begins. The snapshot is kept until [`forget`]."""
-        gain, self.pending_gain = self.pending_gain, None
-        elsewhere = set(range(len(self.parameters))) - self._at_hand
-        if gain is not None and elsewhere:
-            self._take_snapshot(elsewhere)
-            for index in sorted(elsewhere):
-                delta = self._delta(index, gain)
-                if delta is not None:
-                    _add(self.parameters[index], delta)
-            self.weights_changed()
-        self._begin_block(undoable=self.has_snapshot)
+    def _save(self, indices: Iterable[int]) -> None:
+        if not self.snapshot:
+            self.snapshot = [self.context.buffer(p, dtype=p.dtype) for p in self.parameters]
+        for index in indices:
+            self.snapshot[index].copy_(self.parameters[index].detach())
+            self._saved.add(index)
 
-    def forget(self) -> None:
-        """The last leap was judged: the way back is closed."""
-        self.has_snapshot = False
-        self.direction.leap_judged()
-
-    @torch.no_grad()
-    def roll_back(self) -> None:
-        """
-        Put back, bit for bit, the weights of before the last leap.
-
-        Raises:
-            RuntimeError: If there is no leap to undo.
-        """
-        if not self.has_snapshot:
-            raise RuntimeError("There is no leap to roll back.")
-        if self.pending_gain is not None:
-            self.pending_gain = None
-            self._restore(self._at_hand)
-        else:
-            self.settle_updates()
-            self._restore(set(range(len(self.parameters))))
-        self.has_snapshot = False
-        self.weights_changed()
-        self._begin_block(undoable=False)
+    def _restore(self) -> None:
+        for index in self._saved:
+            self.parameters[index].copy_(self.snapshot[index])
 
     def _begin_block(self, *, undoable: bool) -> None:
         self.clock.steps_in_block = 0
@@ -337,7 +382,7 @@ class Trajectory:
     @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
-        self.settle_updates()
+        self.store.settle()
         return bool(torch.isfinite(sums.sum_of_squares([p.detach() for p in self.parameters])))
 
     def _buffers(self) -> dict[str, list[Tensor]]:
@@ -345,7 +390,7 @@ class Trajectory:
             "memory": [],
             "anchor": [],
             **self.direction.buffers,
-            "snapshot": self.before_leap,
+            "snapshot": self.snapshot,
             "scratch": self.context.scratches(),
         }
 
@@ -358,10 +403,10 @@ class Trajectory:
         return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in self._buffers().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:
-        """Tensors (keyed `kind.parameter`) and plain values; the snapshot only while a leap can still be undone."""
+        """Tensors (keyed `kind.parameter`) and plain values; the snapshot only while a leap is open."""
         kinds = dict(self.direction.buffers)
-        if self.has_snapshot:
-            kinds["before_leap"] = self.before_leap
+        if self.open is not None:
+            kinds["snapshot"] = self.snapshot
         tensors = {
             f"{kind}.{name}": tensor.contiguous()
             for kind, buffers in kinds.items()
@@ -373,14 +418,14 @@ class Trajectory:
             "steps_seen": self.clock.steps_seen,
             "steps_in_block": self.clock.steps_in_block,
             "lr_sums": self.clock.lr_sums,
-            "has_snapshot": self.has_snapshot,
         }
         return tensors, values
 
     @torch.no_grad()
-    def load_state_dict(self, tensors: dict[str, Tensor], values: dict) -> None:
+    def load_state_dict(self, tensors: dict[str, Tensor], values: dict, leap: Leap | None = None) -> None:
         """
-        Restore what [`state_dict`] returned. A direction other than the one that was saved starts anew.
+        Restore what [`state_dict`] returned; `leap` is the leap that was open. A direction other than the one that was
+        saved starts anew.
 
         Raises:
             ValueError: If the parameters of the checkpoint are not those of the model.
@@ -397,14 +442,15 @@ class Trajectory:
                     "Resume with the model, adapters and trainable layers of the run that wrote it."
                 )
         in_order = {kind: [saved[name] for name in self.names] for kind, saved in kinds.items()}
-        before_leap = in_order.pop("before_leap", None)
-        if before_leap is not None:
+        snapshot = in_order.pop("snapshot", None)
+        self.open = leap
+        if leap is not None:
             buffers = [self.context.buffer(parameter, dtype=parameter.dtype) for parameter in self.parameters]
-            self.before_leap = [buffer.copy_(saved) for buffer, saved in zip(buffers, before_leap)]
+            self.snapshot = [buffer.copy_(saved) for buffer, saved in zip(buffers, snapshot)]
+            self._saved = set(range(len(self.parameters)))
         self.clock.steps_seen = values["steps_seen"]
         self.clock.steps_in_block = values["steps_in_block"]
         self.clock.lr_sums = list(values["lr_sums"])
-        self.has_snapshot = values["has_snapshot"]
         if values["direction"] == self.direction.name:
             self.direction.load_state_dict(in_order, values["direction_state"])
 

@@ -193,16 +193,13 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         model (`nn.Module`), optimizer (`torch.optim.Optimizer`, *optional*): As a callback is given them.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    engine, streaming = getattr(trainer, "_engine", None), getattr(trainer, "streaming", None)
-    drift = [] if engine is None else engine.trajectory.tensors_held()
-    if getattr(engine, "tail", None) is not None:
-        drift += engine.tail.tensors().values()
-    extra, on_host = {"drift": drift}, None
-    if streaming is not None and streaming.optimizer is not None:
-        extra = streaming.tensors_held(extra)
-        if trainer.args.device.type == "cpu":
-            on_host = {storage_address(tensor) for tensor in streaming.host_tensors(drift)}
-    return measure_held(model, optimizer, extra=extra, host_storages=on_host)
+    if not hasattr(trainer, "memory"):  # not one of ours
+        return measure_held(model, optimizer)
+    trajectory, memory = trainer.run.trajectory, trainer.memory
+    buffers = [] if trajectory is None else trajectory.tensors_held()
+    host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
+    host = None if host is None else {storage_address(tensor) for tensor in host}
+    return measure_held(model, optimizer, extra=memory.tensors_held({"drift": buffers}), host_storages=host)
 
 
 # Sums over the records.

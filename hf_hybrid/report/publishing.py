@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid.report.card import card_facts, is_repo_id, render, unique
 from hf_hybrid.report.provenance import trackio_url
-from hf_hybrid.state_io import write_json
+from hf_hybrid.checkpoint import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -145,7 +145,7 @@ class RunLog:
 
 
 def _write_json(path: Path, values: dict) -> None:
-    from hf_hybrid.state_io import write_json  # here, because it needs torch and a report does not
+    from hf_hybrid.checkpoint import write_json  # here, because it needs torch and a report does not
 
     write_json(path, plain(values))
 

@@ -335,7 +335,7 @@ class ChunkedLossSwitch:
     """Whether the loss is computed in chunks: where it is asked for, possible, and agrees with the model's own."""
 
     def __init__(self):
-        self._chunked = None
+        self.loss = None
         self._agreed: bool | None = None
         self._required = False
 
@@ -351,42 +351,42 @@ class ChunkedLossSwitch:
         vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
         pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
         wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
-        if not wanted or self._chunked is not None:
+        if not wanted or self.loss is not None:
             return
         self._required, self._agreed = options.chunked_loss == "on", None
         reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
         if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
             reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
         if reason is None:
-            self._chunked = ChunkedCausalLoss(trainer.model).install()
+            self.loss = ChunkedCausalLoss(trainer.model).install()
         else:
             self._refuse(reason)
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        if self._chunked is not None:
-            self._chunked.remove()
-            self._chunked = None
+        if self.loss is not None:
+            self.loss.remove()
+            self.loss = None
 
     def applies(self, model, inputs, items) -> bool:
         """Whether this loss is computed in chunks; the first batch decides by comparing."""
         labels = inputs.get("labels")
-        if self._chunked is None or labels is None or (self._agreed is None and not labels.ne(IGNORE_INDEX).any()):
+        if self.loss is None or labels is None or (self._agreed is None and not labels.ne(IGNORE_INDEX).any()):
             return False
         if self._agreed is None:
-            self._agreed = self._chunked.agrees(model, inputs, items)
+            self._agreed = self.loss.agrees(model, inputs, items)
             if not self._agreed:
-                self._refuse(self._chunked.disagreement)
+                self._refuse(self.loss.disagreement)
         return self._agreed
 
     @property
     def in_use(self) -> bool:
         """Whether the last batches were computed so."""
-        return self._chunked is not None and bool(self._agreed)
+        return self.loss is not None and bool(self._agreed)
 
     def active(self, inputs):
         """Around the forward pass whose loss is computed in chunks."""
-        return self._chunked.active(inputs)
+        return self.loss.active(inputs)
 
     def _refuse(self, reason: str) -> None:
         if self._required:

@@ -1,20 +1,119 @@
-"""Goes on from a checkpoint: restores what lives beside `Trainer`'s state, and says what was restored and what not."""
+"""
+What a checkpoint holds beside `Trainer`'s own files, and how a run resumes from it.
+
+| file | what |
+|---|---|
+| `hybrid_state.safetensors` | buffers of the direction, the snapshot of an open leap, what the planner has learned |
+| `hybrid_state.json` | phases, counters and histories; the position in the data; plugins; options to compare with |
+| `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); only where it did |
+
+There is no pickle. The JSON is written last and in one move, so its presence means that the state is whole. Weights,
+optimizer, schedule and random generators are in Trainer's files. A run that is killed in any phase and resumes from its
+last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_hybrid.arguments import hybrid_values
-from hf_hybrid.report.summary import format_bytes, format_number
-from hf_hybrid.state_io import load_hybrid_state
 
 logger = logging.getLogger(__name__)
 
+TENSORS_NAME = "hybrid_state.safetensors"
+VALUES_NAME = "hybrid_state.json"
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEMA_VERSION = 2
+
 Report = dict[str, Any]
+
+# Files.
+
+
+def save_hybrid_state(folder: str | Path, tensors: dict, values: dict[str, Any]) -> None:
+    """Write both files; the JSON last, so that its presence means that the state is whole."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(host, folder / TENSORS_NAME)
+    write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **values})
+
+
+def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
+    """
+    Read what [`save_hybrid_state`] wrote; `None` if the checkpoint holds no hybrid state.
+
+    Raises:
+        ValueError: If it was written by another version, or does not say by which.
+    """
+    folder = Path(folder)
+    if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
+        return None
+    values = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
+    version = values.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        found = "missing" if version is None else f"`{version}`"
+        raise ValueError(
+            f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid: its `schema_version` is {found}, "
+            f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
+            "optimizer are restored then, and phases start anew."
+        )
+    return load_file(folder / TENSORS_NAME), values
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Replace the file in one move: a reader, or a crash, never meets half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _plain(value):
+    """Non-finite numbers are not JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint was written to its end: `trainer_state.json`, which is written last, can be read."""
+    try:
+        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
+    """The newest checkpoint that is whole, and the newer ones that are not (a run was killed while writing them)."""
+    newest = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+    if newest is None or is_complete(newest):
+        return newest, []
+    prefix = newest.rpartition("-")[0]
+    numbers = [folder.name.rpartition("-")[2] for folder in Path(output_dir).glob("checkpoint-*")]
+    steps = sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    broken = []
+    for step in steps:
+        if is_complete(f"{prefix}-{step}"):
+            return f"{prefix}-{step}", broken
+        broken.append(f"{prefix}-{step}")
+    return None, broken
+
+
+# Resuming.
 
 # Of `TrainingArguments`: what decides about the course of a training. The optimizer keeps its own in its state, and so
 # does the scheduler with the learning rate: `Trainer` takes those from the checkpoint.
@@ -23,6 +122,13 @@ _NEW_HOLD = (
     "lr_scheduler_type", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16", "fp16", "seed", "data_seed",
 )  # fmt: skip
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def save(trainer, folder: str | Path) -> None:
+    """Write the hybrid state of a run into the checkpoint that Trainer is writing."""
+    tensors, run = trainer.run.state_dict()
+    parts = {"run": run, "feed": trainer.run.feed.state_dict(), "plugins": trainer.plugins.state_dict()}
+    save_hybrid_state(folder, tensors, {**resume_values(trainer), **parts})
 
 
 def resume_values(trainer) -> dict[str, Any]:
@@ -37,7 +143,7 @@ def resume_values(trainer) -> dict[str, Any]:
 
 
 def _probe_sequences(trainer) -> int | None:
-    probe = trainer._engine.probe
+    probe = trainer.run.probe
     return sum(probe.sizes) if probe is not None else None
 
 
@@ -71,10 +177,10 @@ def restore(trainer, checkpoint: str) -> Report:
     tensors, values = state
     _compare_options(trainer, values, report)
     tensors = _without_other_planner(trainer, tensors, values, report)
-    trainer._engine.load_state_dict(tensors, values["engine"])
+    trainer.run.load_state_dict(tensors, values["run"])
     trainer.plugins.load_state_dict(values["plugins"])
     if not trainer.args.ignore_data_skip:
-        trainer._feed.load_state_dict(values["feed"])
+        trainer.run.feed.load_state_dict(values["feed"])
     report["restored"] = _restored(trainer, tensors, values)
     report["warnings"] += _not_restored(trainer, checkpoint, values)
     return report
@@ -102,8 +208,8 @@ def _without_other_planner(trainer, tensors: dict, values: dict, report: Report)
     planner = trainer.hybrid_args.planner
     if values["options"].get("planner", planner) == planner:
         return tensors
-    gains = trainer._engine.planner.gains
-    values["engine"]["planner"]["gains"] = gains.state_dict()
+    gains = trainer.run.gains
+    values["run"]["gains"] = gains.state_dict()
     was = values["options"]["planner"]
     report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("gains.")}
@@ -112,35 +218,35 @@ def _without_other_planner(trainer, tensors: dict, values: dict, report: Report)
 
 def _restored(trainer, tensors: dict, values: dict) -> dict[str, Any]:
     """What is there again, as plain values."""
-    engine, feed = trainer._engine, trainer._feed.state_dict()
-    of_memories = ("leaper.", "gains.", "tail.", "before_leap.")
-    same = values["engine"]["trajectory"]["direction"] == engine.trajectory.direction.name
-    memories = [t for name, t in tensors.items() if same and not name.startswith(of_memories)]
+    run, feed = trainer.run, trainer.run.feed.state_dict()
+    of_others = ("residuals.", "gains.", "snapshot.")
+    same = values["run"]["trajectory"]["direction"] == run.trajectory.direction.name
+    memories = [t for name, t in tensors.items() if same and not name.startswith(of_others)]
     return {
-        "phase": engine.phase.value,
-        "leaps": len(engine.record.leaps),
-        "open_leap": engine.leaper.open is not None,
-        "direction": engine.trajectory.direction.name,
+        "phase": run.phase.value,
+        "leaps": len(run.record.leaps),
+        "open_leap": run.trajectory.open is not None,
+        "direction": run.trajectory.direction.name,
         "memory_bytes": sum(tensor.numel() * tensor.element_size() for tensor in memories),
         "planner": trainer.hybrid_args.planner,
-        "learning_rate_scale": engine.rate_scale,
+        "learning_rate_scale": run.rate_scale,
         "probe_sequences": _probe_sequences(trainer),
         "data": None if trainer.args.ignore_data_skip else feed,
     }
 
 
 def _not_restored(trainer, checkpoint: str, values: dict) -> list[str]:
-    engine, saved, found = trainer._engine, values["engine"], []
-    direction, was = engine.trajectory.direction.name, saved["trajectory"]["direction"]
+    run, saved, found = trainer.run, values["run"], []
+    direction, was = run.trajectory.direction.name, saved["trajectory"]["direction"]
     if was != direction:
         found.append(f"The memories of the direction are not restored: it was `{was}` and is `{direction}`.")
     if trainer.args.ignore_data_skip:
         found.append(
             "The place in the data is not restored (`ignore_data_skip=True`): the epoch starts with other batches."
         )
-    if (saved["rescue"] is None) != (engine.rescue is None):
-        was, now = ("on", "off") if engine.rescue is None else ("off", "on")
-        found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {engine.rate_scale:g}.")
+    if (saved["rescue"] is None) != (run.rescue is None):
+        was, now = ("on", "off") if run.rescue is None else ("off", "on")
+        found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
     sequences, then = _probe_sequences(trainer), values.get("probe_sequences")
     if then is not None and then != sequences:
         found.append(f"The probe set had {then} sequences and has {sequences}.")
@@ -164,12 +270,12 @@ def describe(report: Report) -> str:
     found = report["restored"]
     if found is None:
         return f"{line}: weights and optimizer only."
-    memories = f"memories of `{found['direction']}` ({format_bytes(found['memory_bytes'])})"
+    memories = f"memories of `{found['direction']}` ({found['memory_bytes'] / 2**20:,.1f} MiB)"
     parts = [
         f"phase `{found['phase']}`" + (", in which a leap is open" if found["open_leap"] else ""),
         memories if found["memory_bytes"] else f"direction `{found['direction']}` without memories",
         f"planner `{found['planner']}` after {found['leaps']} leaps",
-        f"learning-rate scale {format_number(found['learning_rate_scale'])}",
+        f"learning-rate scale {found['learning_rate_scale']:.3g}",
     ]
     if found["probe_sequences"] is not None:
         parts.append(f"probe set of {found['probe_sequences']} sequences")

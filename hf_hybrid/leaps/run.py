@@ -1,0 +1,822 @@
+"""
+A run with leaps, from the first step to the last.
+
+The idea. Much of what an optimizer will do in the next few steps can be predicted from what it just did. So the run
+alternates real steps with *leaps*: the weights jump along a predicted displacement (directions/ predicts it,
+trajectory.py applies it). A leap that helps is *worth* some real steps, and the run skips as many: no forward pass, no
+backward pass, but the schedule, logging, evaluation and saving go on. A leap that hurts is undone bit for bit.
+
+The course of things:
+
+    Warmup   real steps; the signals and the direction gather statistics
+    Full     real steps; at the end of a block a leap may be due
+    Predict  the leap is made, and the steps that it is worth are skipped
+    Correct  real steps at the new point; then the leap is accepted or rolled back -> Predict or Full
+
+How far a leap goes is the planner's business (gains.py): a constant gain by default, a bandit, or a world model that
+imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and whole
+steps are redeemed.
+
+How a bad leap is caught. A leap that is probed is compared on held-out sequences before and after (probe.py). It stays
+unless it is clearly worse, because a good leap often looks neutral at first; one that is worse is halved once, then
+undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the divergence
+monitor (divergence.py) compares the training loss with the trend before the leap, and the snapshot is there until then.
+
+Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and the
+confidence in leaps must reach a threshold.
+
+The trainer calls `begin_step`; for a real step `count`, `before_update` and `after_update`; and `end_step`. All
+decisions follow from state that is saved, so that a resumed run takes the same ones, and from numbers that are equal on
+all processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import skip_first_batches
+
+from hf_hybrid.leaps.divergence import (
+    FORECAST_WINDOW,
+    NORMAL,
+    Action,
+    DivergenceMonitor,
+    Level,
+    TrainingDivergedError,
+    Verdict,
+    linear_trend,
+)
+from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.leaps.probe import HeldOutProbe, is_clearly_worse, paired_decrease
+from hf_hybrid.leaps.record import Leap, LoggedSteps, RunRecord
+from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, group_of
+from hf_hybrid.leaps.signals import SignalObserver, StepSignals
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.phases import Phase, PhaseController
+
+logger = logging.getLogger(__name__)
+
+Attempt = Callable[[Callable[[], Any], str], Any]
+
+
+def attempt_once(function: Callable[[], Any], otherwise: str) -> Any:
+    """Call `function`. What survives an out-of-memory takes its place, and then does what `otherwise` says."""
+    return function()
+
+
+# What holds the next leap back.
+
+
+@dataclass
+class Trust:
+    """
+    Whether to leap, and whether to probe, from what became of earlier leaps. Plain numbers in, plain numbers out.
+
+    1. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps. After two rejections in a row
+       every leap is probed, so that the probe budget limits what leaps cost that do not help.
+    2. Confidence: the posterior share of leaps that are kept, times the stability of the run, times the planner's
+       probability that leaping pays, where it has one. The phase controller asks for a threshold.
+
+    Args:
+        probe_budget (`float`): Share of the run's compute for probes.
+        max_steps (`int`): Length of the run.
+    """
+
+    probe_budget: float
+    max_steps: int
+    kept: float = 0.0
+    """Evidence that fades: leaps that were kept (a quarter for those that were not probed)."""
+    rejected: float = 0.0
+    stability: float = 1.0
+    rejections_in_a_row: int = 0
+    blocks_to_skip: int = 0
+    probes_made: int = 0
+
+    PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
+    EVIDENCE_HALF_LIFE = 50.0
+    WIDER = 3.0
+    """Factor on the probe budget while every leap is probed: the probes then decide whether there are leaps at all."""
+
+    def observe_step(self, level: Level) -> None:
+        """Fade the evidence towards the prior: a run that rejected leaps early tries again later."""
+        keep = 0.5 ** (1.0 / self.EVIDENCE_HALF_LIFE)
+        self.kept *= keep
+        self.rejected *= keep
+        target = {Level.NORMAL: 1.0, Level.CAUTION: 0.9, Level.WARNING: 0.5, Level.CRITICAL: 0.25}[level]
+        self.stability = target if target < self.stability else self.stability + 0.1 * (1.0 - self.stability)
+
+    def confidence(self, believed: float | None) -> float:
+        """In `[0, 1]`; `believed` is the planner's probability that leaping pays, if it has one."""
+        kept = self.PRIOR_KEPT + self.kept
+        share = kept / (kept + self.PRIOR_REJECTED + self.rejected)
+        return self.stability * share * (1.0 if believed is None else believed)
+
+    def allows_leap(self, step: int, probe: HeldOutProbe | None) -> bool:
+        """Ask once per block: counts down the blocks that rejected leaps back off for."""
+        if self.blocks_to_skip > 0:
+            self.blocks_to_skip -= 1
+            return False
+        return self.rejections_in_a_row < 2 or probe is None or self.probe_is_due(probe, step)
+
+    def probe_is_due(self, probe: HeldOutProbe, step: int) -> bool:
+        """The first leap is always probed; then the budget is spent evenly over the run."""
+        budget = self.probe_budget * (self.WIDER if self.rejections_in_a_row >= 2 else 1.0)
+        allowance = budget * self.max_steps * min(step / self.max_steps + 0.1, 1.0)
+        return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
+
+    def leap_was_kept(self, *, probed: bool) -> None:
+        self.kept += 1.0 if probed else 0.25
+        if probed:
+            self.rejections_in_a_row = 0
+
+    def leap_was_rejected(self) -> None:
+        self.rejected += 1.0
+        self.rejections_in_a_row += 1
+        self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
+
+
+# The run.
+
+
+@dataclass
+class _RealStep:
+    """Numbers of the real step under way."""
+
+    loss: float
+    gradient_norm: float
+    statistics: dict[str, float] | None = None
+    cosine: float | None = None
+    skipped: bool = False
+
+
+class LeapRun:
+    """
+    Drives one run with leaps; the module's docstring tells its course.
+
+    Args:
+        controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
+            (`DivergenceMonitor`), signals (`SignalObserver`): The parts.
+        probe (`HeldOutProbe`, *optional*), rescue (`LearningRateRescue`, *optional*): More of them.
+        windows (`WindowCounter`): Cuts the run into the windows that the planner learns from.
+        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
+        correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
+        max_steps (`int`): Length of the run.
+        max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
+        on_phase_change (`Callable[[Phase, Phase], None]`): Told before the first step of a new phase.
+        attempt (`Callable[[Callable, str], Any]`): Calls what may run out of memory. It returns `None` if that
+            happened and training can go on without; the text says what is lost then.
+        synchronize (`Callable[[], None]`): Waits for the device, so that the seconds of a leap are its own.
+    """
+
+    MARGIN, Z = 1.0, 2.0
+    """A probed leap may raise the held-out loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
+    STATISTICS_EVERY = 8
+    """Real steps between measurements of the optimizer's moments: they cost a pass over its states."""
+
+    def __init__(
+        self,
+        *,
+        controller: PhaseController,
+        trajectory: Trajectory,
+        gains: GainPlanner,
+        trust: Trust,
+        monitor: DivergenceMonitor,
+        signals: SignalObserver,
+        probe: HeldOutProbe | None,
+        rescue: LearningRateRescue | None,
+        windows: WindowCounter,
+        leap_budget: float,
+        correct_gain: bool,
+        max_steps: int,
+        max_grad_norm: float,
+        on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
+        attempt: Attempt = attempt_once,
+        synchronize: Callable[[], None] = lambda: None,
+    ):
+        self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
+        self.monitor, self.signals, self.probe, self.rescue, self.windows = monitor, signals, probe, rescue, windows
+        self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
+        self.on_phase_change, self.attempt, self.synchronize = on_phase_change, attempt, synchronize
+        self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
+        self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
+        self.record, self.feed = RunRecord(), BatchFeed()
+        self.logged, self.trained = LoggedSteps(), LoggedSteps()
+        self.credit = 0.0
+        self.leap_cost: float | None = None
+        """Arithmetic of a leap in real steps; `None` until the first step was counted."""
+        self.linearity = 0.0
+        """Fall of the held-out loss over the fall predicted to first order, at the leap probed last: a signal."""
+        self.steps_since_leap = 0
+        self.announced = self.last_phase = controller.phase
+        self.leap_seconds = self.probe_seconds = 0.0
+        self.learning_rate = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._tokens = 0
+        self._real: _RealStep | None = None
+        self._new: Leap | None = None
+        self._started = time.perf_counter()
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the step under way."""
+        return self.controller.phase
+
+    @property
+    def rate_scale(self) -> float:
+        """Factor on the learning rate of the next real step."""
+        return self.rescue.scale if self.rescue is not None else 1.0
+
+    @property
+    def confidence(self) -> float:
+        """Trust in the next leap, in `[0, 1]`."""
+        return self.trust.confidence(self.gains.confidence)
+
+    # Before a step.
+
+    def begin_step(self, step: int, learning_rate: float) -> Phase:
+        """
+        Make the leap that is due before step `step` (0-based); returns the phase of the step.
+
+        `learning_rate` is the scheduled one.
+        """
+        self._started = time.perf_counter()
+        self._losses, self._tokens, self.learning_rate = [], 0, learning_rate
+        if self.controller.leap_due:
+            self._begin_leap(step)
+        # After the leap, which may be worth no step, and which needs what plugins put away in Predict.
+        if self.phase is not self.announced:
+            self.on_phase_change(self.announced, self.phase)
+            self.announced = self.phase
+        return self.phase
+
+    def _begin_leap(self, step: int) -> None:
+        self.synchronize()
+        started, probed = time.perf_counter(), self.probe_seconds
+        formed = self.trajectory.formed
+        made = self.attempt(lambda: self._leap(step), "leap undone")
+        if made is None:  # memory ran out, and the trial has put the weights back
+            self.residuals.clear()
+            self._reject()
+        self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
+        self.synchronize()
+        self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
+
+    def _leap(self, step: int) -> bool:
+        """One leap, as a transaction: planned, tried, probed if a probe is due, then kept or undone."""
+        trajectory = self.trajectory
+        leap = Leap(step, real_steps=trajectory.steps_in_block)
+        gain = self._gain(leap)
+        if gain <= 0:
+            self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
+            return False
+        probed = self.probe is not None and self.trust.probe_is_due(self.probe, step)
+        with trajectory.trial(leap):
+            if probed:
+                self._probe(leap, gain)
+            else:
+                trajectory.leap(gain)
+            if leap.verdict != "rejected":
+                self._keep(leap)
+        # Nothing from here on can fail: the books are kept after the weights.
+        self.record.leaps.append(leap)
+        self._new = leap
+        if leap.verdict == "rejected":
+            self._reject()
+        else:
+            self.credit += leap.worth
+            self.credit -= leap.horizon
+            self.controller.leap_kept(leap.horizon)
+            self.windows.leap(leap.gain, leap.real_steps)
+            self.steps_since_leap = 0
+        return True
+
+    def _gain(self, leap: Leap) -> float:
+        """The planner's gain; 0 where no leap can be made."""
+        trajectory, lengths = self.trajectory, self.controller.lengths
+        if not trajectory.ready or trajectory.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+            return 0.0
+        trajectory.clock.progress = leap.step / self.max_steps
+        if self.correction is not None:
+            trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
+        # A block grown long while leaps backed off must not be repaid in one go.
+        longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
+        return self.gains.gain(trajectory.clock.progress) * min(1.0, longest / leap.real_steps)
+
+    def _probe(self, leap: Leap, gain: float) -> None:
+        """Leap, and compare held-out losses before and after: the leap is kept, halved, or rejected."""
+        probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
+        started = time.perf_counter()
+        probe.choose()
+        before = probe.losses()
+        self.probe_seconds += time.perf_counter() - started
+        leap.loss_before = sum(before) / len(before)
+        self._look(leap, gain, before)
+        leap.verdict = "kept"
+        if is_clearly_worse(leap.decrease, leap.standard_error, margin=self.MARGIN * self.slope, z=self.Z):
+            refused = replace(leap)
+            self._look(leap, gain / 2, before)
+            leap.verdict = "shrunk" if leap.decrease > 0 else "rejected"
+            if leap.verdict == "rejected":  # what is written down is the leap that was asked for
+                vars(leap).update(vars(refused), verdict="rejected")
+        leap.probe_cost_steps = probe.cost_steps - spent
+        if self.slope > 0:
+            leap.e, leap.e_source = leap.decrease / self.slope, "probe"
+        if leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
+            self.linearity = leap.decrease / leap.predicted_decrease
+        self.trust.probes_made += 1
+        self.record.forward_only_passes += probe.forward_passes - passes
+        self.record.probe_cost_steps += leap.probe_cost_steps
+
+    def _look(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
+        self.trajectory.leap(gain)
+        started = time.perf_counter()
+        after = self.probe.losses()
+        self.probe_seconds += time.perf_counter() - started
+        leap.loss_after = sum(after) / len(after)
+        leap.decrease, leap.standard_error = paired_decrease(before, after)
+
+    def _keep(self, leap: Leap) -> None:
+        """Inside the trial: the leap is written for good, and what Correct compares with is remembered."""
+        room = min(self.controller.lengths.max_predict, self.max_steps - leap.step - 1)
+        leap.worth = self.gains.worth_of(leap.gain, leap.real_steps)
+        leap.horizon = min(int(self.credit + leap.worth), room)
+        losses = self._recent_losses()
+        if len(losses) >= FORECAST_WINDOW // 2:
+            leap.forecast, leap.deviation = linear_trend(losses)
+        rate, predicted = leap.gain * self.trajectory.lr_sum, self.trajectory.predicted_gradients()
+        self.trajectory.keep()
+        self.residuals.leap_made(rate, self.trajectory.snapshot, predicted)
+
+    def _reject(self) -> None:
+        self.trust.leap_was_rejected()
+        self.controller.leap_rejected()
+
+    def _recent_losses(self) -> list[float]:
+        return list(self.monitor.losses)[-FORECAST_WINDOW:]
+
+    @property
+    def slope(self) -> float:
+        """Fall of the training loss per real step over the recent past; 0 where it does not fall or is not known."""
+        losses = self._recent_losses()
+        if len(losses) < 4:
+            return 0.0
+        now, _ = linear_trend(losses)
+        return max((sum(losses) / len(losses) - now) / ((len(losses) + 1) / 2), 0.0)
+
+    @property
+    def shortest_block(self) -> int:
+        """Real steps between leaps that keep the arithmetic of leaps within `leap_budget`."""
+        return max(1, math.ceil((self.leap_cost or 0.0) / self.leap_budget - 1e-9))
+
+    # Within a real step.
+
+    def skip_step(self) -> None:
+        """One micro-batch of a skipped step: nothing is computed."""
+        self.record.backward_passes_avoided += 1
+
+    def count(self, inputs: dict, loss: torch.Tensor) -> None:
+        """Forward and backward of one micro-batch are done; `loss` is its share of the loss of the step."""
+        self.record.backward_passes += 1
+        self._losses.append(loss)
+        if self.leap_cost is None:
+            self._tokens += tokens_of(inputs)
+
+    @property
+    def step_loss(self) -> torch.Tensor:
+        """Training loss of the real step under way on this process, a scalar on its device."""
+        return torch.stack(self._losses).sum()
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the real step under way on this process; `None` once the cost of a leap is known."""
+        return self._tokens if self.leap_cost is None else None
+
+    def observe_compute(self, step_flops: float) -> None:
+        """The first real step took so many floating-point operations."""
+        self.leap_cost = self.trajectory.direction.flops() / step_flops if step_flops > 0 else 0.0
+
+    def before_update(self, step: int, loss: float, gradient_norm: float) -> bool:
+        """
+        Judge loss and gradients of a real step; let the direction see gradients that are used.
+
+        Returns:
+            `bool`: Whether the optimizer may step. If not, the caller must drop the gradients.
+
+        Raises:
+            TrainingDivergedError: If the last rung of the recovery ladder is reached.
+        """
+        verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.trajectory.open is not None)
+        if self.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
+            verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
+        self._real = _RealStep(loss, gradient_norm, skipped=verdict.action is not Action.NONE)
+        if self._real.skipped:
+            self.record.skipped_batches += 1
+            self._react(step, verdict)
+            return False
+        self.attempt(self._observe_gradients, "predictor missed a gradient")
+        return True
+
+    def _observe_gradients(self) -> bool:
+        if self.rescue is not None:
+            self._real.cosine = self.trajectory.step_cosine()
+        if self.trajectory.open is not None:
+            self.residuals.observe_gradients()
+        self.trajectory.observe_gradients()
+        if self.trajectory.steps_seen % self.STATISTICS_EVERY == 1:
+            self._real.statistics = self.trajectory.gradient_statistics()
+        return True
+
+    def after_update(self, learning_rates: list[float]) -> None:
+        """The optimizer stepped with these learning rates (one per parameter group)."""
+        self.trajectory.observe_step(learning_rates)
+
+    # After a step.
+
+    def end_step(self, step: int) -> None:
+        """Close step `step` (0-based) and decide the phase of the next."""
+        phase, verdict = self.phase, NORMAL
+        real, self._real = self._real, None
+        if real is not None and real.skipped:
+            real = None
+        if real is not None:
+            verdict = self._judge(real, phase)
+            if self.rescue is not None:
+                self._observe_rate(step, real)
+        self._observe_signals(step, phase, real)
+        self.trust.observe_step(verdict.level)
+        self.steps_since_leap += 1
+        self.record.steps_by_phase[phase.value] += 1
+        if verdict.level is not Level.NORMAL:
+            self._react(step, verdict)
+        block_ends = self.controller.remaining <= 1 and phase is not Phase.PREDICT
+        allowed = block_ends and self._may_leap(step + 1)
+        self.controller.finish_step(confidence=self.confidence, leap_allowed=allowed)
+        # The controller has left Correct: the leap is judged now, while its snapshot is still there.
+        if phase is Phase.CORRECT and self.phase is not Phase.CORRECT and self.trajectory.open is not None:
+            verdict = self._judge_leap(self.trajectory.open)
+            if verdict.action is not Action.NONE:
+                self._react(step, verdict)
+        rate = self.learning_rate * self.rate_scale
+        if self.windows.step(None if real is None else real.loss, rate):
+            progress = (step + 1) / self.max_steps
+            self.gains.observe(self.windows.close(self.signals.features, progress, rate))
+        self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
+        self.last_phase = phase
+        for steps in (self.logged, self.trained):
+            steps.count(real=phase is not Phase.PREDICT)
+
+    def _may_leap(self, step: int) -> bool:
+        if self.trajectory.steps_in_block < self.shortest_block or self.gains.peak <= 0:
+            return False
+        return self.trust.allows_leap(step, self.probe)
+
+    def _judge(self, real: _RealStep, phase: Phase) -> Verdict:
+        leap = self.trajectory.open
+        if leap is not None:
+            leap.losses.append(real.loss)
+        forecast = None if leap is None else leap.forecast
+        verdict = self.monitor.judge_step(
+            real.loss, real.gradient_norm, predicted_loss=forecast, leap_open=leap is not None
+        )
+        return NORMAL if phase is Phase.WARMUP else verdict
+
+    def _judge_leap(self, leap: Leap) -> Verdict:
+        """Correct is over: accept the leap and learn from it, or say why it has to be undone."""
+        if not leap.losses:
+            # Every step since the leap was skipped: the snapshot may be the only good weights there are.
+            return Verdict(Level.CRITICAL, "no finite loss since the leap", Action.ROLL_BACK)
+        if leap.forecast is not None:
+            leap.forecast_error = sum(leap.losses) / len(leap.losses) - leap.forecast
+            verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
+            if verdict.action is Action.ROLL_BACK:
+                return verdict
+        if self.attempt(lambda: self._learn(leap), "predictor missed a lesson") is None:
+            self.residuals.clear()
+        self.trajectory.accept()
+        self.trust.leap_was_kept(probed=leap.probed)
+        return NORMAL
+
+    def _learn(self, leap: Leap) -> bool:
+        """Compare the predicted with the realised displacement."""
+        self.trajectory.store.settle()
+        whole, groups = self.residuals.judge(self.trajectory.lr_sum)
+        if whole is not None:
+            leap.cosine, leap.norm_ratio = whole.cosine, whole.norm_ratio
+            if leap.e is None and self.slope > 0:
+                leap.e, leap.e_source = whole.decrease / self.slope, "slopes"
+            self.record.add_residuals(groups)
+            if self.correction is not None:
+                self.correction.learn(groups)
+        return True
+
+    def _react(self, step: int, verdict: Verdict) -> None:
+        """Climb one rung of the recovery ladder."""
+        action = verdict.action
+        self.record.add_event(
+            {
+                "step": step,
+                "phase": self.phase.value,
+                "level": verdict.level.name.lower(),
+                "reason": verdict.reason,
+                "action": action.value,
+            }
+        )
+        if verdict.level >= Level.WARNING:
+            logger.warning("Step %d: %s; %s.", step, verdict.reason, action.value.replace("_", " "))
+        if action is Action.ABORT:
+            raise TrainingDivergedError(f"Training diverged at step {step}: {verdict.reason}.")
+        if action is Action.BACK_OFF:
+            self.trust.leap_was_rejected()
+        if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
+            self.controller.force_full(2 * self.controller.lengths.full)
+        if action is Action.ROLL_BACK:
+            self._roll_back()
+        if action is Action.RESET_PREDICTOR:
+            self.trajectory.reset_memory()
+            self.linearity = 0.0
+        if verdict.level is Level.CRITICAL and self.rescue is not None and action is not Action.SKIP_BATCH:
+            self.rescue.back_off()
+
+    def _roll_back(self) -> None:
+        """Undo the open leap, exactly."""
+        leap = self.trajectory.open
+        self.trajectory.roll_back()
+        self.residuals.clear()
+        self.record.roll_backs += 1
+        leap.verdict = "rolled_back"
+        self.trust.leap_was_rejected()
+        self.credit -= leap.worth  # what was granted for it has to be earned again
+        self.monitor.errors.clear()
+
+    def _observe_rate(self, step: int, real: _RealStep) -> None:
+        self.rescue.observe(real.loss, real.cosine)
+        scales = self.record.learning_rate_scales
+        if abs(math.log(self.rate_scale / (scales[-1]["scale"] if scales else 1.0))) > 0.1:
+            scales.append({"step": step + 1, "scale": self.rate_scale})
+
+    def _observe_signals(self, step: int, phase: Phase, real: _RealStep | None) -> None:
+        new, self._new = self._new, None
+        last = self.record.leaps[-1] if self.record.leaps else None
+        self.signals.observe(
+            StepSignals(
+                phase=phase,
+                progress=(step + 1) / self.max_steps,
+                learning_rate=self.learning_rate * self.rate_scale,
+                rate_scale=self.rate_scale,
+                max_grad_norm=self.max_grad_norm,
+                loss=real.loss if real else None,
+                gradient_norm=real.gradient_norm if real else None,
+                statistics=real.statistics if real else None,
+                steps_in_phase=self.controller.steps_in_phase,
+                steps_since_leap=self.steps_since_leap,
+                consecutive_leaps=self.controller.consecutive_leaps,
+                rate_in_block=self.trajectory.lr_sum,
+                leap_gain=last.gain if last else 0.0,
+                leap_credit=self.credit,
+                leap_decrease=(new.loss_before - new.loss_after) / new.standard_error
+                if new is not None and new.standard_error
+                else None,
+                leap_kept=None if new is None else new.verdict != "rejected",
+                leap_residual=self.linearity,
+                leap_relative_norm=last.relative_norm if last else 0.0,
+                confidence=self.confidence,
+            )
+        )
+
+    # Telling.
+
+    @property
+    def last_loss(self) -> float | None:
+        """Training loss of the last real step; `None` before the first."""
+        return (self.signals.losses or [None])[-1]
+
+    def summary(self) -> dict:
+        """The run so far as plain values; see [`RunRecord`]."""
+        return {
+            **self.record.summary(),
+            "direction": self.trajectory.direction.name,
+            "learning_rate_scale": self.rate_scale,
+            "planner": self.gains.summary(),
+            "buffer_bytes": self.trajectory.bytes_held(),
+        }
+
+    def amend_logs(self, logs: dict) -> None:
+        """Correct what Trainer is about to log, whose means count skipped steps as zeros, and add our own values."""
+        if "loss" in logs:
+            self.logged.correct_mean(logs, "loss")
+            logs["learning_rate"] = self.learning_rate * self.rate_scale
+            if not self.logged.last_was_real:
+                logs.pop("grad_norm", None)
+            self.logged = LoggedSteps()
+            logs.update(self._log_values())
+        self.trained.correct_mean(logs, "train_loss")
+        if "train_runtime" in logs:  # the metrics of the whole run; seconds are of this start, as `train_runtime` is
+            logs["hybrid_backward_passes"] = self.record.backward_passes
+            logs["hybrid_backward_passes_avoided"] = self.record.backward_passes_avoided
+            logs["hybrid_leaps"] = len(self.record.leaps)
+            logs["hybrid_leap_runtime"] = round(self.leap_seconds, 4)
+            logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
+
+    def _log_values(self) -> dict[str, float]:
+        """Numbers only, as trackers want them."""
+        record, last = self.record, self.record.leaps[-1] if self.record.leaps else None
+        return {
+            "hybrid/phase": self.last_phase.index,
+            "hybrid/predicted_steps": record.steps_by_phase[Phase.PREDICT.value],
+            "hybrid/backward_passes": record.backward_passes,
+            "hybrid/forward_only_passes": record.forward_only_passes,
+            "hybrid/leaps": len(record.leaps),
+            "hybrid/leap_gain": last.gain if last else 0.0,
+            "hybrid/leap_relative_norm": last.relative_norm if last else 0.0,
+            "hybrid/credit": self.credit,
+            "hybrid/confidence": self.confidence,
+            "hybrid/learning_rate_scale": self.rate_scale,
+        }
+
+    # Saving.
+
+    _PARTS = ("controller", "monitor", "signals", "record", "windows")
+    _OPTIONAL = ("probe", "rescue", "correction")
+    _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap")
+    _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made")
+
+    def state_dict(self) -> tuple[dict, dict]:
+        """Tensors and JSON values from which a resumed run continues bit for bit."""
+        tensors, trajectory = self.trajectory.state_dict()
+        for part, found in (("residuals", self.residuals.tensors()), ("gains", self.gains.tensors())):
+            tensors.update({f"{part}.{name}": tensor.contiguous() for name, tensor in found.items()})
+        optional = {name: getattr(self, name) for name in self._OPTIONAL}
+        values = {
+            "trajectory": trajectory,
+            "residuals": self.residuals.state_dict(),
+            "gains": self.gains.state_dict(),
+            "trust": {name: getattr(self.trust, name) for name in self._TRUST},
+            "announced": self.announced.value,
+            "open_leap": None if self.trajectory.open is None else self.record.leaps.index(self.trajectory.open),
+            **{name: getattr(self, name).state_dict() for name in self._PARTS},
+            **{name: None if part is None else part.state_dict() for name, part in optional.items()},
+            **{name: getattr(self, name) for name in self._VALUES},
+        }
+        return tensors, values
+
+    def load_state_dict(self, tensors: dict, values: dict) -> None:
+        """Restore what [`state_dict`] returned."""
+
+        def part_of(part: str) -> dict:
+            return {key[len(part) + 1 :]: tensor for key, tensor in tensors.items() if key.startswith(f"{part}.")}
+
+        for name in self._PARTS:
+            getattr(self, name).load_state_dict(values[name])
+        for name in self._OPTIONAL:
+            part = getattr(self, name)
+            if part is not None and values[name] is not None:
+                part.load_state_dict(values[name])
+        for name in self._VALUES:
+            setattr(self, name, values[name])
+        for name in self._TRUST:
+            setattr(self.trust, name, values["trust"][name])
+        leap = None if values["open_leap"] is None else self.record.leaps[values["open_leap"]]
+        of_trajectory = {k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains."))}
+        self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)
+        self.residuals.load_state_dict(part_of("residuals"), values["residuals"])
+        self.gains.load_state_dict(part_of("gains"), values["gains"])
+        self.announced = Phase(values["announced"])
+
+
+class NoLeaps:
+    """
+    The twin of [`LeapRun`] that does nothing: between runs, and with `enable_predict=False`.
+
+    Args:
+        summary (`dict`, *optional*): What the last run with leaps came to.
+    """
+
+    phase = None
+    last_phase = None
+    last_loss = None
+    trajectory = None
+    rate_scale = 1.0
+
+    def __init__(self, summary: dict | None = None):
+        self.feed = BatchFeed()
+        self._summary = RunRecord().summary() if summary is None else summary
+
+    def begin_step(self, step: int, learning_rate: float) -> None:
+        """Every step is real."""
+
+    def count(self, inputs: dict, loss: torch.Tensor) -> None:
+        """Nothing is counted."""
+
+    def end_step(self, step: int) -> None:
+        """Nothing is decided."""
+
+    def amend_logs(self, logs: dict) -> None:
+        """Trainer's log is right as it is."""
+
+    def summary(self) -> dict:
+        """Of the last run with leaps; zeros if there was none."""
+        return self._summary
+
+
+# Batches and windows of a run.
+
+
+class BatchFeed:
+    """
+    Lets skipped steps pass without fetching their batches, also across a resume.
+
+    `Trainer` counts batches by steps when it resumes inside an epoch and would skip those that were never fetched. The
+    feed remembers how many those were, and then reads from an iterator of its own.
+    """
+
+    def __init__(self):
+        self.epoch = 0
+        self.fetched = 0
+        self.skipped = 0
+        self._own: Iterator | None = None
+
+    def enter(self, epoch: int) -> None:
+        """Epoch `epoch` begins, or goes on after a resume."""
+        if epoch != self.epoch:
+            self.epoch, self.fetched, self.skipped, self._own = epoch, 0, 0, None
+
+    def resume(self, dataloader) -> None:
+        """Continue the epoch of a restored state behind the batches that were really fetched."""
+        if self.fetched + self.skipped == 0:
+            return
+        own = skip_first_batches(dataloader, self.fetched)
+        for part in (own, getattr(getattr(own, "batch_sampler", None), "batch_sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
+        iterator = iter(own)
+        # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: that
+        # has to be over by then, also where the first steps take no batch.
+        self._own = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+    def source(self, epoch_iterator: Iterator) -> Iterator:
+        """Where the next batches come from."""
+        return epoch_iterator if self._own is None else self._own
+
+    def skip(self, count: int) -> tuple[list[dict], None]:
+        """What a step without batches gets in the place of `count` micro-batches and their number of items."""
+        self.skipped += count
+        return [{} for _ in range(count)], None
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "fetched": self.fetched, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.fetched, self.skipped = state["epoch"], state["fetched"], state["skipped"]
+
+
+def tokens_of(inputs: dict) -> int:
+    """Tokens in a batch: elements of `input_ids`, or of whatever stands in its place."""
+    found = inputs.get("input_ids")
+    if found is None:
+        found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
+    return 0 if found is None else found.shape[0] * found.shape[1]
+
+
+class WindowCounter:
+    """Gathers steps and leaps into windows of `stride` real steps, which is what planners learn from."""
+
+    def __init__(self, stride: int):
+        self.stride = stride
+        self.losses: list[float] = []
+        self.gain, self.predicted, self.peak_rate = 0.0, 0, 0.0
+
+    def leap(self, gain: float, real_steps: int) -> None:
+        """A leap of this gain was kept; it stands on `real_steps` real steps."""
+        self.gain += gain * real_steps
+
+    def step(self, loss: float | None, learning_rate: float) -> bool:
+        """Count a step (`loss` is `None` for one that computed nothing); whether a window is complete."""
+        self.peak_rate = max(self.peak_rate, learning_rate)
+        if loss is None:
+            self.predicted += 1
+            return False
+        self.losses.append(loss)
+        return len(self.losses) >= self.stride
+
+    def close(self, features: Sequence[float], progress: float, learning_rate: float) -> Window:
+        """The complete window; the next one begins."""
+        rate = learning_rate / self.peak_rate if self.peak_rate > 0 else 0.0
+        loss = sum(self.losses) / len(self.losses)
+        window = Window(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)
+        self.losses, self.gain, self.predicted = [], 0.0, 0
+        return window
+
+    def state_dict(self) -> dict:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in vars(self):
+            setattr(self, name, state[name])

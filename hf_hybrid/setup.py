@@ -1,0 +1,486 @@
+"""
+From options to parts: the only reader of options besides `config.py`, which checks them.
+
+`build_memory` decides where weights live, `build_optimizer` makes the optimizer, `build_plugins` the parts that follow
+the phases, and `build_run` the run with leaps. The parts take plain values: none of them knows an option or a trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import TrainingArguments
+
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
+from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.divergence import DivergenceMonitor
+from hf_hybrid.leaps.gains import BanditGain, GainPlanner
+from hf_hybrid.leaps.probe import HeldOutProbe
+from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.run import LeapRun, Trust, WindowCounter
+from hf_hybrid.leaps.signals import SignalObserver
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.optimizers import MuonAdamW, muon_groups, optimizer_name, split_parameters
+from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
+from hf_hybrid.plan.accounting import ModelShape, device_memory, host_memory
+from hf_hybrid.plan.estimate import Estimator, Plan, refuse
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.trace import Tracer
+from hf_hybrid.processes import mixed_precision_of, sharding_of
+from hf_hybrid.recovery import UnrecoveredMemoryError
+from hf_hybrid.streaming.engine import Resident, Streamed
+from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.walk import Window
+
+logger = logging.getLogger(__name__)
+
+WINDOW_STEPS, MOST_WINDOWS = 10, 300
+"""Real steps that planners learn from at a time, and about how many such windows a run has at most."""
+START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
+MAX_RATE_SCALE = 512.0
+"""Most that the rescue may multiply the learning rate by: from 5e-5 up to 2.5e-2."""
+
+# The run.
+
+
+def build_run(trainer) -> LeapRun:
+    """
+    Build the run with leaps that `trainer` is about to start; its buffers go to the host if they do not fit.
+
+    Raises:
+        ValueError: If the held-out set gives fewer than two sequences.
+        UnrecoveredMemoryError: If the buffers do not fit on the host either.
+    """
+    recovery, options = trainer.recovery, trainer.hybrid_args
+    run = recovery.attempt(lambda: _build_run(trainer), "buffers on the host")
+    if run is None and options.buffers_device != "cpu":
+        options.buffers_device = "cpu"
+        run = recovery.attempt(lambda: _build_run(trainer), "no buffers")
+    if run is None:
+        raise UnrecoveredMemoryError(
+            f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
+        )
+    return run
+
+
+def _build_run(trainer) -> LeapRun:
+    args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
+    trajectory, stride = _trajectory(trainer), max(WINDOW_STEPS, max_steps // MOST_WINDOWS)
+    rescue = rescue_is_on(args, options)
+    device = args.device
+    return LeapRun(
+        controller=PhaseController(phase_lengths(options, max_steps), options.preset_value("confidence_threshold")),
+        trajectory=trajectory,
+        gains=_gain_planner(trainer, stride, trajectory),
+        trust=Trust(options.probe_budget, max_steps),
+        monitor=DivergenceMonitor(options.preset_value("divergence_threshold"), options.max_bad_steps),
+        signals=SignalObserver(),
+        probe=_probe(trainer),
+        rescue=LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=max_steps) if rescue else None,
+        windows=WindowCounter(stride),
+        leap_budget=options.leap_budget,
+        correct_gain=options.correct_gain,
+        max_steps=max_steps,
+        max_grad_norm=args.max_grad_norm,
+        on_phase_change=lambda old, new: trainer.plugins.call("on_phase_change", old, new),
+        attempt=trainer.recovery.attempt,
+        synchronize=(lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device)),
+    )
+
+
+def _gain_planner(trainer, stride: int, trajectory: Trajectory) -> GainPlanner:
+    options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
+    values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
+    if options.planner == "bandit":
+        return BanditGain(*values)
+    if options.planner == "schedule":
+        return GainPlanner(*values)
+    from hf_hybrid.world_model.dynamics import DynamicsModel
+    from hf_hybrid.world_model.imagination import ImaginedGain
+
+    if not START_WEIGHTS.is_file():
+        raise ValueError(
+            f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
+            "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
+        )
+    dynamics = DynamicsModel(START_WEIGHTS, device=trainer.args.device, seed=trainer.args.seed)
+    return ImaginedGain(*values, dynamics=dynamics, rate_at=scheduled_rate(trainer), window_share=stride / max_steps)
+
+
+def scheduled_rate(trainer) -> Callable[[float], float]:
+    """
+    Learning rate at a progress of the run over its peak, as the scheduler will have it.
+
+    Schedulers that are no function of the step alone are taken to fall to zero in a straight line.
+    """
+    max_steps = trainer.state.max_steps
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if not functions:
+        return lambda progress: 1.0 - progress
+    peak = max(functions[0](round(step * max_steps / 100)) for step in range(101))
+    return lambda progress: functions[0](round(progress * max_steps)) / peak if peak > 0 else 0.0
+
+
+def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
+    """Lengths for a run of `max_steps`: as given, else what suits the run's length and the preset."""
+
+    def pick(name: str, default: int) -> int:
+        given = getattr(options, name)
+        return default if given is None else given
+
+    short = max(max_steps // 10, 1)  # a 50-step run must reach every phase several times
+    return PhaseLengths(
+        warmup=pick("warmup_phase_steps", min(max(round(0.05 * max_steps), 2), 100)),
+        full=pick("full_phase_steps", min(options.preset_value("full_phase_steps"), short)),
+        correct=pick("correct_phase_steps", min(options.preset_value("correct_phase_steps"), short)),
+        max_predict=pick("max_predict_steps", min(max(round(0.05 * max_steps), 1), 10)),
+    )
+
+
+def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | None) -> int:
+    """Length of the slow averages: as given, else the direction's `default`, else in proportion to the run."""
+    return options.leap_memory_steps or default or min(max(max_steps // 6, 5), 1000)
+
+
+def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
+    """`auto` asks whether `learning_rate` is still what the class of `args` ships as default."""
+    if options.lr_rescue != "auto":
+        return options.lr_rescue == "on"
+    default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
+    return args.learning_rate == default
+
+
+def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
+    """
+    The user's own direction, else the one that the options name.
+
+    `gradient_memory` takes the place of `orthogonal` where nothing can be orthogonalised: no hidden matrices are
+    trained, or no learning rate of the optimizer is of Adam's scale.
+    """
+    if trainer.custom_direction is not None:
+        return trainer.custom_direction
+    chosen = DIRECTIONS[trainer.hybrid_args.direction]
+    suits = matrices and any(Orthogonal.suits(group) for group in trainer.optimizer.param_groups)
+    return GradientMemory if chosen is Orthogonal and not suits else chosen
+
+
+def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
+    """
+    The optimizer inside accelerate's wrapper, and inside any of the user's.
+
+    Raises:
+        ValueError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
+    """
+    optimizer = trainer.optimizer
+    while True:
+        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if switches and not isinstance(optimizer, AcceleratedOptimizer):  # which passes both on to what it wraps
+            raise ValueError(
+                f"`{type(optimizer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
+                "(Schedule-Free), and a leap would move one of them without the other. Choose another optimizer, for "
+                "example `optim=adamw_torch_fused`. Or set `enable_predict=False` to train exactly as "
+                "`transformers.Trainer` does."
+            )
+        if getattr(optimizer, "optimizer", None) is None:
+            return optimizer
+        optimizer = optimizer.optimizer
+
+
+def _trajectory(trainer) -> Trajectory:
+    options, memory = trainer.hybrid_args, trainer.memory
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    matrices = frozenset(split_parameters(trainer.model)[0])
+    direction = direction_of(trainer, matrices)
+    trajectory = Trajectory(
+        [(name, memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
+        _unwrapped_optimizer(trainer),
+        direction=direction,
+        matrices=matrices,
+        memory_steps=leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps),
+        host=options.buffers_device == "cpu",
+        store=memory,
+    )
+    memory.overlay(trajectory.displaced)
+    return trajectory
+
+
+def _probe(trainer) -> HeldOutProbe:
+    args, options = trainer.args, trainer.hybrid_args
+    losses = trainer.sequence_losses(trainer, trainer.plugins)
+    batches = losses.batches()
+    processes = trainer.accelerator.num_processes
+    sizes = [losses.size(batch) * processes for batch in batches]
+    if processes > 1 and hasattr(trainer.probe_dataset, "__len__"):
+        # Processes fill up the last batch with the first sequences, which must not count twice.
+        sizes[-1] -= max(sum(sizes) - len(trainer.probe_dataset), 0)
+    if sum(sizes) < 2:
+        raise ValueError(
+            f"`probe_dataset` gave {sum(sizes)} sequences; at least 2 are needed to verify a leap. Pass more, lower "
+            "`per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or set `enable_predict=False`."
+        )
+    per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
+    evaluate = losses
+    for plugin in trainer.plugins.plugins:
+        evaluate = plugin.probe_losses(evaluate)
+    # Four evaluations must fit the budget of the whole run, or a short run could not afford to look twice.
+    affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
+    return HeldOutProbe(
+        batches,
+        evaluate,
+        sizes=sizes,
+        sequences_per_probe=options.probe_batch_size or max(min(8, affordable), 2),
+        sequences_per_step=per_step,
+    )
+
+
+# The optimizer.
+
+
+def makes_muon(trainer) -> bool:
+    """Whether `optim=muon` decides, and not an optimizer that was passed."""
+    given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    return trainer.args.optim == "muon" and not given
+
+
+def build_optimizer(trainer, model: torch.nn.Module) -> None:
+    """Make what Trainer cannot make by itself: Muon, and AdamW with 8-bit states."""
+    args, options = trainer.args, trainer.hybrid_args
+    betas = (args.adam_beta1, args.adam_beta2)
+    if options.optimizer_states == "8bit" and trainer.optimizer is None:
+        from hf_hybrid.streaming.low_bit import AdamW8bit
+
+        values = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+        trainer.optimizer_cls_and_kwargs = (AdamW8bit, values)
+    if makes_muon(trainer):
+        common = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        decay_names = trainer.get_decay_parameter_names(model)
+        groups = muon_groups(model, decay_names, **common, lr_scale=options.muon_lr_scale)
+        momentum = options.preset_value("muon_momentum")
+        trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
+
+
+# Where weights live.
+
+
+def build_memory(trainer, device_map: dict | None) -> Resident:
+    """Decide where the weights live: what is streamed is what does not fit, or what the options ask for."""
+    options, model = trainer.hybrid_args, trainer.model
+    if device_map is None:
+        device_map = _map_with_host_layers(model)
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
+        model.tie_weights()  # they come back as one copy each
+    if trainer.optimizer is not None:
+        try:
+            check_separable(trainer.optimizer)
+        except UnsupportedOptimizerError as error:
+            nearest = "Nearest plan that works: no `optimizers`, and `optim=adamw_torch_fused`."
+            raise refuse(str(error), _shape(model, device_map), nearest) from None
+    plan = make_plan(trainer, device_map)
+    logger.info("Memory plan: %s", plan.describe())
+    if plan.mode == "resident":
+        return Resident()
+    streamer = LayerStreamer(
+        model,
+        _layers(model, device_map),
+        embeddings_and_head(model) if plan.stream_embeddings else (),
+        device=trainer.args.device,
+        ahead=plan.setup.prefetch_layers,
+        kept=plan.resident_layers,
+        dtype_of=_working_dtypes(model, trainer.args.bf16),
+        int8=plan.setup.base_precision == "int8",
+    )
+    obstacle = _obstacle_to_walking(model)
+    window = Window(streamer, options.accumulation_walk, park=options.offload_activations, obstacle=obstacle)
+    on_device = plan.setup.optimizer_states == "8bit"
+    return Streamed(model, streamer, window, plan, steps_on_device=on_device, host_memory=host_memory)
+
+
+def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
+    """The map that a model was loaded with, if it keeps layers on the host."""
+    device_map = getattr(model, "hf_device_map", None)
+    return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
+
+
+def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "output_router_logits", False):
+        # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
+        return "`output_router_logits=True` takes router logits out of the layers for the loss."
+    return None
+
+
+def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
+    """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
+    linear = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+        for parameter in module.parameters(recurse=False)
+        if bf16 and parameter.dtype == torch.float32
+    }
+    tied = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
+    return lambda parameter: torch.bfloat16 if id(parameter) in linear - tied else parameter.dtype
+
+
+def make_plan(trainer, device_map: dict | None) -> Plan:
+    """
+    What of the trainer's model is streamed, within its budgets.
+
+    Raises:
+        PlanError: If nothing fits; with the bytes and the nearest plan that works.
+    """
+    args, options, model = trainer.args, trainer.hybrid_args, trainer.model
+    hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
+    direction = direction_class(trainer.custom_direction or DIRECTIONS[options.direction])
+    orthogonalises = muon or issubclass(direction, Orthogonal)
+    shape = _shape(model, device_map, muon=hidden if muon else (), leaps=hidden if orthogonalises else ())
+    on_gpu = args.device.type == "cuda"
+    vram, ram = (
+        None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
+    )
+    held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
+    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
+    setup = Setup(
+        sequence_length=sequence_length(trainer),
+        batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        vram=device_memory(args.device) if vram is None and on_gpu else vram,
+        ram=host_memory() + held if ram is None else ram,
+        accelerator="cuda" if on_gpu else "cpu",
+        memory="stream" if device_map is not None else options.memory,
+        autocast=args.bf16,
+        # Called gradient checkpointing before transformers 5.23.
+        activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
+        offload_activations=options.offload_activations,
+        chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
+        optimizer_states=options.optimizer_states,
+        states_per_weight=STATES_PER_WEIGHT[optimizer_name(args)],
+        base_precision=options.base_precision,
+        resident_layers=options.resident_layers,
+        prefetch_layers=options.prefetch_layers,
+        stream_embeddings=options.stream_embeddings,
+        accumulation_walk=options.accumulation_walk,
+        enable_predict=options.enable_predict,
+        values_per_weight=direction.values_per_weight,
+        buffers_device=options.buffers_device,
+    )
+    return Estimator(shape, Tracer.of(model)).plan(setup)
+
+
+def sequence_length(trainer) -> int:
+    """Longest of the first training sequences; where they cannot be looked at, 1024 or what the model takes at most."""
+    data = trainer.train_dataset
+    try:
+        return max(len(data[index]["input_ids"]) for index in range(min(len(data), 16)))
+    except (TypeError, KeyError, IndexError, ValueError):
+        config = getattr(trainer.model, "config", None)
+        return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+
+
+def _layers(model: torch.nn.Module, device_map: dict | None) -> list[tuple[str, torch.nn.Module]]:
+    layers = find_layers(model)
+    if device_map is None:
+        return layers
+    streamed = layers_on_host(layers, device_map)
+    if not streamed:
+        raise ValueError(
+            f"`device_map` keeps no decoder layer on `cpu` or `disk` (the layers are `{layers[0][0]}` to "
+            f"`{layers[-1][0]}`): nothing would be streamed. Put some there, or leave `device_map` out."
+        )
+    return streamed
+
+
+def _shape(model: torch.nn.Module, device_map: dict | None, **matrices) -> ModelShape:
+    return ModelShape.of(model, [name for name, _ in _layers(model, device_map)], **matrices)
+
+
+def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
+    """
+    Refuse what streaming cannot be combined with, before anything is built.
+
+    Raises:
+        ValueError: With the option to change; where the model decides, with its bytes and the nearest plan that works.
+    """
+    why = None
+    if mixed_precision_of(args) == "fp16":
+        why = "`fp16=True` scales losses, and streamed gradients leave before they are unscaled. Use `bf16=True`"
+    elif sharding_of(args):
+        why = f"`{sharding_of(args)}` places the weights itself. Drop it"
+    elif args.world_size > 1:
+        why = f"there are {args.world_size} processes, and streaming is for one. Launch one process, or use `fsdp`"
+    elif args.torch_compile:
+        why = "`torch_compile=True` would compile placeholders. Drop it"
+    elif args.bf16_full_eval or args.fp16_full_eval:
+        why = "`bf16_full_eval` and `fp16_full_eval` cast the whole model. Drop them"
+    if why is not None:
+        raise ValueError(f"`memory={args.memory}` cannot be used here: {why}, or set `memory=off`.")
+    optim = optimizer_name(args)
+    if optim not in STATES_PER_WEIGHT:
+        raise refuse(
+            f"`optim={optim}` is not known to step each parameter by itself, which streamed layers need.",
+            _shape(model, device_map),
+            f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
+        )
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        raise refuse(
+            "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
+            _shape(model, device_map),
+            "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
+        )
+    trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
+    if trains_quantised:
+        raise refuse(
+            "The model is quantised and has no adapters: its weights cannot be trained.",
+            _shape(model, device_map),
+            "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
+        )
+
+
+STATES_PER_WEIGHT = {
+    "adamw_torch": 2,
+    "adamw_torch_fused": 2,
+    "adafactor": 0,
+    "sgd": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "muon": 2,
+}
+"""
+Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer; Muon's are
+AdamW's, but one for hidden matrices).
+"""
+
+
+def build_plugins(trainer) -> list[PhasePlugin]:
+    """The parts that follow the phases, as the options ask for them; for models that are not streamed."""
+    options, plugins = trainer.hybrid_args, []
+    if trainer.memory.streams:
+        return plugins
+    if options.checkpoint_phases is not None or options.offload_activations:
+        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
+
+        phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
+        plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))
+    if options.weight_precision is not None:
+        from hf_hybrid.phase_memory.precision import precision_plugins
+
+        autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
+        plugins += precision_plugins(options.weight_precision, trainer.model, autocast=autocast)
+    if options.predict_states != "stay":
+        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
+
+        plugins.append(OptimizerStatePlacement(options.predict_states))
+    return plugins

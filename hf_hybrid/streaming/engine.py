@@ -1,0 +1,299 @@
+"""
+Where the weights of a run live: `Resident` on the device, or `Streamed` from the host.
+
+The trainer asks one object, `trainer.memory`, in every place where that matters. `Resident` is plain Trainer: each of
+its methods does nothing, or calls what Trainer would have called. `Streamed` joins the parts of this folder:
+
+- `LayerStreamer` (streamer.py) brings a layer to the device when it computes and collects its gradients;
+- `Window` (walk.py) lets the micro-batches of an optimizer step pass layer by layer, so that weights travel twice per
+  step and not twice per micro-batch;
+- `LazyOptimizer` (optimizer.py) steps a layer when it is needed next, exactly as the optimizer would have.
+
+Both also tell the leaps where weights are stored (`WeightStore` in leaps/trajectory.py): a leap under test is added to
+streamed weights on their way to the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_hybrid.streaming.optimizer import LazyOptimizer
+from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.units import Unit
+from hf_hybrid.streaming.walk import Window
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+
+class Resident:
+    """Weights, gradients and states are where plain Trainer has them."""
+
+    streams = False
+    plan = None
+    """The memory plan that is carried out, if there is one."""
+    torn: str | None = None
+    """Which update an error cut short, if one did: those weights and states are of no step."""
+
+    def is_for(self, model: nn.Module) -> bool:
+        """Whether it was made for this model."""
+        return True
+
+    # A run.
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that a run uses in the place of Trainer's."""
+        return optimizer
+
+    def begin(self) -> None:
+        """A run begins: take over the model."""
+
+    def end(self) -> None:
+        """A run is over."""
+
+    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that the optimizer steps in the place of a parameter of the model."""
+        return parameter
+
+    # A step.
+
+    def begin_window(self, parts: list) -> None:
+        """The next accumulation window consists of these micro-batches, or parts of them."""
+
+    def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
+        """Forward and backward of one micro-batch or a part of one; returns its loss."""
+        return step(inputs)
+
+    def walk_by_micro_batch(self) -> bool:
+        """Take less memory by computing micro-batches one by one; whether that changes anything."""
+        return False
+
+    def clip(self, model: nn.Module, max_norm: float, plain: Callable[[nn.Module], Tensor], *, now: bool) -> Tensor:
+        """Clip the gradients by their global norm and return it; `plain` is Trainer's own way."""
+        return plain(model)
+
+    def gradient_norm(self, model: nn.Module) -> Tensor | None:
+        """Global norm of the gradients; `None` where Trainer computes it itself."""
+        return None
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that the optimizer has not used."""
+
+    # Whoever reads weights finds them.
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether copies of this parameter compute in its place."""
+        return False
+
+    def settle(self) -> None:
+        """Finish updates that are under way: weights or states are about to be read."""
+
+    def changed(self) -> None:
+        """The weights were written, or the leap under test changed: copies of them are out of date."""
+
+    def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Add what `displaced` returns to weights on their way to the device."""
+
+    def suspended(self) -> contextlib.AbstractContextManager:
+        """The model holds its own weights meanwhile, so that they can be saved or loaded."""
+        return contextlib.nullcontext()
+
+    def running(self) -> contextlib.AbstractContextManager:
+        """The model can compute on the device meanwhile, so that it can be evaluated."""
+        return contextlib.nullcontext()
+
+    # Telling.
+
+    def statistics(self) -> dict | None:
+        """Loads, bytes moved and seconds waited; `None` where nothing is streamed."""
+        return None
+
+    def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """`extra` and what is held besides the model between steps, by category."""
+        return extra
+
+    def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
+        """Where the device is the host itself: the tensors that would be on the host of a GPU; `None` if unknown."""
+        return None
+
+
+class Streamed(Resident):
+    """
+    Decoder layers live on the host and visit the device while they compute.
+
+    Args:
+        model (`nn.Module`): The model as the trainer holds it.
+        streamer (`LayerStreamer`): Of the model.
+        window (`Window`): How its layers walk an accumulation window.
+        plan (`MemoryPlan`): What all of it carries out.
+        steps_on_device (`bool`): Step units on the device as they are brought in, not on the host.
+        host_memory (`Callable[[], int]`): Bytes that can still be allocated on the host.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        streamer: LayerStreamer,
+        window: Window,
+        plan: Any,
+        *,
+        steps_on_device: bool,
+        host_memory: Callable[[], int],
+    ):
+        self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
+        self.steps_on_device, self.host_memory = steps_on_device, host_memory
+        self.optimizer: LazyOptimizer | None = None
+        self._updating: Unit | None = None
+
+    def is_for(self, model: nn.Module) -> bool:
+        return self.model is model
+
+    @property
+    def torn(self) -> str | None:
+        failed = [u for u in self.streamer.units if u.update is not None and u.update.done() and u.update.exception()]
+        unit = failed[0] if failed else self._updating
+        return None if unit is None else f"The update of `{unit.name}` was cut short."
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that steps a layer when that layer is streamed."""
+        if not isinstance(optimizer, LazyOptimizer):
+            optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
+            if self.steps_on_device:
+                self.streamer.on_load = self._noting(self.streamer.on_load)
+                self.streamer.before_forward = self._noting(self.streamer.before_forward)
+        self.optimizer = optimizer
+        return optimizer
+
+    def begin(self) -> None:
+        self.streamer.attach()
+
+    def _noting(self, update: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def run(unit: Unit) -> None:
+            self._updating = unit
+            update(unit)
+            self._updating = None
+
+        return run
+
+    def end(self) -> None:
+        """Finish what is pending and leave the model with its weights, on the host."""
+        if self.streamer.attached:
+            if self.torn is None:  # else there is nothing to finish: the weights are of no step
+                self.settle()
+            if self.optimizer is not None:
+                self.optimizer.drop_gradients()  # of a window that an error cut short
+            self.streamer.detach(expand=self._base_fits())
+        self.streamer.overlay = None
+
+    def _base_fits(self) -> bool:
+        """Whether the host can hold an int8 base as the model had it."""
+        pieces = [piece for unit in self.streamer.units for piece in unit.storage.pieces if piece.is_int8]
+        needed = sum(piece.nbytes for piece in pieces)
+        available = self.host_memory()
+        if needed > available:
+            logger.warning(
+                "The frozen base stays packed as int8: expanding it takes %.1f GiB and %.1f are available. Adapters "
+                "are in place and can be saved; load the base anew to use the model outside this trainer.",
+                needed / 2**30,
+                available / 2**30,
+            )
+        return needed <= available
+
+    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self.streamer.counterpart(parameter)
+
+    def begin_window(self, parts: list) -> None:
+        self.window.begin(parts)
+
+    def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
+        """One call computes the whole window if it is walked layer by layer; the others return what it found."""
+        return self.window.next(step, inputs)
+
+    def walk_by_micro_batch(self) -> bool:
+        changes = self.window.order != "micro_batch"
+        self.window.order = "micro_batch"
+        return changes
+
+    def clip(self, model: nn.Module, max_norm: float, plain: Callable[[nn.Module], Tensor], *, now: bool) -> Tensor:
+        """`now`: somebody reads the clipped gradients before the optimizer does."""
+        return self.optimizer.clip(model.parameters(), max_norm, now=now)
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        return self.optimizer.total_norm(model.parameters())
+
+    def discard_gradients(self) -> None:
+        self.streamer.gradients_arrived()
+        self.optimizer.drop_gradients()
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self.streamer.masters
+
+    def settle(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.flush()
+
+    def changed(self) -> None:
+        for unit in self.streamer.units:
+            self.streamer.weights_changed(unit)
+
+    def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
+        self.streamer.overlay = displaced
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        attached = self.streamer.attached
+        if attached:
+            self.settle()
+            # Adapters are saved without their base, which may stay packed; any other model is saved whole.
+            self.streamer.detach(for_good=False, expand=not hasattr(self.model, "peft_config"))
+        try:
+            yield
+        finally:
+            if attached:
+                self.streamer.attach()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        attached = self.streamer.attached
+        self.streamer.attach()
+        try:
+            yield
+        finally:
+            if not attached:
+                self.end()
+
+    def statistics(self) -> dict:
+        return self.streamer.statistics()
+
+    def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        if self.optimizer is None:
+            return extra
+        held = self.streamer.tensors_held()
+        return {
+            **extra,
+            "weights": held["slots"] + held["host_weights"],
+            "gradients": held["host_gradients"],
+            "activations": self._parking(),
+            "buffers": held["expanded"],
+        }
+
+    def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
+        if self.optimizer is None:
+            return None
+        held = self.streamer.tensors_held()
+        masters = [piece.master for unit in self.streamer.units for piece in unit.trainable]
+        states = [value for master in masters for value in self.optimizer.state.get(master, {}).values()]
+        states = [value for value in states if torch.is_tensor(value)]
+        return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states
+
+    def _parking(self) -> list[Tensor]:
+        return [] if self.window.parking is None else self.window.parking.spare

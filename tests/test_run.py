@@ -1,0 +1,268 @@
+"""One leap from the decision to the verdict, on a problem of one weight that is small enough to be known."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import weights
+
+from hf_hybrid.leaps.directions.base import Direction
+from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
+from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.probe import HeldOutProbe
+from hf_hybrid.leaps.run import LeapRun, Trust, WindowCounter
+from hf_hybrid.leaps.signals import SignalObserver
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
+
+
+class Upwards(Direction):
+    """Moves the weight by one for a gain of one and a learning rate of one."""
+
+    def displacement(self, index, out):
+        return out.fill_(1.0)
+
+
+def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, correct_gain=False, **options):
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=options.pop("rate", 1.0))
+    return LeapRun(
+        controller=PhaseController(PhaseLengths(1, 2, 2, options.pop("max_predict", 3)), confidence_threshold=0.0),
+        trajectory=Trajectory(named, optimizer, direction=direction, memory_steps=2, max_relative_norm=math.inf),
+        gains=GainPlanner(gain, 0.0, worth),
+        trust=trust or Trust(probe_budget=1.0, max_steps=1000),
+        monitor=DivergenceMonitor(1e9, 10),
+        signals=SignalObserver(),
+        probe=probe,
+        rescue=None,
+        windows=WindowCounter(10),
+        leap_budget=1.0,
+        correct_gain=correct_gain,
+        max_steps=1000,
+        max_grad_norm=1.0,
+        **options,
+    )
+
+
+class World:
+    """A loss that is a parabola in one weight, seen through held-out sequences with their own offsets."""
+
+    def __init__(self, minimum, curvature=1.0, wobble=0.0, **options):
+        self.minimum, self.curvature, self.wobble = minimum, curvature, wobble
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.probe = HeldOutProbe([0, 1], self.losses, sizes=[4, 4], sequences_per_probe=8, sequences_per_step=8)
+        self.run = leap_run([("weight", self.weight)], direction=Upwards, probe=self.probe, **options)
+
+    def losses(self, batch):
+        at = self.weight.item()
+        height = self.curvature * (at - self.minimum) ** 2
+        return [batch + i + height + self.wobble * at * (-1) ** i for i in range(4)]
+
+    def leap(self, step=10):
+        """A leap is due before `step`, after one real step that moved nothing; returns it."""
+        self.run.trajectory.observe_step([1.0])
+        self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
+        self.run.begin_step(step, 1.0)
+        return self.run.record.leaps[-1]
+
+
+def test_a_leap_that_pays_is_kept():
+    world = World(minimum=1.2)
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("kept", 1.0, 1.0)
+    assert leap.loss_before - leap.loss_after == pytest.approx(leap.decrease)
+    assert world.run.trajectory.open is leap and world.run.phase is Phase.CORRECT
+
+
+def test_a_leap_that_goes_too_far_is_halved():
+    world = World(minimum=0.4)
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.5, 0.5)
+
+
+def test_a_leap_that_only_hurts_is_undone_and_written_down_as_it_was_asked_for():
+    world = World(minimum=-1.0)
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("rejected", 1.0, 0.0)
+    assert leap.loss_after - leap.loss_before == pytest.approx(3.0)
+    assert world.run.trajectory.open is None and world.run.phase is Phase.FULL
+    assert world.run.record.forward_only_passes == 6, "before, at the leap, at its half; two batches each"
+
+
+def test_a_loss_that_is_not_finite_counts_as_worse():
+    world = World(minimum=1.0)
+    world.probe.evaluate = lambda batch: [math.nan if world.weight.item() else 1.0] * 4
+    assert world.leap().verdict == "rejected" and world.weight.item() == 0.0
+
+
+def test_noise_is_tolerated():
+    """Slightly worse, but within two standard errors: a leap stays."""
+    assert World(minimum=0.45, wobble=1.0).leap().verdict == "kept"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+def test_whatever_is_raised_while_a_leap_is_tried_puts_the_weights_back(error):
+    world = World(minimum=1.2)
+
+    def fail(batch):
+        if world.weight.item() != 0.0:
+            raise error
+        return [1.0] * 4
+
+    world.probe.evaluate = fail
+    with pytest.raises(error):
+        world.leap()
+    assert world.weight.item() == 0.0 and world.run.trajectory.open is None and not world.run.record.leaps
+
+
+def test_a_leap_that_is_survived_counts_as_rejected():
+    def survive(function, otherwise):
+        try:
+            return function()
+        except MemoryError:
+            told.append(otherwise)
+
+    def fail(batch):
+        if world.weight.item() != 0.0:
+            raise MemoryError
+        return [1.0] * 4
+
+    told = []
+    world = World(minimum=1.2, attempt=survive)
+    world.probe.evaluate = fail
+    world.run.trajectory.observe_step([1.0])
+    world.run.controller.phase, world.run.controller.leap_due = Phase.PREDICT, True
+    assert world.run.begin_step(10, 1.0) is Phase.FULL
+    assert told == ["leap undone"] and world.weight.item() == 0.0
+    assert world.run.trust.rejections_in_a_row == 1 and world.run.credit == 0.0
+
+
+def test_credit_adds_up_to_whole_steps():
+    horizons = []
+    world = World(minimum=1e3, worth=0.5, trust=Trust(probe_budget=0.0, max_steps=1000))
+    for step in range(10, 26, 2):
+        horizons.append(world.leap(step).horizon)
+        world.run.trajectory.accept()
+    assert sum(horizons) == 4 and max(horizons) == 1
+
+
+# What holds the next leap back.
+
+
+def refuse(world, step):
+    if world.run.trust.probe_is_due(world.probe, step):
+        world.leap(step)
+    else:
+        world.run.trust.leap_was_rejected()
+
+
+def test_after_two_rejections_every_leap_is_probed():
+    world = World(minimum=-1.0, trust=Trust(probe_budget=0.02, max_steps=100))
+    trust = world.run.trust
+    while trust.probe_is_due(world.probe, 10):
+        world.leap()
+    trust.rejections_in_a_row = trust.blocks_to_skip = 0
+    for blocks_to_skip in (1, 2):
+        assert trust.allows_leap(10, world.probe)  # one rejection may be chance: a leap may be unprobed
+        trust.leap_was_rejected()
+        assert not any(trust.allows_leap(10, world.probe) for _ in range(blocks_to_skip))
+    assert not trust.allows_leap(10, world.probe)
+    assert world.probe.cost_steps <= 0.02 * 100 + 1
+
+
+def test_leaps_that_were_refused_are_tried_again_within_a_wider_budget():
+    """Two bad leaps at the start of a short run use its probe budget up; without another probe there is no third."""
+    world = World(minimum=-1.0, trust=Trust(probe_budget=0.01, max_steps=200))
+    trust, tried = world.run.trust, []
+    for step in (10, 12):
+        refuse(world, step)
+    for step in range(14, 200, 2):
+        if trust.allows_leap(step, world.probe):
+            assert trust.probe_is_due(world.probe, step), "every leap is probed by now"
+            refuse(world, step)
+            tried.append(step)
+    assert tried and tried[0] < 100
+    assert 0.01 * 200 < world.probe.cost_steps <= 3 * 0.01 * 200 * 1.1 + 1
+
+
+def test_rejections_back_off_exponentially_and_are_forgotten():
+    trust, skipped = Trust(0.01, 1000), []
+    for _ in range(4):
+        trust.leap_was_rejected()
+        blocks = 0
+        while not trust.allows_leap(10, None):
+            blocks += 1
+        skipped.append(blocks)
+    assert skipped == [1, 2, 4, 8]
+    fresh = Trust(0.01, 1000).confidence(None)
+    assert trust.confidence(None) < fresh
+    for _ in range(500):
+        trust.observe_step(Level.NORMAL)
+    assert trust.confidence(None) == pytest.approx(fresh, abs=0.01)
+    assert trust.confidence(0.5) == pytest.approx(fresh / 2, abs=0.01), "the planner's belief counts"
+
+
+# Corrected gains.
+
+
+class Valleys:
+    """Two layers of one kind on steep slopes, where leaps go too far, and a plane on which they never do."""
+
+    STEEPNESS, RATE = 6.0, 0.05
+
+    def __init__(self, correct_gain):
+        shapes = {"layers.0.steep.weight": 3, "layers.1.steep.weight": 4, "plane.weight": 5}
+        self.named = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in shapes.items()]
+        self.run = leap_run(
+            self.named,
+            direction=GradientMemory,
+            gain=3.0,
+            rate=self.RATE,
+            max_predict=1,
+            correct_gain=correct_gain,
+            trust=Trust(probe_budget=0.0, max_steps=1000),
+        )
+        self.trajectory = self.run.trajectory
+
+    def real_step(self):
+        for name, parameter in self.named:
+            bend = self.STEEPNESS if "steep" in name else 0.0
+            parameter.grad = bend * parameter.detach() if bend else torch.ones_like(parameter)
+        if self.trajectory.open is not None:
+            self.run.residuals.observe_gradients()
+        self.trajectory.observe_gradients()
+        self.trajectory.optimizer.step()
+        self.trajectory.observe_step([self.RATE])
+
+    def leap(self, step):
+        """A leap after two real steps, judged by two more; how far parameters went. All start from the same place."""
+        self.trajectory.reset_memory()
+        for _, parameter in self.named:
+            parameter.data.fill_(1.0)
+        self.real_step(), self.real_step()
+        self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
+        before = weights(SimpleNamespace(named_parameters=lambda: self.named))
+        self.run.begin_step(step, self.RATE)
+        moved = {name: (parameter.detach() - before[name]).mean().item() for name, parameter in self.named}
+        self.real_step(), self.real_step()
+        self.trajectory.open.losses.append(1.0)
+        self.run._judge_leap(self.trajectory.open)
+        return moved
+
+    def factors(self):
+        return dict(zip(self.trajectory.names, self.trajectory.gain_factors))
+
+
+def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
+    corrected, plain = Valleys(correct_gain=True), Valleys(correct_gain=False)
+    first = corrected.leap(10)
+    assert first == plain.leap(10), "nothing is known at the first leap"
+    for step in (20, 30, 40):
+        after, without = corrected.leap(step), plain.leap(step)
+    factors = corrected.factors()
+    assert 0.5 <= factors["layers.0.steep.weight"] == factors["layers.1.steep.weight"] < 0.9
+    assert factors["plane.weight"] >= 1.0
+    for name, factor in factors.items():
+        assert after[name] == pytest.approx(factor * without[name], rel=1e-5)
+    assert plain.trajectory.gain_factors is None
