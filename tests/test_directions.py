@@ -11,13 +11,12 @@ from test_trajectory import Toy
 from transformers.optimization import Adafactor
 
 from hf_hybrid import Direction, HybridTrainer
-from hf_hybrid.setup import build_run, direction_of
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.setup import make_plan
 from hf_hybrid.optimizers import MuonAdamW, split_parameters
+from hf_hybrid.setup import direction_of, make_plan
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)
 
@@ -313,14 +312,14 @@ def test_attributes_of_a_direction_count(direction, tmp_path, train_set):
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=train_set, direction=direction)
     trainer.create_optimizer_and_scheduler(36)
     trainer.state.max_steps = 36
-    engine = build_engine(trainer)
-    assert engine.planner.gains.peak == 0.5 and engine.planner.gains.power == 0.0
+    run = build_run(trainer)
+    assert run.gains.peak == 0.5 and run.gains.power == 0.0
     known = direction_class(direction)
     assert known is (Direction if "lambda" in str(direction) else Steady)
-    assert engine.trajectory.context.memory_steps == (7 if known is Steady else 6)
+    assert run.trajectory.context.memory_steps == (7 if known is Steady else 6)
     assert make_plan(trainer, None).request.leap_values == known.values_per_weight
     trainer.hybrid_args.leap_gain = 0.25
-    assert build_engine(trainer).planner.gains.peak == 0.25
+    assert build_run(trainer).gains.peak == 0.25
 
 
 def test_a_name_is_no_direction_of_the_user(tmp_path, train_set):

@@ -8,7 +8,6 @@ from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
-from hf_hybrid.setup import make_plan
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse, step_floor_seconds, step_traffic
 from hf_hybrid.plan.setups import Setup, checkpointing_option

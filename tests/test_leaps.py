@@ -9,7 +9,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
+from hf_hybrid.leaps.directions import DIRECTIONS
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory

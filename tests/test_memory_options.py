@@ -28,18 +28,18 @@ def losses(trainer):
 
 def test_auto_streams_only_what_does_not_fit(tmp_path, train_set):
     roomy = build(tmp_path, train_set, memory="auto")
-    assert roomy.streaming is None
+    assert not roomy.memory.streams
     tight = build(tmp_path, train_set, memory="auto", vram_budget_gib=0.002)
-    assert tight.streaming is not None and tight.streaming.plan.peak_device_bytes <= 0.002 * 2**30
+    assert tight.memory.plan.peak_device_bytes <= 0.002 * 2**30
     tight.train()
     roomy.train()
     assert_same_weights(weights(tight.model), weights(roomy.model))
 
 
 def test_more_memory_keeps_more_layers(tmp_path, train_set):
-    least = build(tmp_path, train_set, memory="stream").streaming.plan.peak_device_bytes / 2**30
+    least = build(tmp_path, train_set, memory="stream").memory.plan.peak_device_bytes / 2**30
     kept = [
-        build(tmp_path, train_set, memory="stream", vram_budget_gib=budget).streaming.plan.resident_layers
+        build(tmp_path, train_set, memory="stream", vram_budget_gib=budget).memory.plan.resident_layers
         for budget in (least, 1.15 * least, 1.0)
     ]
     assert kept[0] < kept[1] <= kept[2] == LAYERS

@@ -415,7 +415,7 @@ def test_streamed_architectures_equal_resident(tmp_path):
         resident.train()
         streamed = trainer_for(tmp_path, data, build(), max_steps=3, **STREAMED)  # seeds the dropout anew
         streamed.train()
-        assert streamed.streaming.streamer.units
+        assert streamed.memory.streamer.units
         assert_same_weights(weights(streamed.model), weights(resident.model))
 
 

@@ -363,7 +363,8 @@ class TrainerRun(Run):
 
     @property
     def streaming(self):
-        return getattr(self.trainer, "streaming", None)
+        memory = getattr(self.trainer, "memory", None)
+        return memory if memory is not None and memory.streams else None
 
     def window(self, micro_batches: int) -> list[float]:
         self.trainer.args.gradient_accumulation_steps = micro_batches
