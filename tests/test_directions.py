@@ -16,7 +16,7 @@ from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, split_parameters
-from hf_hybrid.setup import direction_of, make_plan
+from hf_hybrid.setup import build_run, direction_of, make_plan
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)
 

@@ -6,8 +6,10 @@ from copy import deepcopy
 import pytest
 import torch
 
+from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import GradientMemory, NoDirection
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory
 
 
@@ -44,6 +46,15 @@ class Toy:
     def weights(self):
         return [p.detach().clone() for _, p in self.named]
 
+    def leap(self, gain):
+        """A leap that is kept and can still be undone."""
+        trajectory = self.trajectory
+        leap = Leap(step=0, real_steps=trajectory.steps_in_block)
+        with trajectory.trial(leap):
+            trajectory.leap(gain)
+            trajectory.keep()
+        return leap
+
 
 def reference_memory(history, memory_steps=4):
     """Running mean until the memory is full, exponential average from then on."""
@@ -58,7 +69,7 @@ def test_gradient_memory_leap_equals_its_formula():
     toy = Toy()
     history = [toy.real_step() for _ in range(7)]
     before = toy.weights()
-    shape = toy.trajectory.leap(1.5)
+    shape = toy.leap(1.5)
     linear = 0.0
     for old, memory, (_, parameter) in zip(before, reference_memory(history), toy.named):
         lr = 1e-2 if parameter is toy.named[0][1] else 2e-2
@@ -67,9 +78,10 @@ def test_gradient_memory_leap_equals_its_formula():
         delta = -1.5 * 7 * lr * memory / (v_hat.sqrt() + 1e-8)
         linear -= (delta * memory).sum().item()
         torch.testing.assert_close(parameter.detach(), old + delta, rtol=1e-5, atol=1e-6)
-    assert shape.linear_decrease == pytest.approx(linear, rel=1e-4)
+    assert shape.predicted_decrease == pytest.approx(linear, rel=1e-4)
     norm = math.sqrt(sum((p.detach() - o).square().sum().item() for (_, p), o in zip(toy.named, before)))
-    assert shape.norm == pytest.approx(norm, rel=1e-4)
+    size = math.sqrt(sum(o.square().sum().item() for o in before))
+    assert shape.relative_norm == pytest.approx(norm / size, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +90,7 @@ def test_rollback_is_exact(dtype):
     for _ in range(5):
         toy.real_step()
     before = toy.weights()
-    toy.trajectory.leap(1.0)
+    toy.leap(1.0)
     assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
     toy.trajectory.roll_back()
     assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
@@ -86,20 +98,55 @@ def test_rollback_is_exact(dtype):
         toy.trajectory.roll_back()
 
 
+@pytest.mark.parametrize("at", ["snapshot", "in the middle", "behind the leap"])
+def test_a_trial_that_raises_restores_the_weights(at, monkeypatch):
+    toy = Toy()
+    for _ in range(5):
+        toy.real_step()
+    before, calls, real = toy.weights(), [], trajectory_module._add
+
+    def add(parameter, delta):
+        calls.append(1)
+        if at == "in the middle" and len(calls) == 2:
+            raise MemoryError
+        real(parameter, delta)
+
+    monkeypatch.setattr(trajectory_module, "_add", add)
+    if at == "snapshot":
+        monkeypatch.setattr(toy.trajectory.context, "buffer", lambda *a, **k: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        with toy.trajectory.trial(Leap(step=0, real_steps=5)):
+            toy.trajectory.leap(1.0)
+            assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
+            raise MemoryError
+    assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
+    assert toy.trajectory.open is None
+
+
+def test_one_leap_at_a_time():
+    toy = Toy()
+    toy.real_step()
+    toy.leap(1.0)
+    with pytest.raises(RuntimeError, match="is still open"):
+        toy.leap(1.0)
+
+
 def test_a_second_leap_starts_from_the_same_snapshot():
     toy = Toy()
     for _ in range(5):
         toy.real_step()
     before = toy.weights()
-    toy.trajectory.leap(4.0)
-    toy.trajectory.leap(1.0)
-    second = toy.weights()
+    with toy.trajectory.trial(Leap(step=0, real_steps=5)):
+        toy.trajectory.leap(4.0)
+        toy.trajectory.leap(1.0)
+        second = toy.weights()
+        toy.trajectory.keep()
     toy.trajectory.roll_back()
     assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
     fresh = Toy()
     for _ in range(5):
         fresh.real_step()
-    fresh.trajectory.leap(1.0)
+    fresh.leap(1.0)
     assert all(torch.equal(a, b) for a, b in zip(second, fresh.weights()))
 
 
@@ -108,7 +155,7 @@ def test_the_cap_limits_the_relative_norm():
     toy.trajectory.max_relative_norm = 0.01
     for _ in range(5):
         toy.real_step()
-    shape = toy.trajectory.leap(100.0)
+    shape = toy.leap(100.0)
     assert shape.relative_norm == pytest.approx(0.01, rel=1e-3)
     assert 0 < shape.gain < 100.0
 
@@ -118,7 +165,7 @@ def test_a_leap_leaves_the_optimizer_alone():
     for _ in range(5):
         toy.real_step()
     before = [{k: v.clone() for k, v in toy.optimizer.state[p].items()} for _, p in toy.named]
-    toy.trajectory.leap(1.0)
+    toy.leap(1.0)
     for old, (_, parameter) in zip(before, toy.named):
         assert all(torch.equal(old[key], value) for key, value in toy.optimizer.state[parameter].items())
 
@@ -128,7 +175,7 @@ def test_none_changes_nothing():
     for _ in range(3):
         toy.real_step()
     before = toy.weights()
-    assert toy.trajectory.leap(5.0).norm == 0.0
+    assert toy.leap(5.0).relative_norm == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
     assert toy.trajectory.bytes_held()["memory"] == 0
 
@@ -141,7 +188,7 @@ def test_host_buffers_leap_the_same():
     for toy in (here, host):
         for _ in range(6):
             toy.real_step()
-        toy.trajectory.leap(1.0)
+        toy.leap(1.0)
     for a, b in zip(here.weights(), host.weights()):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
@@ -151,7 +198,7 @@ def test_optimizers_without_a_second_moment_leap_along_their_gradients_too(caplo
     for _ in range(3):
         toy.real_step()
     before = toy.weights()
-    assert toy.trajectory.leap(1.0).linear_decrease > 0
+    assert toy.leap(1.0).predicted_decrease > 0
     assert toy.trajectory.direction.name == "gradient_memory" and not caplog.text
     assert any(not torch.equal(a, b) for a, b in zip(before, toy.weights()))
 
@@ -176,7 +223,7 @@ def test_parameters_without_gradients_do_not_move():
         toy.optimizer.step()
         toy.trajectory.observe_step([1e-2, 2e-2])
     before = parameter.detach().clone()
-    toy.trajectory.leap(1.0)
+    toy.leap(1.0)
     assert torch.equal(parameter.detach(), before)
 
 
@@ -184,8 +231,7 @@ def test_state_restores_bit_for_bit():
     toy, copy = Toy(), Toy()
     for _ in range(5):
         toy.real_step()
-    toy.trajectory.leap(0.5)
-    toy.trajectory.settle()
+    toy.leap(0.5)
     toy.real_step()
     tensors, values = toy.trajectory.state_dict()
     for (_, a), (_, b) in zip(toy.named, copy.named):
@@ -194,12 +240,12 @@ def test_state_restores_bit_for_bit():
     copy.optimizer.load_state_dict(deepcopy(toy.optimizer.state_dict()))
     for (_, a), (_, b) in zip(toy.named, copy.named):
         b.data.copy_(a.data)
-    copy.trajectory.load_state_dict(tensors, values)
+    copy.trajectory.load_state_dict(tensors, values, toy.trajectory.open)
     copy.generator.set_state(toy.generator.get_state())
     for t in (toy, copy):
         t.real_step()
-        t.trajectory.forget()
-        t.trajectory.leap(1.0)
+        t.trajectory.accept()
+        t.leap(1.0)
     assert all(torch.equal(a, b) for a, b in zip(toy.weights(), copy.weights()))
 
 

@@ -327,7 +327,7 @@ class TrainerRun(Run):
             self.trainer = HybridTrainer(self.model, config, **common)
             # Several windows with one streamer: the model is not given back in between.
             self.trainer.memory.end = self.trainer.memory.settle
-            self.trainer._loss.remove = lambda: None
+            self.trainer._chunked_loss.remove = lambda: None
         else:
             if self.mode["low_bit"]:
                 from hf_hybrid.streaming.low_bit import AdamW8bit
