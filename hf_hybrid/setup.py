@@ -36,8 +36,8 @@ from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.processes import mixed_precision_of, sharding_of
 from hf_hybrid.recovery import UnrecoveredMemoryError
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
