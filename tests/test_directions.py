@@ -317,7 +317,7 @@ def test_attributes_of_a_direction_count(direction, tmp_path, train_set):
     known = direction_class(direction)
     assert known is (Direction if "lambda" in str(direction) else Steady)
     assert run.trajectory.context.memory_steps == (7 if known is Steady else 6)
-    assert make_plan(trainer, None).request.leap_values == known.values_per_weight
+    assert make_plan(trainer, None).setup.values_per_weight == known.values_per_weight
     trainer.hybrid_args.leap_gain = 0.25
     assert build_run(trainer).gains.peak == 0.25
 

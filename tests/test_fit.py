@@ -11,6 +11,7 @@ from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse, step_floor_seconds, step_traffic
 from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.setup import make_plan
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
 

@@ -13,9 +13,9 @@ from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import TrainerCallback
 
+from hf_hybrid.checkpoint import write_json
 from hf_hybrid.report.card import card_facts, is_repo_id, render, unique
 from hf_hybrid.report.provenance import trackio_url
-from hf_hybrid.checkpoint import write_json
 
 logger = logging.getLogger(__name__)
 
