@@ -15,7 +15,7 @@ PROFILER_HINT = (
     "`callbacks=[MemoryProfilerCallback()]` in the trainer, the next report has it over time, by phase and by category."
 )
 LEAST_LEAPS, LEAST_FORECASTS = 8, 5
-"""Leaps for a look at the confidence, and forecasts for one at their intervals: fewer show chance."""
+"""Fewer leaps show nothing of the confidence, and fewer forecasts nothing of their intervals, but chance."""
 
 
 def findings(run: Run) -> dict:
@@ -29,41 +29,50 @@ def findings(run: Run) -> dict:
         `dict`: `headline`, `phases`, `leaps`, `memory`, `recoveries`, `calibration`, `events`, `options`,
         `environment`, `notes`. What was not recorded is `None` or empty.
     """
-    notes = list(run.notes)
-    if run.profile is None:
-        notes.append(PROFILER_HINT)
-    elif not run.profile.steps:
-        notes.append("The profile holds no steps: the run ended before the first one.")
-    for crash in run.profile.out_of_memory if run.profile else []:
-        notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
-    logged = run.series("hybrid/leaps")
-    if run.record is not None and logged and logged[-1][1] > len(run.leaps):
-        lost = int(logged[-1][1]) - len(run.leaps)
-        made = "1 leap was" if lost == 1 else f"{lost} leaps were"
-        notes.append(f"{made} made after `{run.record_source}` was written and left no record.")
-    if run.record is None:
-        notes.append("No record of `HybridTrainer` was found: loss, learning rate and what was profiled are shown.")
     return {
         "schema_version": 1,
         "name": run.name,
         "folder": str(run.folder),
         "finished": run.finished,
-        "status": status(run),
-        "headline": headline(run),
-        "phases": phase_rows(run),
-        "leaps": leap_summary(run),
-        "memory": memory(run),
+        "status": _status(run),
+        "headline": {
+            "final_loss": _final_loss(run),
+            "steps": _steps(run),
+            "backward_passes": _backward_passes(run),
+            "seconds": _seconds(run),
+            "peak_memory": _highest(run.profile.steps),
+        },
+        "phases": _phase_rows(run),
+        "leaps": _leap_summary(run),
+        "memory": _memory(run),
         "recoveries": run.recoveries,
-        "calibration": calibration(run),
-        "events": [as_dict(event) for event in (run.record or {}).get("divergence_events") or []],
+        "calibration": _calibration(run),
+        "events": [as_dict(event) for event in run.record.get("divergence_events") or []],
         "options": {**run.options, **run.config},
-        "environment": environment(run),
-        "notes": notes,
+        "environment": _environment(run.profile.run),
+        "notes": _notes(run),
     }
 
 
-def status(run: Run) -> str:
-    """One sentence: whether the run ended, and what the report rests on."""
+def _notes(run: Run) -> list[str]:
+    notes = list(run.notes)
+    if not run.profile.steps:
+        empty = "The profile holds no steps: the run ended before the first one."
+        notes.append(empty if run.profile.run else PROFILER_HINT)
+    for crash in run.profile.out_of_memory:
+        notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
+    logged = run.series("hybrid/leaps")
+    if run.record and logged and logged[-1][1] > len(run.leaps):
+        lost = int(logged[-1][1]) - len(run.leaps)
+        made = "1 leap was" if lost == 1 else f"{lost} leaps were"
+        notes.append(f"{made} made after `{run.record_source}` was written and left no record.")
+    if not run.record:
+        notes.append("No record of `HybridTrainer` was found: loss, learning rate and what was profiled are shown.")
+    return notes
+
+
+def _status(run: Run) -> str:
+    """One sentence: whether the run ended, and where the numbers come from."""
     of = f" of {run.max_steps:,}" if run.max_steps else ""
     if run.finished:
         return f"Finished at step {run.last_step:,}{of}."
@@ -71,32 +80,20 @@ def status(run: Run) -> str:
     return f"Did not finish: the last record is of step {run.last_step:,}{of}.{source}"
 
 
-def headline(run: Run) -> dict:
-    """The five numbers that users ask for first, each with its source; values that nobody recorded are `None`."""
-    return {
-        "final_loss": _final_loss(run),
-        "steps": _steps(run),
-        "backward_passes": _backward_passes(run),
-        "seconds": _seconds(run),
-        "peak_memory": peak_memory(run),
-    }
+# The headline: the five numbers that users ask for first.
 
 
 def _final_loss(run: Run) -> dict:
     trained, held_out = run.series("loss"), run.series("eval_loss")
-    found = {
-        "held_out": held_out[-1][1] if held_out else None,
-        "held_out_step": held_out[-1][0] if held_out else None,
-        "training": trained[-1][1] if trained else None,
-        "training_step": trained[-1][0] if trained else None,
-    }
-    found["best_held_out"] = min((value for _, value in held_out), default=None)
-    return found
+    training_step, training = trained[-1] if trained else (None, None)
+    held_out_step, last = held_out[-1] if held_out else (None, None)
+    found = {"held_out": last, "held_out_step": held_out_step, "training": training, "training_step": training_step}
+    return {**found, "best_held_out": min((value for _, value in held_out), default=None)}
 
 
 def _steps(run: Run) -> dict:
-    """Of the record; of a killed run by what was logged or profiled after it, if anything was."""
-    steps = as_dict((run.record or {}).get("steps_by_phase"))
+    """From the source that goes farthest: the record, what was logged after it, or the phase of every step."""
+    steps = as_dict(run.record.get("steps_by_phase"))
     counts = [(run.record_steps, int(number(steps.get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
     phases = phases_by_step(run)
@@ -109,29 +106,29 @@ def _steps(run: Run) -> dict:
 
 
 def _backward_passes(run: Run) -> dict:
-    """Likewise, up to `step`; how many were avoided, and forward passes alone, only the record tells."""
-    record, logged = run.record or {}, run.series("hybrid/backward_passes")
+    """Up to `step`: from the record, or from the log where that goes farther, which does not know the other counts."""
+    logged = run.series("hybrid/backward_passes")
     names = {"done": "backward_passes", "avoided": "backward_passes_avoided", "forward_only": "forward_only_passes"}
-    found = {name: number(record.get(key)) for name, key in names.items()}
+    found = {name: number(run.record.get(key)) for name, key in names.items()}
     found["step"] = run.record_steps if found["done"] is not None else None
     if logged and logged[-1][0] > run.record_steps:
-        found |= {"done": logged[-1][1], "avoided": None, "forward_only": None, "step": logged[-1][0]}
+        found = {**dict.fromkeys(found), "done": logged[-1][1], "step": logged[-1][0]}
     return found
 
 
 def _seconds(run: Run) -> dict:
-    """Wall time; where the run was killed, up to what was written last."""
-    profiled = run.profile.seconds if run.profile else 0.0
+    """Wall time. Of a killed run, up to what was written last."""
     trained = run.series("train_runtime")
-    if profiled > 0:
-        return {"value": profiled, "source": "profile, to the last recorded step"}
+    if run.profile.seconds > 0:
+        return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
     if trained:
         return {"value": trained[-1][1], "source": "train_runtime"}
-    by_phase = as_dict((run.record or {}).get("seconds_by_phase")).values()
-    total = sum(number(value) or 0.0 for value in by_phase)
-    if total > 0:
-        return {"value": total, "source": "steps alone, without evaluation and saving"}
-    return {"value": None, "source": None}
+    total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
+    known = total > 0
+    return {
+        "value": total if known else None,
+        "source": "steps alone, without evaluation and saving" if known else None,
+    }
 
 
 # Memory.
@@ -139,13 +136,13 @@ def _seconds(run: Run) -> dict:
 
 def used_memory(entry: dict, device_total: float | None = None) -> tuple[float | None, float | None, str | None]:
     """
-    Of a step's record: bytes in use, bytes there are, and whose they are.
+    Bytes in use, bytes there are, and their source, from a step's record.
 
-    Device-wide use by NVML where it was read, else what the allocator holds for tensors, else the process on the host.
+    The first that was read of: the whole device by NVML, torch's allocator, the resident memory of the process.
 
     Args:
         entry (`dict`): A line of `steps.jsonl`.
-        device_total (`float`, *optional*): Bytes of the device, which NVML would have told.
+        device_total (`float`, *optional*): Bytes of the device, for the allocator, which does not know them.
     """
     if reading(entry, "nvml.used") is not None:
         return reading(entry, "nvml.used"), reading(entry, "nvml.total"), "device (NVML)"
@@ -155,137 +152,91 @@ def used_memory(entry: dict, device_total: float | None = None) -> tuple[float |
     return rss, None, "host (RSS)" if rss is not None else None
 
 
-def peak_memory(run: Run) -> dict | None:
-    """The highest peak: bytes, step, phase, and whether it is of the device or of the process on the host."""
-    return _highest(run.profile.steps) if run.profile else None
-
-
 def _highest(steps: list[dict]) -> dict | None:
+    """The highest peak: bytes, step, phase, and whether it is of the device or of the process on the host."""
     peaks = [(*peak_of(entry), entry) for entry in steps]
-    peaks = [(peak, where, entry) for peak, where, entry in peaks if peak is not None]
+    peaks = [found for found in peaks if found[0] is not None]
     if not peaks:
         return None
     peak, where, entry = max(peaks, key=lambda found: found[0])
     return {"bytes": peak, "where": where, "step": entry["step"], "phase": entry.get("phase")}
 
 
-def memory(run: Run) -> dict | None:
-    """Peak, floor, categories and accidents; without a profile, what the trainer held at its end."""
-    held = as_dict(as_dict((run.record or {}).get("memory")).get("held"))
-    if run.profile is None:
-        return {"held_at_the_end": _categories(held)} if _categories(held) else None
-    profile = run.profile
-    floor, peak = _floor(profile), peak_memory(run)
-    accounted = [entry for entry in profile.steps if _categories(as_dict(entry.get("held")))]
-    most: dict[str, dict] = {}
-    for entry in accounted:
-        phase = str(entry.get("phase"))
-        if phase not in most or _held_total(entry) >= _held_total(most[phase]):
-            most[phase] = entry
+def _memory(run: Run) -> dict | None:
+    """Peak, floor, categories and accidents. Without a profile, what the trainer held at its end."""
+    profile, held = run.profile, _categories(as_dict(as_dict(run.record.get("memory")).get("held")))
+    if not profile.steps and not profile.run:
+        return {"held_at_the_end": held} if held else None
+    fullest: dict[str, tuple[float, dict, dict]] = {}
+    for entry in profile.steps:
+        categories = _categories(as_dict(entry.get("held")))
+        total, phase = sum(sum(places.values()) for places in categories.values()), str(entry.get("phase"))
+        if categories and (phase not in fullest or total >= fullest[phase][0]):
+            fullest[phase] = (total, entry, categories)
     return {
-        "peak": peak,
-        "floor_bytes": floor,
+        "peak": _highest(profile.steps),
+        "floor_bytes": reading(profile.run, "floor.bytes") or reading(profile.summary, "floor.bytes"),
         "achieved_over_floor": number(profile.summary.get("achieved_over_floor")),
         "categories_by_phase": [
             {
                 "phase": phase,
                 "step": entry["step"],
-                "categories": _categories(entry["held"]),
+                "categories": categories,
                 "unexplained": number(entry.get("unexplained")),
                 "unexplained_place": "host" if entry.get("device") is None else "device",
             }
-            for phase, entry in sorted(most.items(), key=lambda item: phase_rank(item[0]))
+            for phase, (_, entry, categories) in sorted(fullest.items(), key=lambda item: _rank(item[0]))
         ],
-        "held_at_the_end": _categories(held),
+        "held_at_the_end": held,
         "spikes": [as_dict(spike) for spike in profile.summary.get("spikes") or []],
         "out_of_memory": profile.out_of_memory,
         "peak_by_rank": {str(rank): _highest(steps) for rank, steps in profile.ranks.items()},
     }
 
 
-def _floor(profile) -> float | None:
-    """What this way of training must hold, as the profiler worked it out."""
-    for source in (profile.run, profile.summary):
-        floor = source.get("floor")
-        value = number(floor.get("bytes")) if isinstance(floor, dict) else number(floor)
-        if value:
-            return value
-    return None
-
-
 def _categories(held: dict) -> dict[str, dict[str, float]]:
     """Bytes by category and place, without the total and without categories that hold nothing."""
-    found = {}
-    for category, places in held.items():
-        bytes_by_place = {place: number(as_dict(places).get(place)) or 0 for place in ("device", "host")}
-        if category != "total" and any(bytes_by_place.values()):
-            found[category] = bytes_by_place
-    return found
+    found = {
+        name: {at: number(as_dict(places).get(at)) or 0 for at in ("device", "host")} for name, places in held.items()
+    }
+    return {name: places for name, places in found.items() if name != "total" and any(places.values())}
 
 
-def _held_total(entry: dict) -> float:
-    return sum(sum(places.values()) for places in _categories(entry["held"]).values())
-
-
-def phase_rank(phase: str) -> tuple[int, str]:
+def _rank(phase: str) -> tuple[int, str]:
     """For sorting: hybrid phases in their order, others behind them."""
     return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 
-def phase_rows(run: Run) -> list[dict]:
+def _phase_rows(run: Run) -> list[dict]:
     """
     Steps and time of each phase, and the peaks of its steps where they were profiled.
 
-    From the record, or from the profile where that goes farther, as it does in a run that was killed.
+    Counts are from the record, or from the profile where that goes farther, as it does after a kill.
     """
-    record = run.record or {}
-    counts, seconds = as_dict(record.get("steps_by_phase")), as_dict(record.get("seconds_by_phase"))
+    counts, seconds = (as_dict(run.record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
     profiled: dict[str, list[dict]] = {}
-    for entry in run.profile.steps if run.profile else []:
+    for entry in run.profile.steps:
         profiled.setdefault(str(entry.get("phase")), []).append(entry)
     if sum(len(entries) for phase, entries in profiled.items() if phase in PHASES) > run.record_steps:
         counts = seconds = {}
-    return [
-        _phase_row(phase, profiled.get(phase, []), number(counts.get(phase)), number(seconds.get(phase)))
-        for phase in sorted({*counts, *profiled}, key=phase_rank)
-    ]
-
-
-def _phase_row(phase: str, entries: list[dict], steps: float | None, seconds: float | None) -> dict:
-    peaks = [peak for peak, _ in map(peak_of, entries) if peak is not None]
-    timed = [value for value in (number(entry.get("step_seconds")) for entry in entries) if value is not None]
-    return {
-        "phase": phase,
-        "steps": len(entries) if steps is None else int(steps),
-        "seconds": (sum(timed) if timed else None) if seconds is None else seconds,
-        "peak_mean": sum(peaks) / len(peaks) if peaks else None,
-        "peak_min": min(peaks, default=None),
-        "peak": _highest(entries),
-    }
+    rows = []
+    for phase in sorted({*counts, *profiled}, key=_rank):
+        entries, steps, time = profiled.get(phase, []), number(counts.get(phase)), number(seconds.get(phase))
+        peaks = [peak for peak, _ in map(peak_of, entries) if peak is not None]
+        timed = [value for entry in entries if (value := reading(entry, "step_seconds")) is not None]
+        row = {
+            "phase": phase,
+            "steps": len(entries) if steps is None else int(steps),
+            "seconds": (sum(timed) if timed else None) if time is None else time,
+            "peak_mean": sum(peaks) / len(peaks) if peaks else None,
+            "peak_min": min(peaks, default=None),
+            "peak": _highest(entries),
+        }
+        rows.append(row)
+    return rows
 
 
 # Leaps.
-
-
-def leap_summary(run: Run) -> dict | None:
-    """Counts by verdict and what leaps earned; `None` for runs without the hybrid trainer."""
-    if run.record is None:
-        return None
-    leaps, verdicts = run.leaps, {}
-    for leap in leaps:
-        verdict = str(leap.get("verdict"))
-        verdicts[verdict] = verdicts.get(verdict, 0) + 1
-    earned = [value for value in (number(leap.get("e")) for leap in leaps if accepted(leap)) if value is not None]
-    return {
-        "made": len(leaps),
-        "accepted": sum(accepted(leap) for leap in leaps),
-        "by_verdict": verdicts,
-        "mean_e": sum(earned) / len(earned) if earned else None,
-        "with_e": len(earned),
-        "probe_cost_steps": number(run.record.get("probe_cost_steps")),
-        "leap_cost_steps": number(run.record.get("leap_cost_steps")),
-        "roll_backs": number(run.record.get("roll_backs")),
-    }
 
 
 def accepted(leap: dict) -> bool:
@@ -293,17 +244,36 @@ def accepted(leap: dict) -> bool:
     return leap.get("verdict") in ACCEPTED
 
 
+def _leap_summary(run: Run) -> dict | None:
+    """Counts by verdict and what leaps gained; `None` for runs without the hybrid trainer."""
+    if not run.record:
+        return None
+    verdicts: dict[str, int] = {}
+    for leap in run.leaps:
+        verdicts[str(leap.get("verdict"))] = verdicts.get(str(leap.get("verdict")), 0) + 1
+    gains = [value for leap in run.leaps if accepted(leap) and (value := number(leap.get("e"))) is not None]
+    totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
+    return {
+        "made": len(run.leaps),
+        "accepted": sum(map(accepted, run.leaps)),
+        "by_verdict": verdicts,
+        "mean_e": sum(gains) / len(gains) if gains else None,
+        "with_e": len(gains),
+        **{name: number(run.record.get(name)) for name in totals},
+    }
+
+
 # Predicted against realised.
 
 
-def calibration(run: Run) -> dict:
-    """Only what the record supports; the keys of what it does not are absent."""
+def _calibration(run: Run) -> dict:
+    """What the record supports. The keys of other forecasts are absent."""
     found = {
         "decrease": _decreases(run),
         "forecast": _forecast_errors(run),
         "confidence": _confidence(run),
         "displacement": _displacement(run),
-        "world_model_errors": (run.world_model or {}).get("errors"),
+        "world_model_errors": run.world_model.get("errors"),
         "world_model_coverage": _coverage(run),
     }
     return {name: value for name, value in found.items() if value}
@@ -322,7 +292,7 @@ def _decreases(run: Run) -> list[dict]:
 
 
 def _forecast_errors(run: Run) -> list[dict]:
-    """Training loss in Correct minus what the trend before the leap forecast."""
+    """Training loss in Correct minus the forecast of the trend before the leap."""
     errors = [(leap, number(leap.get("forecast_error"))) for leap in run.leaps]
     return [{"step": leap["step"], "error": e, "accepted": accepted(leap)} for leap, e in errors if e is not None]
 
@@ -338,9 +308,8 @@ def _confidence(run: Run) -> list[dict]:
     if len(pairs) < LEAST_LEAPS:
         return []
     pairs.sort()
-    groups = min(5, len(pairs) // 4)
+    groups, rows = min(5, len(pairs) // 4), []
     bounds = [round(index * len(pairs) / groups) for index in range(groups + 1)]
-    rows = []
     for first, last in zip(bounds, bounds[1:]):
         group = pairs[first:last]
         kept = sum(stayed for _, stayed in group)
@@ -351,7 +320,7 @@ def _confidence(run: Run) -> list[dict]:
 
 
 def wilson_interval(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share."""
+    """95 % interval of a share (Wilson 1927)."""
     share = hits / count
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -359,9 +328,9 @@ def wilson_interval(hits: int, count: int, z: float = 1.96) -> tuple[float, floa
 
 
 def _displacement(run: Run) -> list[dict]:
-    """Mean cosine and norm ratio of leaps and what real steps then did, by kind of parameter."""
+    """Mean cosine and norm ratio of leaps and the real steps after them, by kind of parameter."""
     rows = []
-    for group, residual in as_dict((run.record or {}).get("displacement_residuals")).items():
+    for group, residual in as_dict(run.record.get("displacement_residuals")).items():
         values = {name: number(as_dict(residual).get(name)) for name in ("leaps", "cosine", "norm_ratio")}
         if None not in values.values():
             rows.append({"group": str(group), **values})
@@ -372,26 +341,21 @@ def _coverage(run: Run) -> list[dict]:
     """How often the world model's central intervals held the loss that came, by windows ahead."""
     levels = [0.1 * k for k in range(1, 10)]
     rows = []
-    for ahead, places in ((run.world_model or {}).get("places") or {}).items():
+    for ahead, places in (run.world_model.get("places") or {}).items():
         if len(places) >= LEAST_FORECASTS:
             inside = [sum(abs(p - 0.5) <= level / 2 for p in places) / len(places) for level in levels]
             rows.append({"windows_ahead": int(ahead), "forecasts": len(places), "levels": levels, "inside": inside})
     return rows
 
 
-def environment(run: Run) -> dict:
-    """What `run.json` tells of machine, versions and model: whatever is a plain value."""
-    told = run.profile.run if run.profile else {}
+def _environment(values: dict) -> dict:
+    """Machine, versions and model from `run.json`, as far as they are plain values."""
     found = {}
-    for name, value in told.items():
+    for name, value in values.items():
         if isinstance(value, dict) and name in ("versions", "parameters", "device", "model"):
-            found.update({f"{name}.{key}": item for key, item in value.items() if _is_plain(item)})
+            found |= {f"{name}.{key}": item for key, item in value.items() if isinstance(item, (str, int, float))}
         elif name == "begun" and number(value) is not None:
             found[name] = datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        elif _is_plain(value) and name != "max_steps":
+        elif isinstance(value, (str, int, float)) and name != "max_steps":
             found[name] = value
     return found
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (str, int, float, bool))

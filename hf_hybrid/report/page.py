@@ -54,7 +54,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     body = _run_body(found, run.leaps, plots)
     files = _write(output, "report", body, f"{run.name}: run report", {**found, "leap_records": run.leaps}, plots)
     files.insert(2, _write_csv(output / "steps.csv", _step_rows(run)))
-    if run.record is not None:
+    if run.record:
         rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in run.leaps]
         rows = rows or [dict.fromkeys((*_LEAP_FIELDS, "accepted"))]
         files.insert(3, _write_csv(output / "leaps.csv", rows))
@@ -110,14 +110,14 @@ def _write(output: Path, name: str, body: Iterable[str], title: str, values: dic
 def _step_rows(run: Run) -> list[dict]:
     """One row by step that was profiled or logged: phase, memory used, total, utilisation, categories, losses."""
     profiled: dict[int, dict] = {}
-    for entry in run.profile.steps if run.profile else []:
+    for entry in run.profile.steps:
         if entry.get("phase") != "evaluate" or entry["step"] not in profiled:
             profiled[entry["step"]] = entry
     logged: dict[int, dict] = {}
     for entry in run.logs:
         logged.setdefault(entry["step"], {}).update(entry)
     phases = phases_by_step(run)
-    total = reading(run.profile.run, "device.total_memory") if run.profile else None
+    total = reading(run.profile.run, "device.total_memory")
     rows = []
     for step in sorted({*profiled, *logged}):
         entry, logs = profiled.get(step, {}), logged.get(step, {})

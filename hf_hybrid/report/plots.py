@@ -333,7 +333,7 @@ _SERIES = {
 
 def _points(run: Run, name: str) -> list[tuple[int, float]]:
     """One reading by step."""
-    found = ((entry["step"], reading(entry, name)) for entry in (run.profile.steps if run.profile else []))
+    found = ((entry["step"], reading(entry, name)) for entry in run.profile.steps)
     return [(step, value) for step, value in found if value is not None]
 
 

@@ -166,18 +166,18 @@ def plain(value: Any) -> Any:
 
 @dataclass
 class Profile:
-    """What `MemoryProfilerCallback` wrote; see docs/profiling.md for the fields."""
+    """What `MemoryProfilerCallback` wrote; see docs/profiling.md for the fields. Empty for a run without one."""
 
-    run: dict
-    steps: list[dict]
-    """Of the first process, by step; where a resumed run trained a step again, what it wrote then."""
-    logs: list[dict]
-    summary: dict
-    out_of_memory: list[dict]
+    run: dict = field(default_factory=dict)
+    steps: list[dict] = field(default_factory=list)
+    """Of the first process, by step. A step that a resumed run trained again is there once, as trained last."""
+    logs: list[dict] = field(default_factory=list)
+    summary: dict = field(default_factory=dict)
+    out_of_memory: list[dict] = field(default_factory=list)
     """One by `oom-STEP` folder: `step`, `folder`, `phase`, `stage`, `error`, `requested` bytes."""
-    ranks: dict[int, list[dict]]
+    ranks: dict[int, list[dict]] = field(default_factory=dict)
     """Steps of the other processes."""
-    seconds: float
+    seconds: float = 0.0
     """From the begin to the last record, summed over the parts of a resumed run."""
 
 
@@ -188,18 +188,18 @@ class Run:
     folder: Path
     logs: list[dict]
     """Everything that was logged, by step: the newest checkpoint's history and what the profiler wrote after it."""
-    record: dict | None
-    """Counters and leaps of the hybrid trainer; `None` for plain `Trainer`."""
+    record: dict
+    """Counters and leaps of the hybrid trainer; empty for plain `Trainer`."""
     record_source: str | None
     config: dict
     """Options that differ from the defaults (`hybrid_config.json`)."""
     options: dict
     """All hybrid options, where a checkpoint holds them."""
-    profile: Profile | None
+    profile: Profile
     recoveries: list[dict]
     """What was done each time that memory ran out and the run went on."""
-    world_model: dict | None
-    """Of the dynamics planner, as its checkpoint calibrated it."""
+    world_model: dict
+    """`errors`, `places` and `choices` of the dynamics planner, as its checkpoint calibrated it; or empty."""
     last_step: int
     max_steps: int | None
     finished: bool
@@ -218,7 +218,7 @@ class Run:
     @property
     def leaps(self) -> list[dict]:
         """Records of the leaps that have a step."""
-        leaps = (self.record or {}).get("leaps")
+        leaps = self.record.get("leaps")
         found = [leap for leap in leaps if isinstance(leap, dict)] if isinstance(leaps, list) else []
         return [leap for leap in found if number(leap.get("step")) is not None]
 
@@ -274,15 +274,13 @@ def load_run(folder: str | Path) -> Run:
     checkpoint, state = _newest_checkpoint(folder, notes)
     saved = as_dict(_read(checkpoint / "hybrid_state.json", notes)) if checkpoint else {}
     profile = _load_profile(folder / PROFILE, notes)
-    logs = _merge_logs(state.get("log_history"), profile.logs if profile else [])
+    logs = _merge_logs(state.get("log_history"), profile.logs)
     record, source = _newest_record(folder, checkpoint, saved, notes)
     steps = [int(number(state.get("global_step")) or 0), *(entry["step"] for entry in logs[-1:])]
-    steps += [entry["step"] for entry in profile.steps[-1:]] if profile else []
-    steps.append(_steps_of(record))
-    if not logs and record is None and not (profile and profile.steps):
+    steps += [*(entry["step"] for entry in profile.steps[-1:]), _steps_of(record)]
+    if not logs and not record and not profile.steps:
         raise ValueError(_nothing_found(folder, bool(config)))
-    max_steps = number(state.get("max_steps")) or number(as_dict(profile and profile.run).get("max_steps"))
-    max_steps = max_steps or number(config.get("max_steps"))
+    max_steps = next(filter(None, (number(source.get("max_steps")) for source in (state, profile.run, config))), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
     return Run(
         folder=folder.resolve(),
@@ -361,7 +359,7 @@ def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
 
 
 def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
-    """The folder and the `trainer_state.json` that went farthest; half-written ones are passed over."""
+    """The folder and the `trainer_state.json` that went farthest; half-written ones are skipped."""
     candidates = [folder, *(path for _, path in sorted(_numbered(folder, _CHECKPOINT), reverse=True))]
     best, best_state = None, {}
     for candidate in candidates:
@@ -381,8 +379,8 @@ def _step_of(state: dict) -> float:
     return number(state.get("global_step")) if number(state.get("global_step")) is not None else -1
 
 
-def _steps_of(record: dict | None) -> int:
-    steps = as_dict(as_dict(record).get("steps_by_phase")).values()
+def _steps_of(record: dict) -> int:
+    steps = as_dict(record.get("steps_by_phase")).values()
     return int(sum(number(count) or 0 for count in steps))
 
 
@@ -394,22 +392,22 @@ def _newest_record(folder: Path, checkpoint: Path | None, saved: dict, notes: li
         return summary, "hybrid_summary.json"
     if found:
         return found, f"{checkpoint.name}/hybrid_state.json"
-    return None, None
+    return {}, None
 
 
-def _recoveries(record: dict | None, checkpoint: Path | None, notes: list[str]) -> list[dict]:
+def _recoveries(record: dict, checkpoint: Path | None, notes: list[str]) -> list[dict]:
     """From the summary, else from the checkpoint."""
-    events = as_dict(record).get("out_of_memory")
+    events = record.get("out_of_memory")
     if not isinstance(events, list) and checkpoint is not None:
         events = as_dict(_read(checkpoint / "out_of_memory.json", notes)).get("events")
     return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
 
 
-def _world_model(record: dict | None, saved: dict) -> dict | None:
+def _world_model(record: dict, saved: dict) -> dict:
     """Choices and errors from the summary, or what the checkpoint holds of them; calibration is in checkpoints only."""
     gains = as_dict(as_dict(as_dict(saved.get("engine")).get("planner")).get("gains"))
     calibration = as_dict(as_dict(gains.get("dynamics")).get("calibration"))
-    told = as_dict(as_dict(record).get("planner"))
+    told = as_dict(record.get("planner"))
     errors, places = as_dict(told.get("errors")), {}
     for ahead, parts in calibration.items():
         if not (isinstance(parts, list) and len(parts) == 6 and ahead.isdigit()):
@@ -422,7 +420,7 @@ def _world_model(record: dict | None, saved: dict) -> dict | None:
             errors[ahead] = {name: total / scored for name, total in zip(names, sums) if number(total) is not None}
     choices = told.get("choices") or gains.get("choices")
     if not errors and not choices:
-        return None
+        return {}
     return {"errors": errors, "places": places, "choices": choices if isinstance(choices, list) else []}
 
 
@@ -458,12 +456,12 @@ def _flat(entry: dict) -> dict:
     return {**{key: value for key, value in entry.items() if key != "logs"}, **as_dict(entry.get("logs"))}
 
 
-def _load_profile(folder: Path, notes: list[str]) -> Profile | None:
+def _load_profile(folder: Path, notes: list[str]) -> Profile:
     if not folder.is_dir():
-        return None
+        return Profile()
     steps = read_lines(folder / "steps.jsonl", notes)
     if not steps and not (folder / "run.json").is_file():
-        return None
+        return Profile()
     crashes = []
     for step, path in sorted(_numbered(folder, re.compile(r"oom-(\d+)(?:-rank\d+)?"))):
         told = as_dict(_read(path / "records.json", notes))
@@ -504,10 +502,11 @@ def phases_by_step(run: Run) -> dict[int, str]:
     From the profile; else from what was logged at each step; else Warmup and Predict from the record, and `real` for
     steps of Full or Correct, which it does not tell apart.
     """
-    if run.profile and run.profile.steps:
-        return {e["step"]: e["phase"] for e in run.profile.steps if isinstance(e.get("phase"), str) and _trains(e)}
+    if run.profile.steps:
+        phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
+        return {step: phase for step, phase in phases if isinstance(phase, str) and phase != "evaluate"}
     logged = {step: PHASES[int(index)] for step, index in run.series("hybrid/phase") if 0 <= index < len(PHASES)}
-    if run.record is None or len(logged) >= 0.9 * run.last_step:
+    if not run.record or len(logged) >= 0.9 * run.last_step:
         return logged
     warmup = number(as_dict(run.record.get("steps_by_phase")).get("warmup")) or 0
     found = {step: "warmup" if step <= warmup else "real" for step in range(1, _steps_of(run.record) + 1)}
@@ -517,10 +516,6 @@ def phases_by_step(run: Run) -> dict[int, str]:
             if step in found:
                 found[step] = "predict"
     return found
-
-
-def _trains(entry: dict) -> bool:
-    return entry.get("phase") != "evaluate"
 
 
 def stretches_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
