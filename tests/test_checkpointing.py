@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINTING, ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from fake_device import saved_for_backward
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_hybrid import HybridTrainer, PhasePlugin
-from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload, saved_for_backward
+from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.phases import Phase, PluginContext
 
 LAYERS = 8

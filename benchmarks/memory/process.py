@@ -383,12 +383,12 @@ class TrainerRun(Run):
         gradients = [p.grad for p in rest if p.grad is not None]
         own = [value for p in rest for value in states.get(p, {}).values() if torch.is_tensor(value)]
         away = [v for p, s in states.items() if id(p) in streamer.masters for v in s.values() if torch.is_tensor(v)]
-        engine, parking = streamer.bytes_held(), self.streaming.window.parking
+        engine, parking = streamer.tensors_held(), self.streaming.window.parking
         return {
-            "device_held": engine["device_weights"] + storage_bytes([*rest, *gradients, *own, *self.model.buffers()]),
-            "host_held": engine["host_weights"]
-            + engine["host_gradients"]
-            + storage_bytes(away)
+            "device_held": storage_bytes(
+                [*engine["slots"], *engine["expanded"], *rest, *gradients, *own, *self.model.buffers()]
+            ),
+            "host_held": storage_bytes([*engine["host_weights"], *engine["host_gradients"], *away])
             + (0 if parking is None else parking.nbytes),
         }
 

@@ -1,8 +1,26 @@
-"""Activations that the backward pass needs: recomputed phase by phase, layer inputs on the host, and measured."""
+"""
+Activations that the backward pass needs: recomputed in the phases that have one, and what is left of them on the host.
+
+A forward pass saves every intermediate tensor that some derivative reads: for a decoder layer some 30 times the size of
+its input. *Checkpointing* (Chen et al., 2016, arXiv 1604.06174) saves the input alone and computes the layer a second
+time when the backward pass reaches it, for about a third more computation. transformers does it well, so the package
+adds two things:
+
+- **By phase.** Predict has no backward pass, and a run may have memory to spare in some phases.
+  [`ActivationCheckpointing`] switches transformers' checkpointing as the phases change.
+- **Inputs on the host.** What checkpointing still saves is one input per layer, which for long sequences is most of
+  what is left. They are needed in reverse order at times that are known, so each can leave while the next layer
+  computes and come back while the layer above is differentiated ([`BoundaryOffload`]). The input saved last is needed
+  first and stays.
+
+How the inputs are caught: `torch.autograd.graph.saved_tensors_hooks` around the call of a checkpointed layer sees what
+checkpointing itself saves, which is the input. What the layer's own operations save, now or when it is recomputed, goes
+to checkpointing's inner hooks. Autograd owns the object that is saved in place of the input, so its lifetime follows
+the graph's: if a graph is dropped unused, the host buffer is free again.
+"""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,12 +28,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+from hf_hybrid.streaming.transfers import HostBuffers, Transfers
+
+Tensor = torch.Tensor
 
 _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
@@ -24,10 +43,9 @@ class ActivationCheckpointing(PhasePlugin):
     """
     Activation checkpointing of every layer in the phases that are named, none in the others.
 
-    It is transformers' own (non-reentrant), switched as the run goes. Layers left out would keep everything: every
-    second layer saves less than half, so that is not offered. During a run the plugin decides, also where
-    `TrainingArguments.activation_checkpointing` is set; after it the model has its setting from before. What a run
-    that ended in an exception left behind is put right when the next one begins.
+    It is transformers' own (non-reentrant). Checkpointing only some of the layers is not offered: every second layer
+    saves less than half. During a run the plugin decides, also where `TrainingArguments.activation_checkpointing` is
+    set; after it the model has its earlier setting again. If a run ends in an exception, the next one tidies up.
 
     Args:
         phases (`Iterable[str]`, *optional*): Phases with checkpointing; not Predict, which has no backward pass.
@@ -142,16 +160,12 @@ class OffloadStats:
 
 class BoundaryOffload:
     """
-    Context manager that keeps the inputs of checkpointed layers, all that checkpointing still saves of them, on the
-    host until the backward pass needs them. Gradients are the same to the bit. Only the forward pass need be inside.
+    Context manager that keeps the inputs of checkpointed layers on the host until the backward pass needs them.
 
-    On an accelerator, copies run on a stream of their own, through pinned buffers that are used again and again: out
-    while the layer computes, back while the layer above is in its backward pass. The newest input stays where it is,
-    as it is needed first. On a machine without accelerator the same code copies within host memory.
-
-    Only the first positional argument of a layer is moved, if it is a contiguous floating-point tensor of `min_bytes`
-    or more and no parameter or view of one. The rest stays: what a layer recomputes lives too short, loss and logits
-    are needed at once, masks and encoder states are shared by all layers.
+    Gradients are the same to the bit. Only the forward pass need be inside. Only the first positional argument of a
+    layer is moved, if it is a contiguous floating-point tensor of `min_bytes` or more and no parameter or view of one.
+    The rest stays: what a layer recomputes lives too short, loss and logits are needed at once, masks and encoder
+    states are shared by all layers. On a machine without accelerator the same code copies within host memory.
 
     Raises:
         ValueError: If the model's layers are not of the kind that transformers checkpoints one by one, or its device
@@ -168,10 +182,10 @@ class BoundaryOffload:
             if not hasattr(torch.get_device_module(kind), "Stream"):
                 raise ValueError(f"`offload=True` needs a device with streams, not `{kind}`. Leave it out.")
         self.stats = OffloadStats()
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._ways: dict[torch.device, tuple[Transfers, HostBuffers]] = {}
         self._own: set[int] = set()
         self._replaced: list[tuple[nn.Module, Callable]] = []
-        self._newest: Callable[[], _Parked | None] = lambda: None
+        self._newest: Callable[[], _Boundary | None] = lambda: None
 
     def __enter__(self) -> BoundaryOffload:
         self._own = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers())}
@@ -188,8 +202,6 @@ class BoundaryOffload:
         self._replaced.clear()
 
     def _around(self, checkpoint: Callable) -> Callable:
-        # Hooks around the call see what checkpointing saves itself, the inputs. What the layer saves, now and when it
-        # is recomputed, goes to checkpointing's own hooks: the innermost win.
         def checkpoint_and_offload(function, *args, **kwargs):
             if not (args and self._is_worth_moving(args[0])):
                 return checkpoint(function, *args, **kwargs)
@@ -204,23 +216,27 @@ class BoundaryOffload:
         return checkpoint_and_offload
 
     def _is_worth_moving(self, value: Any) -> bool:
-        if type(value) is not torch.Tensor or not (value.is_floating_point() and value.is_contiguous()):
+        if type(value) is not Tensor or not (value.is_floating_point() and value.is_contiguous()):
             return False
         return value.nbytes >= max(self.min_bytes, 1) and value.untyped_storage().data_ptr() not in self._own
 
-    def _park(self, tensor: torch.Tensor) -> _Parked:
+    def _park(self, tensor: Tensor) -> _Boundary:
         newest = self._newest()
         if newest is not None:
-            newest.take()
-        if tensor.device not in self._lanes:
-            self._lanes[tensor.device] = _Lane(tensor.device, self.stats)
-        lane = self._lanes[tensor.device]
-        parked = _Parked(tensor.detach(), lane, lane.lend(tensor.nbytes), previous=self._newest)
+            newest.take()  # it has been superseded: its copy on the device may go
+        if tensor.device not in self._ways:
+            transfers = Transfers(tensor.device)
+            self._ways[tensor.device] = transfers, HostBuffers(pin=transfers.beside)
+        parked = _Boundary(tensor.detach(), *self._ways[tensor.device], previous=self._newest)
         self._newest = weakref.ref(parked)
+        self.stats.tensors += 1
+        self.stats.bytes_offloaded += tensor.nbytes
+        held = sum(buffers.nbytes for _, buffers in self._ways.values())
+        self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, held)
         return parked
 
-    def _fetch(self, packed: _Parked | torch.Tensor) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+    def _fetch(self, packed: _Boundary | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
         if packed.on_device is None:
             self.stats.waits += 1
@@ -232,30 +248,31 @@ class BoundaryOffload:
         return tensor
 
 
-class _Parked:
+class _Boundary:
     """
-    One tensor that autograd saved: on the host, and on the device before it has left or once it is coming back.
+    One layer input that autograd saved: on the host, and on the device before it has left or once it is coming back.
+
     Autograd holds it and drops it; that frees the host buffer, also where a graph is never used.
     """
 
-    on_device: torch.Tensor | None = None
+    host: Tensor | None = None
+    on_device: Tensor | None = None
 
-    def __init__(self, tensor: torch.Tensor, lane: _Lane, buffer: torch.Tensor, previous: Callable):
-        self.lane, self.buffer, self.previous = lane, buffer, previous
-        self.host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.copied = lane.copy(self.host, tensor)
+    def __init__(self, tensor: Tensor, transfers: Transfers, buffers: HostBuffers, previous: Callable):
+        self.transfers, self.buffers, self.previous = transfers, buffers, previous
+        self.host = buffers.take(tensor)
+        self.copied = transfers.send(tensor, self.host, keep=False)
         self.on_device, self.version = tensor, tensor._version
 
     def start_back(self) -> None:
-        tensor = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.lane.device)
-        self.copied = self.lane.copy(tensor, self.host)
-        self.on_device, self.version = tensor, tensor._version
+        coming = self.transfers.fetch(self.host, after=self.copied)
+        self.on_device, self.copied, self.version = coming.tensor, coming.arrived, coming.tensor._version
 
-    def take(self) -> torch.Tensor | None:
+    def take(self) -> Tensor | None:
         """Give up what is on the device. Its memory may be used anew at once, so computing waits for the copy."""
         tensor, self.on_device = self.on_device, None
         if tensor is not None:
-            self.lane.wait(self.copied)
+            self.transfers.wait(self.copied)
             if tensor._version != self.version:  # autograd's check, for a tensor that it does not hold itself
                 raise RuntimeError(
                     f"The input of a checkpointed layer, `{tuple(tensor.shape)}`, was modified in place after it was "
@@ -265,84 +282,6 @@ class _Parked:
 
     def __del__(self):
         if self.on_device is not None:
-            self.lane.wait(self.copied)
-        self.lane.free.append(self.buffer)
-
-
-class _Lane:
-    """
-    The way from one device to the host and back: host buffers, and a stream. There is one for both directions, so a
-    buffer can be written again once the copy out of it has been started.
-    """
-
-    def __init__(self, device: torch.device, stats: OffloadStats):
-        self.device, self.stats = device, stats
-        self.module = torch.get_device_module(device)
-        self.stream = self.module.Stream() if device.type == "cpu" else self.module.Stream(device=device)
-        self.free: list[torch.Tensor] = []
-        self.host_bytes = 0
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor):
-        """Start a copy, after all that computing was given so far, and return the event of its end."""
-        self.stream.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        return self.stream.record_event()
-
-    def wait(self, event) -> None:
-        """Let computing wait, not this process."""
-        self.module.current_stream(self.device).wait_event(event)
-
-    def lend(self, size: int) -> torch.Tensor:
-        self.stats.tensors += 1
-        self.stats.bytes_offloaded += size
-        for index in reversed(range(len(self.free))):
-            if self.free[index].nbytes >= size:
-                return self.free.pop(index)
-        if self.free:  # all are too small: sequences grow longer, and one makes room
-            self.host_bytes -= self.free.pop().nbytes
-        self.host_bytes += size
-        self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, self.host_bytes)
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
-
-
-def saved_for_backward(model: nn.Module, forward: Callable[[], Any]) -> int:
-    """
-    Bytes that the forward pass made and the backward pass still needs.
-
-    Counted are storages created while `forward` ran that live on when only the autograd graph of its result is left:
-    what operations saved, what checkpointing keeps (also beside autograd, such as keyword arguments of a layer), and
-    new copies on the host. Not counted are parameters and buffers, what existed before (the batch), the result itself
-    where nothing needs it, and states of random generators. Not for compiled models.
-
-    `forward` runs a forward pass of `model` and returns a tensor, a container of tensors, or a transformers output.
-    """
-    with _Created() as created:
-        graph = [leaf.grad_fn for leaf in tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
-    gc.collect(1)  # what hangs in young reference cycles is not needed; a full collection takes too long
-    own = _storages((*model.parameters(), *model.buffers()))
-    alive = (reference() for reference in created.storages.values())
-    total = sum(storage.nbytes() for storage in alive if storage is not None and id(storage) not in own)
-    del graph  # not before everything is counted
-    return total
-
-
-class _Created(TorchDispatchMode):
-    """Remembers the storages that operations create, without keeping them alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = _storages((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        for key, storage in _storages(result).items():
-            if key not in given:
-                self.storages[key] = weakref.ref(storage)
-        return result
-
-
-def _storages(values) -> dict[int, torch.UntypedStorage]:
-    found = (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return {id(storage): storage for storage in found}
+            self.transfers.wait(self.copied)
+        if self.host is not None:
+            self.buffers.give_back(self.host)

@@ -1,15 +1,33 @@
 """
-The optimizer step of streamed units, exact and put off until a unit is needed again.
+The lazy update: the optimizer step of streamed units, put off until a unit is needed again, and exact.
 
-Gradients of a window wait on the host. When the window is over, its global norm is known, so clipping is exact; the
-step of each unit then runs on a thread of its own while other units compute, at the latest when the unit is brought in
-for the next forward. Nothing is approximated: every parameter sees the gradient, learning rate and state that it would
-see without.
+The obvious place for a layer's update is right after its gradient, while the layer is still on the device. But then the
+global gradient norm is not known yet, so clipping could only be approximated, and with gradient accumulation the
+gradient is not complete. The other obvious place, after the whole backward pass, makes the device wait while the host
+steps every weight of the model. The update can be put off instead, because nobody reads a layer's weights before its
+next forward pass:
+
+1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
+2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
+   number, remembered and applied by whoever steps the layer.
+3. `step()` steps what is resident, and freezes for each unit what its step depends on: the parameter groups with the
+   learning rates of this moment, and the scale. Then it returns, and the next window begins.
+4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
+   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel.
+
+Every parameter sees the gradient, learning rate, scale and state that it would see in a plain run, in the same
+arithmetic. So the weights are equal bit for bit, as long as the optimizer steps each parameter by itself
+([`check_separable`]); in fp32 on a CPU the tests compare them with plain `Trainer`.
+
+With 8-bit states (`on_device`) the host would be too slow: the kernels of bitsandbytes are made for the device. Then
+gradients and moments travel in beside the weights (masters too, where the weights travel rounded), the unit is stepped
+in its slot just before its forward, and weights and moments travel back.
+
+Whoever reads masters or states in between (saving, evaluation on the host, a leap, the end) calls `flush` first.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,26 +36,13 @@ import torch
 from torch import nn
 
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.transfers import Fetched, host_buffer, is_big
+from hf_hybrid.streaming.transfers import Fetched, host_tensor, is_big
 from hf_hybrid.streaming.units import Piece, Unit
 
 Tensor = torch.Tensor
 
-SEPARABLE = (
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "SGD",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adafactor",
-    "Muon",
-    "AdamW8bit",
-    "MuonAdamW",
-)
+_OF_TORCH = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon")
+SEPARABLE = (*_OF_TORCH, "AdamW8bit", "MuonAdamW")
 """Optimizers that step every parameter by itself, so that units may be stepped at different times."""
 
 
@@ -56,7 +61,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedOptimizerError(
             f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
             "layers need. Choose `optim=adamw_torch_fused`, `optim=muon`, `optimizer_states=8bit`, or one of torch's "
-            f"{', '.join(n for n in SEPARABLE if n not in ('AdamW8bit', 'MuonAdamW'))}; or `memory=off`."
+            f"{', '.join(_OF_TORCH)}; or `memory=off`."
         )
 
 
@@ -93,10 +98,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
         # Not Optimizer.__init__: groups and state are those of `base`, not copies.
         self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
-                     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
-                     "_optimizer_load_state_dict_post_hooks"):  # fmt: skip
-            setattr(self, name, getattr(base, name))
+        vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
         self._pending: dict[Unit, _Pending] = {}
         self._scale: Tensor | None = None
@@ -119,13 +121,15 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it over the same list."""
-        norm = torch.nn.utils.get_total_norm(self._gradients(parameters), foreach=None)
+        self.streamer.gradients_arrived()
+        counterparts = [self.streamer.counterpart(parameter) for parameter in parameters]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in counterparts if p.grad is not None], foreach=None)
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
             if unused and not torch.isfinite(norm):
                 raise RuntimeError(
-                    f"The weights of `{unused[0]}` are used, but its `forward` is never called: they were "
+                    f"The weights of `{unused[0]}` are used, but its `forward` is never called, so they were "
                     "placeholders. This model cannot be streamed. Train it with `memory=off`."
                 )
         return norm
@@ -138,7 +142,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             parameters (`Iterable[nn.Parameter]`): The model's, in its order.
             max_norm (`float`): Threshold.
             now (`bool`): Scale the waiting gradients at once, because somebody reads them before the step; otherwise
-                that is left to the thread that steps.
+                whoever steps a unit scales its gradients.
 
         Returns:
             `torch.Tensor`: The norm before clipping.
@@ -146,21 +150,19 @@ class LazyOptimizer(torch.optim.Optimizer):
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
         norm = self.total_norm(parameters)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        waiting = [p for p in parameters if id(p) in self._unit_of and p.grad is not None]
+        self._scale = None
         for parameter in parameters:
-            if parameter.grad is not None and (now or id(parameter) not in self._unit_of):
+            if parameter.grad is None:
+                continue
+            if now or id(parameter) not in self._unit_of:
                 parameter.grad.mul_(scale.to(parameter.grad.device))
-        self._scale = None if now or not waiting else scale.to(waiting[0].grad.device)
+            elif self._scale is None:
+                self._scale = scale.to(parameter.grad.device)
         return norm
-
-    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        self.streamer.gradients_arrived()
-        counterparts = [self.streamer.counterpart(parameter) for parameter in parameters]
-        return [parameter.grad for parameter in counterparts if parameter.grad is not None]
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step what is resident; schedule the units' steps with the learning rates of now."""
+        """Step what is resident; schedule the units' steps with the current learning rates."""
         self.streamer.gradients_arrived()
         groups: dict[Unit | None, list[dict]] = {}
         for group in self.param_groups:
@@ -191,12 +193,14 @@ class LazyOptimizer(torch.optim.Optimizer):
         if self.on_device:
             self._pending[unit] = pending
         else:
-            unit.update = self._worker.submit(functools.partial(self._step_on_host, unit, pending))
+            unit.update = self._worker.submit(self._step_on_host, unit, pending)
 
     @torch.no_grad()
     def _step_on_host(self, unit: Unit, pending: _Pending) -> None:
         masters = [p for group in pending.optimizer.param_groups for p in group["params"]]
-        _scale_gradients(masters, pending.scale)
+        if pending.scale is not None and pending.scale.item() != 1.0:
+            for master in masters:
+                master.grad.mul_(pending.scale)
         pending.optimizer.step()
         for master in masters:
             master.grad = None
@@ -231,7 +235,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         storage = self._unit_of[id(master)].storage
         gradient, states = self._coming.pop(id(master))
         weights = piece.parameter.data
-        if weights.dtype != master.dtype:
+        travels_rounded = weights.dtype != master.dtype
+        if travels_rounded:
             weights = transfers.fetch(master.data).take()
         on_device = nn.Parameter(weights)
         on_device.grad = gradient.take()
@@ -245,16 +250,15 @@ class LazyOptimizer(torch.optim.Optimizer):
         for name, value in stepper.state[on_device].items():
             if is_big(value):
                 if name not in host_state:
-                    size = value.numel() * value.element_size()
-                    host_state[name] = host_buffer(size, pin=transfers.on_gpu).view(value.dtype).view(value.shape)
+                    host_state[name] = host_tensor(value, pin=transfers.beside)
                 transfers.send(value, host_state[name])
             else:
                 host_state[name] = value
         self.state[master] = host_state
         storage.written = transfers.send(on_device.data, master.data)
-        if piece.parameter.data is not weights:
+        if travels_rounded:
             piece.parameter.data.copy_(weights)
-            storage.written = transfers.send(piece.parameter.data, piece.view_of_packed(storage))
+            storage.written = transfers.send(piece.parameter.data, piece.view(storage.packed))
         master.grad = None
 
     # Nothing is left pending.
@@ -271,7 +275,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.streamer.transfers.finish_sending()
 
     def drop_gradients(self) -> None:
-        """Forget gradients that no step used (the step was withheld)."""
+        """Drop gradients that no step used, because the step was withheld or an error cut the window short."""
         scheduled = {unit for unit in self.streamer.units if unit.update is not None or unit in self._pending}
         for unit in self.streamer.units:
             if unit not in scheduled:
@@ -296,10 +300,3 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state
-
-
-def _scale_gradients(parameters: list[nn.Parameter], scale: Tensor | None) -> None:
-    if scale is None or scale.item() == 1.0:  # times one is what it was
-        return
-    for parameter in parameters:
-        parameter.grad.mul_(scale)

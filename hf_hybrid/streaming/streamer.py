@@ -1,9 +1,23 @@
 """
 Trains models whose layers do not fit: weights live on the host and are on the device only while they compute.
 
-A unit (a decoder layer; embeddings and head where they do not fit either) is brought in for its forward, again for its
-backward, and leaves its gradients on the host. Every streamed unit is checkpointed: otherwise autograd would keep the
-weights that it saw in the forward pass alive.
+A streamed layer takes part in a step three times:
+
+1. Forward. Its weights are copied into a slot while the layer before it computes. Its parameters become views into the
+   slot, it computes, and its parameters become placeholders again.
+2. Backward. Autograd would hold every weight that it saw in the forward pass until the backward pass is over, which is
+   what must not happen. So every streamed unit is checkpointed (Chen et al., 2016, arXiv 1604.06174): only its input is
+   kept. The unit comes in again, from the last to the first, is recomputed, and stays until its gradients are there.
+3. Its gradients go to the host as soon as autograd has finished each of them, into the masters' `grad`. The optimizer
+   finds them there ([`hf_hybrid.streaming.optimizer`]).
+
+The model stays the user's own: same modules, same parameter objects, same names. A placeholder is one NaN that is seen
+as a whole weight (`expand`), so that shape, dtype and device are right, nothing is held, and whoever computes with it
+gets NaN instead of old weights. The streamer enters through three doors that PyTorch offers for instances: a `forward`
+set on the module, hooks on gradients, and hooks on state dicts, which make a callback that saves find real weights.
+[`LayerStreamer.detach`] closes all of them.
+
+Inference-like passes (evaluation, probes, generation) need the first part alone, and no checkpointing.
 """
 
 from __future__ import annotations
@@ -59,16 +73,15 @@ class LayerStreamer:
         self.walk = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
-        """Weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
+        """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         self.before_read: Callable[[], None] = lambda: None
         """Called before somebody reads masters: finishes their updates."""
         self.on_load: Callable[[Unit], None] | None = None
         """Called when a unit's weights begin to travel, for whoever needs more of it on the device."""
         self.before_forward: Callable[[Unit], None] | None = None
         """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
-        self.layers, self.ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.on_gpu)
-        self.units = [unit for unit in self.layers + self.ends if unit.storage.pieces]
-        self.layers = [unit for unit in self.layers if unit.storage.pieces]
+        self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.beside)
+        self.units = self.layers + self._ends
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
         self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
         self._position = {unit: index for index, unit in enumerate(self.layers)}
@@ -88,7 +101,14 @@ class LayerStreamer:
         """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
         if self.attached:
             return
-        self._make_pools()
+        for units, ahead, kept in ((self.layers, self.ahead, self.kept), (self._ends, 0, 0)):
+            if units:
+                size = max(unit.storage.packed_bytes for unit in units)
+                self._pools.append(SlotPool(size, ahead=ahead, kept=kept, device=self.device))
+                for unit in units:
+                    unit.pool = self._pools[-1]
+        expanded = max((unit.storage.expanded_bytes for unit in self.units), default=0)
+        self._expanded = torch.empty(expanded, dtype=torch.uint8, device=self.device)
         for unit in self.units:
             unit.storage.pack()
             for module in unit.modules:
@@ -97,10 +117,8 @@ class LayerStreamer:
             for piece in unit.storage.pieces:
                 piece.parameter.data = self._placeholder(piece)
                 if piece.parameter.requires_grad:
-                    handle = piece.parameter.register_post_accumulate_grad_hook(
-                        functools.partial(self._on_gradient, piece)
-                    )
-                    self._undo.append(handle.remove)
+                    hook = functools.partial(self._on_gradient, piece)
+                    self._undo.append(piece.parameter.register_post_accumulate_grad_hook(hook).remove)
         self._move_rest(self.device)
 
     def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
@@ -116,25 +134,13 @@ class LayerStreamer:
         self._undo.clear()
         self._in_backward = None
         for unit in self.units:
-            unit.slot, unit.loaded, unit.bound = None, False, False
+            # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
+            unit.pool, unit.slot, unit.loaded, unit.bound = None, None, False, False
             unit.storage.restore(for_good=expand)
         self._pools.clear()
         self._expanded = torch.empty(0)
         if for_good:
             self._move_rest(torch.device("cpu"))
-
-    def _make_pools(self) -> None:
-        self._pools = []
-        for units, ahead, kept in ((self.layers, self.ahead, self.kept), (self.ends, 0, 0)):
-            units = [unit for unit in units if unit.storage.pieces]
-            if units:
-                size = max(unit.storage.packed_bytes for unit in units)
-                pool = SlotPool(size, ahead=ahead, kept=kept, device=self.device)
-                self._pools.append(pool)
-                for unit in units:
-                    unit.pool = pool
-        expanded = max((unit.storage.expanded_bytes for unit in self.units), default=0)
-        self._expanded = torch.empty(expanded, dtype=torch.uint8, device=self.device)
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
         own, original = module.__dict__.get("forward"), module.forward
@@ -161,7 +167,6 @@ class LayerStreamer:
                 state[prefix + name] = piece.master.data
 
     def _placeholder(self, piece: Piece) -> Tensor:
-        # One element seen as many: the parameter keeps shape, dtype and device. NaN: nobody computes with it unnoticed.
         if piece.dtype not in self._nothing:
             value = float("nan") if piece.dtype.is_floating_point else 0
             self._nothing[piece.dtype] = torch.full((), value, dtype=piece.dtype, device=self.device)
@@ -198,17 +203,17 @@ class LayerStreamer:
         kwargs = _without_cache(module, kwargs)
         if self.walk is not None and unit in self._position:
             return self.walk.call(unit, original, args, kwargs)
-        contexts = functools.partial(self._contexts, unit)
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def _contexts(self, unit: Unit):
-        return self._for_forward(unit), self._for_backward(unit)
+        def contexts():
+            return self._for_forward(unit), self._for_backward(unit)
+
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @contextlib.contextmanager
     def _for_forward(self, unit: Unit) -> Iterator[None]:
         self.bring_in(unit)
         try:
-            with without_autocast_cache(self.device):
+            with torch.autocast(**autocast_now(self.device)):
                 yield
         finally:
             self.release(unit)
@@ -220,7 +225,7 @@ class LayerStreamer:
             self.end_backward()
             self.bring_in(unit, backward=True)
             self._in_backward = unit
-        with without_autocast_cache(self.device):
+        with torch.autocast(**autocast_now(self.device)):
             yield
 
     def end_backward(self) -> None:
@@ -232,8 +237,12 @@ class LayerStreamer:
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
         """Let the unit's parameters be its weights, on the device; fetch the next units of this direction."""
-        if unit.slot is None:
-            self._reserve(unit)
+        if unit.slot is None and not self._take_slot(unit):
+            # Everything is in use: by units fetched ahead for a turn that was not taken.
+            for other in self.layers:
+                if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
+                    self.release(other)
+            self._take_slot(unit)
         if unit.update is not None:
             started = time.perf_counter()
             unit.update.result()
@@ -248,17 +257,23 @@ class LayerStreamer:
                 self.before_forward(unit)
             self._add_overlay(unit)
         if unit in self._position:
-            self._fetch_ahead(unit, -1 if backward else 1)
+            step = -1 if backward else 1
+            for index in range(self._position[unit] + step, self._position[unit] + step * (self.ahead + 1), step):
+                if 0 <= index < len(self.layers):
+                    self.fetch(self.layers[index])
 
-    def _reserve(self, unit: Unit) -> None:
-        known = unit.pool.find(unit) is not None
-        slot = unit.pool.take(unit)
-        if slot is None:
-            for other in self.layers:  # fetched ahead for a turn that was not taken
-                if other.slot is not None and other is not self._in_backward and other.pool is unit.pool:
-                    self.release(other)
-            slot = unit.pool.take(unit)
-        unit.slot, unit.loaded = slot, known
+    def fetch(self, unit: Unit) -> None:
+        """Start bringing a unit in, as soon as its update is done; nothing happens if there is no room."""
+        if unit.slot is None and self._take_slot(unit):
+            if unit.update is None:
+                self._load(unit)
+            else:
+                unit.update.add_done_callback(lambda _: self._load(unit))
+
+    def _take_slot(self, unit: Unit) -> bool:
+        loaded = unit.pool.holds(unit)
+        unit.slot, unit.loaded = unit.pool.take(unit), loaded
+        return unit.slot is not None
 
     def _load(self, unit: Unit) -> None:
         with unit.lock:
@@ -268,25 +283,6 @@ class LayerStreamer:
                 unit.loads += 1
                 if self.on_load is not None:
                     self.on_load(unit)
-
-    def _fetch_ahead(self, unit: Unit, direction: int) -> None:
-        for distance in range(1, self.ahead + 1):
-            index = self._position[unit] + direction * distance
-            if 0 <= index < len(self.layers):
-                self.fetch(self.layers[index])
-
-    def fetch(self, unit: Unit) -> None:
-        """Start bringing a unit in, as soon as its update is done; nothing happens if there is no room."""
-        if unit.slot is not None:
-            return
-        known = unit.pool.find(unit) is not None
-        unit.slot, unit.loaded = unit.pool.take(unit), known
-        if unit.slot is None:
-            return
-        if unit.update is None:
-            self._load(unit)
-        else:
-            unit.update.add_done_callback(lambda _: self._load(unit))
 
     def release(self, unit: Unit) -> None:
         """Let the unit's parameters be placeholders again."""
@@ -339,23 +335,22 @@ class LayerStreamer:
             return
         master = piece.master
         if master.grad is None:
-            piece.allocate_gradient(pin=self.transfers.on_gpu)
-            master.grad = piece.gradient
-        elif self.transfers.on_gpu:
-            self.transfers.finish_sending()
-            gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad).take())
+            master.grad = piece.gradient_buffer(pin=self.transfers.beside)
+        elif self.transfers.beside:
+            # The sum so far comes back and is added to on the device, which is faster than the host is.
+            gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad, after=piece.sent).take())
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
             master.grad.add_(gradient)
             return
-        self.transfers.send(gradient, master.grad)
+        piece.sent = self.transfers.send(gradient, master.grad)
 
     def gradients_arrived(self) -> None:
         """Return when the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
 
-    # Telling.
+    # What others ask.
 
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates: the master of a streamed parameter, any other parameter itself."""
@@ -374,36 +369,30 @@ class LayerStreamer:
         }
 
     def tensors_held(self) -> dict[str, list[Tensor]]:
-        """The engine's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
+        """The streamer's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
         pieces = [piece for unit in self.units for piece in unit.storage.pieces]
+        packed = [unit.storage for unit in self.units if unit.storage.packed is not None]
         return {
             "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
             "expanded": [self._expanded],
-            "host_weights": [unit.storage.packed for unit in self.units if unit.storage.packed is not None]
-            + [piece.master.data for unit in self.units for piece in unit.storage.rounded],
+            "host_weights": [storage.packed for storage in packed]
+            + [piece.master.data for storage in packed for piece in storage.rounded],
             "host_gradients": [piece.gradient for piece in pieces if piece.gradient is not None],
         }
 
-    def bytes_held(self) -> dict[str, int]:
-        """Exact bytes: slots on the device, weights and gradients on the host."""
-        pieces = [piece for unit in self.units for piece in unit.storage.pieces]
-        return {
-            "device_weights": sum(pool.nbytes for pool in self._pools) + self._expanded.numel(),
-            "host_weights": sum(unit.storage.host_bytes() for unit in self.units),
-            "host_gradients": sum(
-                p.gradient.numel() * p.gradient.element_size() for p in pieces if p.gradient is not None
-            ),
-        }
 
+def autocast_now(device: torch.device) -> dict:
+    """
+    The autocast state as it is, as arguments of `torch.autocast`, without the cache of cast weights.
 
-def without_autocast_cache(device: torch.device):
-    """The autocast state as it is, without its cache of cast weights: that would keep every layer on the device."""
-    return torch.autocast(
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
-    )
+    The cache would keep the weights of every layer on the device until autocast is left.
+    """
+    return {
+        "device_type": device.type,
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
+        "cache_enabled": False,
+    }
 
 
 def _without_cache(module: nn.Module, kwargs: dict) -> dict:

@@ -1,7 +1,28 @@
-"""Copies between host and device: on side streams where the device is a GPU, plain where it is the host itself."""
+"""
+Copies between host and device that run beside computation.
+
+A GPU executes what is put on a *stream* in order; streams run beside each other unless an *event* orders them. The
+package computes on the current stream and copies on two more, one for each direction, because the bus carries both
+directions at full speed. The host only enqueues. It would have to stop for a copy if nobody else waited for it, so
+every rule about memory that is still in use is said with events:
+
+- What computes waits for the arrival of what it reads (`await_arrival`, `Fetched.take`).
+- A copy into device memory waits for the computation that used this memory before (`release`, `fetch`).
+- A copy to the host waits for the computation that makes its source (`send`), and its source is kept alive until the
+  copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor.
+- A copy back of what was just sent waits for that copy (`after`): the two directions do not know each other.
+
+The driver copies asynchronously only from and to page-locked ("pinned") host memory. Locking pages is slow, so buffers
+are kept and used again ([`HostBuffers`]), and torch's own allocator of pinned memory rounds sizes up to powers of two,
+so large buffers are ordinary memory that is registered with the driver instead ([`host_buffer`]).
+
+On a CPU all of it runs too: torch.cpu has streams and events that do nothing, and a copy is over when it returns. This
+is how the tests compare every streamed run with a resident one.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from typing import Any
@@ -9,20 +30,17 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-
+Event = Any
+"""A device's event; `None` on a CPU, where a copy that was started is over."""
 
 PAGE = 4096
 SMALL = 32 * 2**20
-"""Bytes below which torch's pinned allocator is used: it rounds up to powers of two, which costs little there."""
+"""Bytes below which torch's pinned allocator is used: rounding up to powers of two costs little there."""
 
 
 def host_buffer(size: int, *, pin: bool) -> Tensor:
-    """
-    `size` bytes of host memory, page-locked if asked for.
-
-    Large buffers are registered with the driver, whole pages of their own: torch's allocator would lose up to half.
-    """
-    if not pin or size < SMALL:
+    """`size` bytes of host memory, page-locked if asked for; large ones are whole pages registered with the driver."""
+    if not pin or size < SMALL or not torch.cuda.is_available():
         return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE
@@ -31,6 +49,12 @@ def host_buffer(size: int, *, pin: bool) -> Tensor:
     unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
     return whole[start : start + size]
+
+
+def host_tensor(like: Tensor, *, pin: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised host memory of the shape of `like`, and of its dtype unless another is given."""
+    dtype = dtype or like.dtype
+    return host_buffer(like.numel() * dtype.itemsize, pin=pin).view(dtype).view(like.shape)
 
 
 def is_big(value: Any) -> bool:
@@ -43,126 +67,141 @@ class Slot:
 
     def __init__(self, size: int, device: torch.device):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.ready: torch.cuda.Event | None = None
-        self.idle: torch.cuda.Event | None = None
-        self.sent: torch.cuda.Event | None = None
-        """When what was last copied out of it has left."""
+        self.ready: Event = None  # the unit has arrived
+        self.idle: Event = None  # what computed with the unit is over
+        self.sent: Event = None  # what was last copied out of the slot has left
 
 
 class Transfers:
     """
-    Orders copies and computation without stopping the host.
+    Copies between the host and one device, ordered with computation without stopping the host.
 
-    Copies in and copies out have a stream each. A slot is overwritten only after the computation that read it
-    (`release`), and read only after its copy has arrived (`await_arrival`).
+    Args:
+        device (`torch.device`): What computes; may be the host itself.
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.on_gpu = device.type == "cuda"
+        module = torch.get_device_module(device)
+        self._streams = module if hasattr(module, "Stream") else torch.cpu  # MPS has none: its copies block
+        self.beside = device.type != "cpu" and self._streams is module
+        """Copies run beside computation, which takes page-locked host memory."""
+        make = functools.partial(module.Stream, device=device) if self.beside else self._streams.Stream
+        self.device, self._in, self._out = device, make(), make()
         self.bytes_in = self.bytes_out = 0
-        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-        if self.on_gpu:
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving: deque[tuple[Event, Tensor]] = deque()
 
-    def load(self, slot: Slot, packed: Tensor, *, after: torch.cuda.Event | None = None) -> None:
-        """Start copying `packed` into the slot, once `after` has happened."""
+    def wait(self, event: Event) -> None:
+        """Let what is computed from here on wait for the event; the host goes on."""
+        if event is not None:
+            self._computing.wait_event(event)
+
+    @property
+    def _computing(self) -> Any:
+        return self._streams.current_stream(self.device)
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Event:
+        with self._streams.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    # A slot: one unit, loaded and used many times.
+
+    def load(self, slot: Slot, packed: Tensor, *, after: Event = None) -> None:
+        """Start copying `packed` into the slot, once `after` has happened and nobody uses the slot any more."""
         self.bytes_in += packed.numel()
-        target = slot.buffer[: packed.numel()]
-        if not self.on_gpu:
-            target.copy_(packed)
-            return
-        with torch.cuda.stream(self._in):
-            for event in (slot.idle, slot.sent, after):
-                if event is not None:
-                    self._in.wait_event(event)
-            target.copy_(packed, non_blocking=True)
-            slot.ready = torch.cuda.Event()
-            slot.ready.record(self._in)
+        for event in (slot.idle, slot.sent, after):
+            if event is not None:
+                self._in.wait_event(event)
+        slot.ready = self._copy(self._in, slot.buffer[: packed.numel()], packed)
 
     def await_arrival(self, slot: Slot) -> None:
         """What is computed from here on sees the loaded bytes."""
-        if self.on_gpu and slot.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        self.wait(slot.ready)
 
     def release(self, slot: Slot) -> None:
-        """What was computed so far may still read the slot; what is loaded from here on may not overtake it."""
-        if self.on_gpu:
-            slot.idle = torch.cuda.Event()
-            slot.idle.record(torch.cuda.current_stream(self.device))
+        """What was computed so far may still read the slot; the next load waits for it."""
+        slot.idle = self._computing.record_event()
 
-    def send(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start copying a device tensor into host memory; complete after the event, and after [`finish_sending`]."""
+    # Single tensors.
+
+    def send(self, source: Tensor, target: Tensor, *, keep: bool = True) -> Event:
+        """
+        Start copying a device tensor into host memory.
+
+        Args:
+            source (`torch.Tensor`): On the device.
+            target (`torch.Tensor`): On the host, page-locked.
+            keep (`bool`): Keep `source` alive until it has left; `False` if the caller does.
+
+        Returns:
+            The event after which the copy is complete, see also [`finish_sending`].
+        """
         self.bytes_out += target.numel() * target.element_size()
-        if not self.on_gpu:
-            target.copy_(source)
-            return None
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
-            sent = torch.cuda.Event()
-            sent.record(self._out)
-        # The source must outlive the copy: kept here until it is known to be over.
-        self._leaving.append((sent, source))
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
+        self._out.wait_stream(self._computing)
+        sent = self._copy(self._out, target, source)
+        if keep and sent is not None:
+            self._leaving.append((sent, source))
+            while self._leaving and self._leaving[0][0].query():
+                self._leaving.popleft()
         return sent
 
     def finish_sending(self) -> None:
         """Return when everything sent has arrived on the host."""
         while self._leaving:
-            self._leaving.popleft()[0].synchronize()
+            self._leaving[0][0].synchronize()  # before the source is let go of
+            self._leaving.popleft()
 
-    def fetch(self, source: Tensor) -> Fetched:
-        """Start copying a host tensor to the device."""
+    def fetch(self, source: Tensor, *, after: Event = None) -> Fetched:
+        """Start copying a host tensor to the device, once `after` has happened."""
         self.bytes_in += source.numel() * source.element_size()
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-        if not self.on_gpu:
-            return Fetched(target.copy_(source), None)
         # The memory of `target` may still be read by what was computed before.
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._in):
-            target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._in)
-        return Fetched(target, arrived)
+        self._in.wait_stream(self._computing)
+        if after is not None:
+            self._in.wait_event(after)
+        return Fetched(target, self._copy(self._in, target, source), self)
 
 
 class Fetched:
-    """A tensor on its way to the device."""
+    """A tensor on its way to the device. `arrived` is the event of its arrival."""
 
-    def __init__(self, tensor: Tensor, arrived: torch.cuda.Event | None):
-        self._tensor, self._arrived = tensor, arrived
+    def __init__(self, tensor: Tensor, arrived: Event, transfers: Transfers):
+        self.tensor, self.arrived, self._transfers = tensor, arrived, transfers
 
     def take(self) -> Tensor:
         """The tensor, for what is computed from here on."""
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._tensor.device).wait_event(self._arrived)
-        return self._tensor
+        self._transfers.wait(self.arrived)
+        return self.tensor
 
 
 class HostBuffers:
-    """Host buffers that are used again: locking pages costs more than copying into them."""
+    """
+    Host buffers that are used again, because locking pages costs more than copying into them.
+
+    A tensor gets the smallest free buffer that holds it. Where all free ones are too small, one of them makes room for
+    a new one: otherwise every sequence length would keep buffers of its own.
+
+    Attributes:
+        nbytes (`int`): Of all buffers, free or not.
+    """
 
     def __init__(self, *, pin: bool):
         self.pin, self.nbytes = pin, 0
-        self._spare: dict[int, list[Tensor]] = {}
+        self.spare: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """A host tensor of the shape and dtype of `like`."""
-        size = like.numel() * like.element_size()
-        spare = self._spare.get(size)
-        if not spare:
-            self.nbytes += size
-            spare = [host_buffer(size, pin=self.pin)]
-        return spare.pop().view(like.dtype).view(like.shape)
-
-    @property
-    def spare(self) -> list[Tensor]:
-        """The buffers that are free now."""
-        return [buffer for buffers in self._spare.values() for buffer in buffers]
+        size = max(like.numel() * like.element_size(), 1)
+        fitting = [index for index, buffer in enumerate(self.spare) if buffer.numel() >= size]
+        if fitting:
+            buffer = self.spare.pop(min(fitting, key=lambda index: self.spare[index].numel()))
+        else:
+            self.nbytes += size - (self.spare.pop().numel() if self.spare else 0)
+            buffer = host_buffer(size, pin=self.pin)
+        self._lent[buffer.data_ptr()] = buffer
+        return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """What [`take`] gave is free again."""
-        flat = tensor.reshape(-1).view(torch.uint8)
-        self._spare.setdefault(flat.numel(), []).append(flat)
+        """What [`take`] gave is free again. Whatever computes has waited for the last copy out of it."""
+        self.spare.append(self._lent.pop(tensor.data_ptr()))

@@ -1,9 +1,31 @@
-"""What travels together (a unit), its weights on the host (packed), and the device buffers that it lies in (slots)."""
+"""
+What travels: a unit, its weights on the host, and the device slots that it lies in.
+
+A *unit* is what travels together: a decoder layer, the embeddings, the head. On the host, the weights of a unit are
+packed one behind the other into one page-locked buffer, so that the unit travels in a single copy at the full speed of
+the bus; a copy per parameter would be slower, and its tensors would fragment the device's memory. On the device, a
+*slot* is a buffer as large as the largest unit. Slots are allocated once and all have the same size, so any unit fits
+any slot and the allocator has nothing to do during training. When a unit has arrived, its parameters become views into
+the slot.
+
+The optimizer updates *masters*: host parameters with the precision that the model was loaded in. There are three kinds
+of pieces (streamed parameters):
+
+- The weights travel as the masters are: the masters are views into the packed buffer. Nothing is held twice.
+- They travel rounded (fp32 masters under bf16 autocast, which would round them anyway): the packed buffer is a rounded
+  copy, refreshed after each update, and half the bytes travel.
+- Frozen matrices of an int8 base: codes and one scale per row travel, and are expanded on the device into a second
+  buffer, which all units share because one unit computes at a time. There is no master.
+
+A [`SlotPool`] decides which unit lies where. `ahead + 1` of its slots serve the unit that computes and those fetched
+ahead; `kept` more hold units after their use, least recently needed out first. Each training step walks the layers to
+and fro, so the layers that were used last are needed first: keeping them saves their way back for the backward pass.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,7 +34,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
-from hf_hybrid.streaming.transfers import Slot, host_buffer
+from hf_hybrid.streaming.transfers import Event, Slot, host_buffer, host_tensor
 
 Tensor = torch.Tensor
 
@@ -41,6 +63,8 @@ class Piece:
     """Host weights that the optimizer updates; `None` for a base that is kept as int8."""
     gradient: Tensor | None = None
     """Host buffer for the master's gradient, allocated once."""
+    sent: Event = None
+    """When the gradient that was sent last has arrived in it."""
 
     @property
     def shape(self) -> torch.Size:
@@ -50,34 +74,42 @@ class Piece:
     def is_int8(self) -> bool:
         return self.scales_start >= 0
 
-    def view_of_packed(self, storage: UnitStorage) -> Tensor:
-        """This parameter's part of the unit's packed buffer."""
-        return self.view(storage.packed, self.start)
-
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.dtype.itemsize
 
-    def allocate_gradient(self, *, pin: bool) -> None:
-        """Make the gradient buffer if there is none yet."""
-        if self.gradient is None:
-            size = self.parameter.numel() * self.master.element_size()
-            self.gradient = host_buffer(size, pin=pin).view(self.master.dtype).view(self.shape)
+    @property
+    def rows(self) -> int:
+        return self.parameter.numel() // self.shape[-1]
 
-    def view(self, buffer: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
-        """This parameter's part of a byte buffer."""
-        dtype = dtype or self.dtype
+    def gradient_buffer(self, *, pin: bool) -> Tensor:
+        """The buffer for the master's gradient, which is made when it is first needed."""
+        if self.gradient is None:
+            self.gradient = host_tensor(self.parameter, pin=pin, dtype=self.master.dtype)
+        return self.gradient
+
+    def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
+        """This parameter's part of a byte buffer; of a packed one, unless `start` says where it lies."""
+        dtype, start = dtype or self.dtype, self.start if start is None else start
         size = self.parameter.numel() * dtype.itemsize
         return buffer[start : start + size].view(dtype).view(self.shape)
+
+    def scales(self, buffer: Tensor) -> Tensor:
+        """The fp32 scales of an int8 piece, one per row: `[..., 1]`."""
+        scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
+        return scales.view(torch.float32).view(*self.shape[:-1], 1)
+
+    def expand(self, buffer: Tensor, out: Tensor, *, start: int) -> Tensor:
+        """The weights of an int8 piece, written into the byte buffer `out` at `start`."""
+        out = self.view(out, start=start)
+        return dequantize_rows(self.view(buffer, torch.int8), self.scales(buffer), out)
 
 
 class UnitStorage:
     """
-    Packs the parameters of one unit into one host buffer, so that a unit travels in one copy.
+    The host side of a unit: its pieces, packed.
 
-    Where the weights travel in the dtype of the masters, the masters are views into the packed buffer: nothing is held
-    twice. Otherwise (`dtype_of` says another dtype) the packed buffer is a rounded copy, refreshed after each update.
-    With `int8`, frozen matrices are held as int8 codes with one scale per row and no master.
+    An int8 base is packed when a run begins; until then, and after it, its weights are the model's own.
 
     Args:
         parameters (`Iterable[tuple[str, nn.Parameter]]`): Named parameters, on the host.
@@ -90,41 +122,37 @@ class UnitStorage:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        dtype_of: Callable[[nn.Parameter], torch.dtype],
         int8: bool = False,
         pin: bool = False,
     ):
         self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
-        self.expanded_bytes = 0
-        self.pin = pin
-        self.written: torch.cuda.Event | None = None
+        self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
+        self.written: Event = None
         """When what was last sent into the packed buffer has arrived."""
-        self.packed_bytes = self._lay_out(int8)
         self.packed: Tensor | None = None
+        self._lay_out(int8)
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
-        # An int8 base is packed when a run begins: until then, and after it, its weights are the model's own.
-        self.packs_for_runs = any(p.is_int8 for p in self.pieces) and not any(
-            p.parameter.requires_grad for p in self.pieces
-        )
+        trains = any(p.parameter.requires_grad for p in self.pieces)
+        self.packs_for_runs = any(p.is_int8 for p in self.pieces) and not trains
         if not self.packs_for_runs:
             self.pack()
             self.restore()
 
-    def _lay_out(self, int8: bool) -> int:
+    def _lay_out(self, int8: bool) -> None:
         end = 0
         for piece in self.pieces:
-            piece.start = end
-            frozen = not piece.parameter.requires_grad and piece.parameter.is_floating_point()
+            piece.start, frozen = end, not piece.parameter.requires_grad and piece.parameter.is_floating_point()
             if int8 and frozen and piece.parameter.dim() >= 2:
                 piece.scales_start = end + padded(piece.parameter.numel())
                 piece.expanded_start = self.expanded_bytes
                 self.expanded_bytes += padded(piece.nbytes)
-                rows = piece.parameter.numel() // piece.shape[-1]
-                end = piece.scales_start + padded(4 * rows)
+                end = piece.scales_start + padded(4 * piece.rows)
             else:
                 end += padded(piece.nbytes)
-        return end
+        self.packed_bytes = end
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Copy the model's weights into the packed buffer, unless they are there; refresh what is rounded in it."""
         if self.packed is not None:
@@ -132,45 +160,29 @@ class UnitStorage:
             return
         self.packed = host_buffer(self.packed_bytes, pin=self.pin)
         for piece in self.pieces:
-            self._fill(piece)
-
-    @torch.no_grad()
-    def _fill(self, piece: Piece) -> None:
-        weights = piece.parameter.data
-        if piece.is_int8:
-            codes, scales = quantize_rows(weights)
-            piece.view(self.packed, piece.start, torch.int8).copy_(codes.view(piece.shape))
-            self._scales(self.packed, piece).copy_(scales.view(-1))
-            return
-        packed = piece.view(self.packed, piece.start)
-        packed.copy_(weights)
-        master = weights if piece in self.rounded else packed
-        piece.master = nn.Parameter(master, requires_grad=piece.parameter.requires_grad)
-
-    @staticmethod
-    def _scales(buffer: Tensor, piece: Piece) -> Tensor:
-        rows = piece.parameter.numel() // piece.shape[-1]
-        return buffer[piece.scales_start : piece.scales_start + 4 * rows].view(torch.float32)
+            weights = piece.parameter.data
+            if piece.is_int8:
+                codes, scales = quantize_rows(weights)
+                piece.view(self.packed, torch.int8).copy_(codes)
+                piece.scales(self.packed).copy_(scales)
+                continue
+            packed = piece.view(self.packed).copy_(weights)
+            master = weights.cpu() if piece in self.rounded else packed
+            piece.master = nn.Parameter(master, requires_grad=piece.parameter.requires_grad)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters into the packed buffer again, after they changed."""
         for piece in self.rounded:
-            piece.view(self.packed, piece.start).copy_(piece.master)
+            piece.view(self.packed).copy_(piece.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
         """Let the parameters be views into `buffer`, a device copy of `packed`; int8 ones are expanded first."""
         for piece in self.pieces:
-            piece.parameter.data = (
-                self.expand(piece, buffer, expanded) if piece.is_int8 else piece.view(buffer, piece.start)
-            )
-
-    def expand(self, piece: Piece, buffer: Tensor, expanded: Tensor) -> Tensor:
-        """The weights of an int8 piece, in `expanded`."""
-        out = piece.view(expanded, piece.expanded_start)
-        codes = piece.view(buffer, piece.start, torch.int8)
-        dequantize_rows(codes, self._scales(buffer, piece).view(*piece.shape[:-1], 1), out)
-        return out
+            if piece.is_int8:
+                piece.parameter.data = piece.expand(buffer, expanded, start=piece.expanded_start)
+            else:
+                piece.parameter.data = piece.view(buffer)
 
     def restore(self, *, for_good: bool = True) -> None:
         """
@@ -184,28 +196,17 @@ class UnitStorage:
             if not piece.is_int8:
                 piece.parameter.data = piece.master.data.clone() if self.packs_for_runs else piece.master.data
             elif for_good:
-                own = torch.empty(padded(piece.nbytes), dtype=torch.uint8)
-                start, piece.expanded_start = piece.expanded_start, 0
-                piece.parameter.data = self.expand(piece, self.packed, own)
-                piece.expanded_start = start
+                own = torch.empty(piece.nbytes, dtype=torch.uint8)
+                piece.parameter.data = piece.expand(self.packed, own, start=0)
         if self.packs_for_runs and for_good:
             self.packed = None
             for piece in self.pieces:
                 piece.master = None
 
-    def host_bytes(self) -> int:
-        """Bytes of weights held on the host, exact."""
-        if self.packed is None:
-            return 0
-        return self.packed_bytes + sum(piece.master.numel() * piece.master.element_size() for piece in self.rounded)
-
 
 class SlotPool:
     """
-    A fixed number of equal device buffers.
-
-    `ahead + 1` of them serve the unit that computes and those fetched ahead; the other `kept` hold units after their
-    use, for when they are needed again.
+    A fixed number of equal device buffers, and which unit lies in which of them.
 
     Args:
         size (`int`): Bytes of a slot: the largest unit.
@@ -216,22 +217,21 @@ class SlotPool:
     def __init__(self, size: int, *, ahead: int, kept: int, device: torch.device):
         self.kept = kept
         self.slots = [Slot(size, device) for _ in range(ahead + 1 + kept)]
-        self.free = list(self.slots)
-        self.nbytes = size * len(self.slots)
+        self._free = list(self.slots)
         self._held: OrderedDict[Hashable, Slot] = OrderedDict()
         self._in_use: set[Hashable] = set()
 
-    def find(self, unit: Hashable) -> Slot | None:
-        """The slot that holds the unit, if any."""
-        return self._held.get(unit)
+    def holds(self, unit: Hashable) -> bool:
+        """Whether the unit lies in a slot."""
+        return unit in self._held
 
     def take(self, unit: Hashable) -> Slot | None:
         """A slot for the unit, its own if it still lies in one; `None` if all are in use."""
         slot = self._held.get(unit)
         if slot is None:
-            if not self.free and not self._evict():
+            if not self._free and not self._evict():
                 return None
-            slot = self.free.pop()
+            slot = self._free.pop()
         self._held[unit] = slot
         self._held.move_to_end(unit)
         self._in_use.add(unit)
@@ -246,19 +246,19 @@ class SlotPool:
     def forget(self, unit: Hashable) -> None:
         """What the slot holds of the unit is no longer true."""
         if unit in self._held and unit not in self._in_use:
-            self.free.append(self._held.pop(unit))
+            self._free.append(self._held.pop(unit))
 
     def _evict(self) -> bool:
         for unit in self._held:
             if unit not in self._in_use:
-                self.free.append(self._held.pop(unit))
+                self._free.append(self._held.pop(unit))
                 return True
         return False
 
 
 @dataclass(eq=False)
 class Unit:
-    """Modules whose weights travel together."""
+    """Modules whose weights travel together, and where they are now."""
 
     name: str
     modules: list[nn.Module]
@@ -292,30 +292,21 @@ def make_units(
     """
     Units of the layers and of the ends (embeddings, head), packed; see [`LayerStreamer`] for the arguments.
 
-    Weights that several units share belong to none: they stay on the device.
+    Two kinds of weights stay on the device: those that several units share, and adapters, which are trainable
+    parameters under a tenth of their unit. A unit of which nothing else is left is not there.
     """
-    layers, ends = list(layers), list(ends)
-    owners = _count_owners([[module] for _, module in layers] + [modules for _, modules in ends])
+    candidates = [(name, [module], int8) for name, module in layers]
+    count = len(candidates)
+    candidates += [(name, modules, False) for name, modules in ends]
+    owners = Counter(k for _, modules, _ in candidates for k in {id(p) for m in modules for p in m.parameters()})
 
     def make(name: str, modules: list[nn.Module], int8: bool) -> Unit:
-        owned = {id(p): (n, p) for module in modules for n, p in module.named_parameters() if owners[id(p)] == 1}
-        named = [(f"{name}.{n}", p) for n, p in _worth_streaming(owned.values())]
-        return Unit(name, modules, UnitStorage(named, dtype_of=dtype_of, int8=int8, pin=pin))
+        named = {id(p): (f"{name}.{n}", p) for module in modules for n, p in module.named_parameters()}
+        own = [(n, p) for key, (n, p) in named.items() if owners[key] == 1]
+        trainable = sum(p.numel() for _, p in own if p.requires_grad)
+        trains = trainable >= sum(p.numel() for _, p in own) / 10
+        own = [(n, p) for n, p in own if trains or not p.requires_grad]
+        return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin))
 
-    return [make(name, [module], int8) for name, module in layers], [make(*end, False) for end in ends]
-
-
-def _count_owners(units: list[list[nn.Module]]) -> dict[int, int]:
-    owners: dict[int, int] = {}
-    for modules in units:
-        for key in {id(p) for module in modules for p in module.parameters()}:
-            owners[key] = owners.get(key, 0) + 1
-    return owners
-
-
-def _worth_streaming(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Adapters stay on the device: trainable parameters that are under a tenth of their unit."""
-    named = list(named)
-    total = sum(p.numel() for _, p in named)
-    trainable = sum(p.numel() for _, p in named if p.requires_grad)
-    return [(name, p) for name, p in named if not p.requires_grad or trainable >= total / 10]
+    units = [make(*candidate) for candidate in candidates]
+    return tuple([u for u in part if u.storage.pieces] for part in (units[:count], units[count:]))

@@ -1,13 +1,32 @@
 """
 Walks an accumulation window layer by layer: each layer computes all micro-batches before the next layer is brought in.
 
-Weights then travel twice per optimizer step, not twice per micro-batch. Every micro-batch runs the model's own forward,
-on a thread that waits at each streamed layer until the others have arrived there; one thread runs at a time. So nothing
-has to be known about inputs, masks or losses, and micro-batches may differ in length.
+With gradient accumulation, a window of J micro-batches would bring every layer in 2 J times: for each forward and each
+backward pass. The bus is the bottleneck of streaming, so the loops are exchanged: for each layer, for each micro-batch.
+Weights then travel twice per optimizer step, whatever J is. The price is that the activations between two layers exist
+for all micro-batches at once; they can be parked on the host meanwhile.
 
-The graph is cut at the layers: a layer runs without gradients, its outputs enter the rest of the model as leaves. The
-loss's own backward, inside the micro-batch's turn, ends at those leaves. Then the layers are recomputed and
-differentiated one after the other, last call first, each for all micro-batches.
+**Exchanging the loops without knowing the model.** What a model does between its layers (masks, positions, the head,
+the loss) is its own code, and it calls the layers, not the other way round. So every micro-batch runs the model's own
+forward, on a thread that stops wherever a streamed layer is called ([`_MicroBatch.wait_at`]). When all have stopped at
+the same layer, it is brought in and the threads go on one after the other. Only one thread runs at a time, so this is a
+way to pause functions, not parallelism; nothing in the model needs to be thread-safe. Micro-batches may differ in
+length.
+
+**Exchanging the loops of the backward pass.** Autograd would run it per micro-batch, through all layers. So the graph
+is cut at the layers. A layer runs without gradients, and its outputs enter the rest of the model as leaves. The loss's
+own backward call, inside the micro-batch's turn, ends at those leaves and leaves its gradients there. After that, layer
+calls are taken in reverse order: the layer is brought in, and for each micro-batch the call is repeated with gradients
+and differentiated from the gradients of its outputs, which puts gradients on its inputs, the outputs of the layer
+below. The random generators are set back for the repetition, so that dropout drops the same elements.
+
+**What lies between two layers** (a residual scale, the embeddings) has a graph of its own. Where such a tensor enters a
+layer it is cut as well, into the tensor and a leaf. As soon as the layer has put a gradient on the leaf, the piece in
+between is differentiated down to the outputs of earlier layers. Pieces that depend on no layer, as the embeddings, wait
+until the end and are differentiated once, since several layers may have used them.
+
+**What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
+They are refused before anything is accumulated, and [`Window`] then walks micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -28,8 +47,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_hybrid.streaming.streamer import LayerStreamer, without_autocast_cache
-from hf_hybrid.streaming.transfers import Fetched, HostBuffers, Transfers
+from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
+from hf_hybrid.streaming.transfers import Event, Fetched, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
@@ -56,42 +75,42 @@ class _Output:
         self.leaf: Tensor | None = leaf
         self._reference = weakref.ref(leaf)
         self._parked: Tensor | None = None
+        self._left: Event = None
         self._coming: Fetched | None = None
 
     def park(self, transfers: Transfers, buffers: HostBuffers) -> None:
         if self.leaf is not None:
             self._parked = buffers.take(self.leaf)
-            transfers.send(self.leaf.detach(), self._parked)
+            self._left = transfers.send(self.leaf.detach(), self._parked)
             self.leaf = None
 
     def fetch(self, transfers: Transfers) -> None:
         """Start bringing it back."""
         if self.leaf is None and self._coming is None:
-            self._coming = transfers.fetch(self._parked)
+            self._coming = transfers.fetch(self._parked, after=self._left)
 
     def bring_back(self, transfers: Transfers, buffers: HostBuffers) -> Tensor:
         """A tensor to compute with; its gradient counts for the output."""
-        if self.leaf is not None:
-            return self.leaf
-        self.fetch(transfers)
-        self.leaf = self._coming.take().requires_grad_()
-        buffers.give_back(self._parked)
+        if self.leaf is None:
+            self.fetch(transfers)
+            self.leaf = self._coming.take().requires_grad_()
+            buffers.give_back(self._parked)
         return self.leaf
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of all who used it."""
-        original = self._reference()
-        parts = [self.leaf.grad] if self.leaf is not None else []
-        if original is not None and original is not self.leaf:
-            parts.append(original.grad)
-        parts = [part for part in parts if part is not None]
+        """The sum over all who used it."""
+        parts = [leaf.grad for leaf in self._leaves() if leaf.grad is not None]
         return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    def forget_gradient(self) -> None:
-        for leaf in (self.leaf, self._reference()):
-            if leaf is not None:
-                leaf.grad = None
+    def drop_gradient(self) -> None:
+        for leaf in self._leaves():
+            leaf.grad = None
+
+    def _leaves(self) -> list[Tensor]:
+        """The leaf that came back from the host, and the one before it where somebody still holds that."""
+        original = self._reference()
+        return [leaf for leaf in (self.leaf, None if original is self.leaf else original) if leaf is not None]
 
 
 @dataclass
@@ -139,8 +158,8 @@ class _MicroBatch(threading.Thread):
     def run(self) -> None:
         self._turn.acquire()
         torch.set_num_threads(self._threads)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device.type != "cpu" and self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)  # every thread begins with the first device
         try:
             if not self.abandoned:
                 self.result = self._context.run(self.function)
@@ -211,7 +230,11 @@ class LayerWalk:
         while any(job.waiting_for is not None for job in jobs):
             unit = jobs[0].waiting_for
             if any(job.waiting_for is not unit for job in jobs):
-                self._part(jobs)
+                why = "The micro-batches of a window do not call the same layers in the same order."
+                if any(job.waiting_for is None for job in jobs):
+                    # Its loss has left gradients already: starting anew would count them twice.
+                    raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
+                raise CannotWalkError(why)
             try:
                 for job in jobs:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
@@ -222,15 +245,6 @@ class LayerWalk:
             if self.parking is not None:
                 self._each_input(jobs, lambda output: output.park(self.streamer.transfers, self.parking))
         self.streamer.end_backward()
-
-    @staticmethod
-    def _part(jobs: list[_MicroBatch]) -> None:
-        """The micro-batches want different layers."""
-        why = "The micro-batches of a window do not call the same layers in the same order."
-        if any(job.waiting_for is None for job in jobs):
-            # Its loss has left gradients already: starting anew would count them twice.
-            raise RuntimeError(f"{why} Set `accumulation_walk=micro_batch`.")
-        raise CannotWalkError(why)
 
     @staticmethod
     def _each_input(jobs: list[_MicroBatch], do: Callable[[_Output], None]) -> None:
@@ -249,8 +263,8 @@ class LayerWalk:
         inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
         _refuse_side_channels(unit, (args, kwargs))
         job.wait_at(unit)
-        state, autocast = RandomStates.now(self.streamer.device), _autocast_now(self.streamer.device)
-        with torch.no_grad(), without_autocast_cache(self.streamer.device):
+        state, autocast = RandomStates.now(self.streamer.device), autocast_now(self.streamer.device)
+        with torch.no_grad(), torch.autocast(**autocast):
             outputs = function(*inputs[0], **inputs[1])
         own = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
         needs_gradient = any(t.requires_grad for t in tree_leaves(inputs) if isinstance(t, Tensor)) or any(
@@ -317,7 +331,7 @@ class LayerWalk:
         reached = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
         torch.autograd.backward([result for result, _ in reached], [gradient for _, gradient in reached])
         for output in call.outputs:
-            output.forget_gradient()
+            output.drop_gradient()
 
     def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
         """Differentiate what was computed between this call and earlier ones; returns what depends on no layer."""
@@ -330,7 +344,10 @@ class LayerWalk:
 
 class Window:
     """
-    The micro-batches of one optimizer step, in the order that the option asks for.
+    The micro-batches of one optimizer step, computed in the order that the option asks for.
+
+    Trainer asks for one micro-batch after the other. A window that is walked layer by layer computes all of them when
+    the first one is asked for, and hands out what it found when the others are.
 
     Args:
         streamer (`LayerStreamer`): Whose layers they pass.
@@ -344,7 +361,7 @@ class Window:
 
     def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False, obstacle: str | None = None):
         self.streamer, self.order = streamer, order
-        self.parking = HostBuffers(pin=streamer.transfers.on_gpu) if park else None
+        self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
         self._can_walk = True
         if obstacle is not None and (order != "micro_batch" or park):
             self._cannot_walk(obstacle)
@@ -362,20 +379,16 @@ class Window:
         if self.order == "micro_batch":
             window = [inputs]
         if self._can_walk and (len(window) > 1 or (window and self.parking is not None)):
-            self._results = self._walk(step, window)
+            try:
+                walk = LayerWalk(self.streamer, self.parking)
+                self._results = walk.run([functools.partial(step, inputs) for inputs in window])
+            except CannotWalkError as error:
+                self._cannot_walk(str(error))
         if self._results:
             return self._results.pop(0)
         result = step(inputs)
         self.streamer.end_backward()
         return result
-
-    def _walk(self, step: Callable[[Any], Any], window: list) -> list:
-        try:
-            walk = LayerWalk(self.streamer, self.parking)
-            return walk.run([functools.partial(step, inputs) for inputs in window])
-        except CannotWalkError as error:
-            self._cannot_walk(str(error))
-            return []
 
     def _cannot_walk(self, why: str) -> None:
         if self.order == "layer":
@@ -419,15 +432,6 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
                 raise CannotWalkError(
                     f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
                 )
-
-
-def _autocast_now(device: torch.device) -> dict:
-    return {
-        "device_type": device.type,
-        "dtype": torch.get_autocast_dtype(device.type),
-        "enabled": torch.is_autocast_enabled(device.type),
-        "cache_enabled": False,
-    }
 
 
 @dataclass
