@@ -17,7 +17,6 @@ from hf_hybrid.phase_memory.int8 import (
     dequantize_rows,
     layer_linears,
     quantize_rows,
-    worth_it,
 )
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 
@@ -289,7 +288,6 @@ def test_added_noise_counts_what_all_sequences_share():
     assert added_noise(before, before, before, after) == math.inf
     with pytest.raises(ValueError, match=r"got \[4, 4, 4, 3\]"):
         added_noise(before, after, before, after[1:])
-    assert worth_it([0.0, 0.19]) and not worth_it([0.0, 0.21]) and not worth_it([])
 
 
 def look(meter, noise=0.0, key=1):

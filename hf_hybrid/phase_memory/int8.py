@@ -1,8 +1,26 @@
-"""Int8 weights for forward-only probes, whose noise is measured before they are trusted."""
+"""
+Int8 weights for forward-only probes, whose noise is measured before they are trusted.
+
+A probe needs no gradients and no optimizer states, only forward passes, so it can run on rounded weights where it would
+not fit beside everything else. [`Int8Predict`] rounds the matrices of the layers row by row for the length of one
+probed batch, parks the training weights on the host, and puts the same parameters with the same bits back afterwards.
+They are rounded anew for every batch, because the leap moves the weights in between.
+
+**Is a rounded probe worth anything?** A probe compares the loss before and after a leap on the same sequences, and a
+verdict rests on the mean of the paired differences and its standard error. The difference is often a thousandth of the
+loss, and rounding errors can be larger. What matters is not the error of a loss but that of a difference: most of the
+rounding is the same before and after, and cancels. What does not cancel shifts the differences of all sequences alike,
+because int8 rounds the same weights for every sequence. No spread over sequences shows this shift, and no number of
+sequences averages it out.
+
+So it is measured ([`added_noise`]). In `"auto"`, the first few probes run in both precisions, and int8 is used only if
+the squared shift of the mean, plus the squared standard error with which the shift is known, is small beside the
+probe's own variance. The decision is made anew after some probes ([`NoiseMeter`]): the smaller the leaps, the more of
+their effect int8 hides.
+"""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
-from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
+from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
+from hf_hybrid.streaming.transfers import host_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +76,6 @@ def added_noise(
     """
     Variance that int8 adds to a paired probe, relative to the probe's own: 0.1 means ten per cent more.
 
-    A verdict rests on the mean of the paired differences and its standard error. Int8 rounds the same weights for every
-    sequence, so most of its error shifts all differences alike, which no spread over sequences shows and no number of
-    sequences averages out. Hence the squared shift of the mean counts, and the squared standard error of that shift on
-    top, so that a shift which is small by luck does not pass for none.
-
     Takes the losses of the same sequences before and after a leap, in full precision and through int8. Infinite where
     int8 gave a loss that is not finite, or changed something where the leap did not.
 
@@ -87,18 +101,12 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / len(values))
 
 
-def worth_it(noises: Sequence[float], limit: float = 0.1) -> bool:
-    """Whether int8 probes may be used: on average over the measured leaps they add less variance than `limit`."""
-    return len(noises) > 0 and sum(noises) / len(noises) < limit
-
-
 class NoiseMeter:
     """
     Measures the noise of int8 over a few looks, decides, and measures anew later.
 
     A look is what is evaluated between two real steps: the sequences before a leap and again after it. A decision
-    changes only between looks, since a pair of which one half is int8 would compare nothing. It is not for ever: the
-    smaller the leaps, the more of their effect int8 hides.
+    changes only between looks, since a pair of which one half is int8 would compare nothing.
     """
 
     LOOKS = 3
@@ -134,7 +142,7 @@ class NoiseMeter:
             return
         self.noises.append(added_noise(*losses))
         if len(self.noises) >= self.LOOKS:
-            self.int8 = worth_it(self.noises, self.limit)
+            self.int8 = sum(self.noises) / len(self.noises) < self.limit  # an infinity too
             verdict = "used" if self.int8 else "not used"
             logger.info("int8 adds %s of a probe's variance (limit %g): it is %s.", self.noises, self.limit, verdict)
             self.noises, self.hold = [], self.HOLD
@@ -152,9 +160,8 @@ class Int8Predict(PhasePlugin):
     """
     Forward-only probes with int8 weights in the layers' `nn.Linear` modules; training weights are never rounded.
 
-    Quantised anew at every probed batch, since a leap moves the weights in between, and undone after it: the same
-    parameters with the same bits. Worth it where a probe would not fit beside gradients and optimizer states; it saves
-    no time by itself, and with `offload_master` the weights travel to the host and back each time.
+    Worth it where a probe would not fit beside gradients and optimizer states. It saves no time by itself, and with
+    `offload_master` the weights travel to the host and back for each batch.
 
     Args:
         mode (`str`): `"on"`, or `"auto"`: only while int8 is measured to add little noise to the paired differences.
@@ -184,7 +191,8 @@ class Int8Predict(PhasePlugin):
         if not noise_limit > 0:
             raise ValueError(f"`noise_limit` must be greater than 0, got `{noise_limit}`; 0.1 is 10 % more variance.")
         self.mode, self.offload_master, self.min_features = mode, offload_master, min_features
-        self._forward = _expanded_linear if engine == "torch" else partial(_int8_linear, _int8_matmul())
+        multiply = None if engine == "torch" else bitsandbytes_functional().int8_linear_matmul
+        self._forward = _expanded_linear if multiply is None else partial(_int8_linear, multiply)
         self.meter = NoiseMeter(noise_limit)
         self._linears: list[nn.Linear] = []
         self._parked: list[tuple[nn.Parameter, Tensor]] = []
@@ -260,8 +268,7 @@ class Int8Predict(PhasePlugin):
             module.forward = partial(self._forward, module, *stored[id(weight)])
 
     def _park(self, weight: nn.Parameter) -> None:
-        host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.device.type == "cuda")
-        host.copy_(weight.data)
+        host = host_tensor(weight.data, pin=weight.device.type == "cuda").copy_(weight.data)
         self._parked.append((weight, host))
         # One NaN seen as the whole matrix: its shape and dtype can be asked for, but nobody can use it unnoticed.
         weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
@@ -286,13 +293,3 @@ def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Ten
     if module.bias is not None:
         out += module.bias
     return out.to(dtype).view(*x.shape[:-1], -1)
-
-
-def _int8_matmul() -> Callable:
-    try:
-        return importlib.import_module("bitsandbytes.functional").int8_linear_matmul
-    except ImportError as error:
-        raise ImportError(
-            '`engine="bitsandbytes"` needs bitsandbytes: `pip install "hf-hybrid[quantization]"`. '
-            'Or use `engine="torch"`, which needs nothing.'
-        ) from error

@@ -1,4 +1,22 @@
-"""Where optimizer states live in Predict, which steps no optimizer: in place, on the host, in 8 bits, nowhere."""
+"""
+Where optimizer states live in Predict, which steps no optimizer: in place, on the host, in 8 bits, or nowhere.
+
+AdamW keeps two values per trained weight, in fp32 often as much as weights and gradients together, and nobody reads
+them while steps are predicted. [`OptimizerStatePlacement`] sends them away when Predict begins, after the leap, which
+reads them, and brings them home when it is over. It pays only if something else uses the memory meanwhile: predicted
+steps take no time, the way out and back does.
+
+On the way home the states need not be waited for. They are read by the optimizer's step, which comes after a forward
+and a backward pass, so the copies run beside these; `after_backward` lets computation wait for them. Until then
+`optimizer.state` holds the copies on the host, which are whole and can be read.
+
+In 8 bits, values are coded in blocks of 256 with one scale each (Dettmers et al., 2022, arXiv 2110.02861, as in
+[`hf_hybrid.streaming.low_bit`]). Second moments span twice the orders of magnitude of first moments, since they are
+squares, so their square root is coded.
+
+Whatever is exported (evaluated, saved, pushed) finds the states at home: a checkpoint that is saved in Predict is that
+of a run without this plugin, but for the rounding of `"8bit"` and the loss of `"drop"`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +26,14 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
-from hf_hybrid.streaming.transfers import Fetched, Transfers, host_buffer, is_big
+from hf_hybrid.streaming.transfers import Fetched, Transfers, host_tensor, is_big
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +51,8 @@ class QuantizedTensor:
     """
     A tensor in block-wise 8 bits.
 
-    Of tensors without negative values (second moments) the square root is stored: that halves the orders of magnitude
-    the codes have to span, nothing comes back negative, and only zero comes back as zero, which a step divides by.
+    Of tensors without negative values (second moments) the square root is stored: it halves the orders of magnitude
+    that the codes have to span, nothing comes back negative, and only zero comes back as zero, which a step divides by.
     """
 
     codes: Tensor
@@ -119,58 +138,40 @@ class _Stay:
 
 
 class _Host(_Stay):
-    """Copies in pageable memory."""
+    """
+    Copies in host memory.
 
-    def __init__(self):
-        self.bytes_moved = 0
+    `pinned`: in page-locked buffers that are kept for the run, and the way back overlaps with the first real step.
+    """
+
+    def __init__(self, *, pinned: bool = False):
+        self.pinned, self.bytes_moved = pinned, 0
         self._home: dict[tuple[Tensor, str], torch.device] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._buffers: dict[tuple[Tensor, str], Tensor] = {}
+        self._coming: dict[tuple[Tensor, str], tuple[dict, Fetched]] = {}
 
     def send(self, states: States) -> None:
+        self.wait()
         for parameter, state in states.items():
             for key, tensor in list(state.items()):
                 if is_big(tensor) and not in_host_memory(tensor):
                     self._home[parameter, key] = tensor.device
                     self.bytes_moved += tensor.nbytes
                     state[key] = self._to_host((parameter, key), tensor)
-
-    def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", copy=True)
-
-    def bring(self, states: States) -> None:
-        for (parameter, key), device in self._home.items():
-            tensor = states[parameter][key]
-            self.bytes_moved += tensor.nbytes
-            states[parameter][key] = tensor.to(device, copy=True)
-        self._home.clear()
-
-    def on_host(self, parameter: Tensor, key: str) -> bool:
-        return (parameter, key) in self._home
-
-
-class _Pinned(_Host):
-    """Page-locked buffers that are kept for the run; the way back overlaps with the first real step."""
-
-    def __init__(self):
-        super().__init__()
-        self._buffers: dict[tuple[Tensor, str], Tensor] = {}
-        self._transfers: dict[torch.device, Transfers] = {}
-        self._coming: dict[tuple[Tensor, str], tuple[dict, Fetched]] = {}
-
-    def send(self, states: States) -> None:
-        self.wait()
-        super().send(states)
         for transfers in self._transfers.values():
             transfers.finish_sending()  # the memory that they leave is wanted now
 
     def _to_host(self, entry: tuple[Tensor, str], tensor: Tensor) -> Tensor:
         if tensor.device not in self._transfers:
             self._transfers[tensor.device] = Transfers(tensor.device)
-        transfers = self._transfers[tensor.device]
-        if entry not in self._buffers:
-            buffer = host_buffer(tensor.nbytes, pin=transfers.on_gpu)
-            self._buffers[entry] = buffer.view(tensor.dtype).view(tensor.shape)
-        transfers.send(tensor, self._buffers[entry])
-        return self._buffers[entry]
+        transfers, host = self._transfers[tensor.device], self._buffers.get(entry)
+        if host is None:
+            host = host_tensor(tensor, pin=self.pinned and transfers.beside)
+            if self.pinned:
+                self._buffers[entry] = host
+        transfers.send(tensor, host)
+        return host
 
     def bring(self, states: States) -> None:
         for (parameter, key), device in self._home.items():
@@ -178,12 +179,17 @@ class _Pinned(_Host):
                 state = states[parameter]
                 self.bytes_moved += state[key].nbytes
                 self._coming[parameter, key] = state, self._transfers[device].fetch(state[key])
+        if not self.pinned:
+            self.wait()
 
     def wait(self) -> None:
         for (parameter, key), (state, fetched) in self._coming.items():
             state[key] = fetched.take()
             del self._home[parameter, key]
         self._coming.clear()
+
+    def on_host(self, parameter: Tensor, key: str) -> bool:
+        return (parameter, key) in self._home
 
     def idle_bytes(self) -> int:
         return 0 if self._home else sum(buffer.nbytes for buffer in self._buffers.values())
@@ -218,7 +224,7 @@ class _Drop(_Stay):
         states.clear()
 
 
-_STRATEGIES = {"stay": _Stay, "host": _Host, "pinned": _Pinned, "8bit": _EightBit, "drop": _Drop}
+_STRATEGIES = {"stay": _Stay, "host": _Host, "pinned": partial(_Host, pinned=True), "8bit": _EightBit, "drop": _Drop}
 
 
 class OptimizerStatePlacement(PhasePlugin):
@@ -229,19 +235,15 @@ class OptimizerStatePlacement(PhasePlugin):
     - `"host"`: moved to host memory; `"pinned"`: to page-locked buffers that are kept, and back beside the first real
       step. The run is the same to the last bit. States that are in host memory already stay there.
     - `"8bit"`: quantised in place, a quarter of the memory. Lossy: second moments come back within a few percent.
-    - `"drop"`: deleted. The optimizer starts anew after every Predict, Adam's bias correction and step counter
-      included, and a checkpoint saved in Predict holds no states, just as the run that goes on.
-
-    They leave after the leap, which reads them. Whenever something is exported (evaluated, saved, pushed), they come
-    home first and stay until the next Predict. It pays only if something else uses the memory meanwhile: predicted
-    steps take no time, the way out and back does.
+    - `"drop"`: deleted. The optimizer starts anew after every Predict, with Adam's bias correction and step counter,
+      and a checkpoint saved in Predict holds no states.
 
     Args:
         placement (`str`): One of the above.
 
     Attributes:
         bytes_moved (`int`): Between device and host, both ways.
-        seconds (`float`): The run was held up by it.
+        seconds (`float`): How long the run waited for it.
 
     Raises:
         ValueError: If `placement` is none of the above.
@@ -297,9 +299,7 @@ class OptimizerStatePlacement(PhasePlugin):
         self._come_home()
         self._strategy.wait()
 
-    def on_train_end(self) -> None:
-        self._come_home()
-        self._strategy.wait()
+    on_train_end = before_export
 
     def _come_home(self) -> None:
         if self._optimizer is not None:

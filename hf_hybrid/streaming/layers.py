@@ -1,4 +1,10 @@
-"""Finds, in a model, the parts that can be streamed: its decoder layers, its embeddings and its head."""
+"""
+Finds the parts of a model that can be streamed: its decoder layers, its embeddings and its head.
+
+No architecture is named. Decoder layers are modules in an `nn.ModuleList` that are called through their `forward`; a
+model may hold several such lists (experts inside a layer, heads beside the layers), and the outermost one with the most
+parameters is the list of its layers. Embeddings and head are what the model itself returns as such.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +35,9 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside and _can_be_called(module):
-            lists.append((name, module))
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            if all(type(layer).forward is not nn.Module.forward for layer in module):
+                lists.append((name, module))
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists}
     if not lists or max(sizes.values()) == 0:
         raise NoLayerListError(
@@ -44,10 +51,6 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"`forward` alone, and `{name}` holds reversible ones (`backward_pass`). Train it with `memory=off`."
         )
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
-
-
-def _can_be_called(modules: nn.ModuleList) -> bool:
-    return all(type(module).forward is not nn.Module.forward for module in modules)
 
 
 def layers_on_host(

@@ -1,4 +1,22 @@
-"""AdamW with moments in 8 bits, and bf16 weights that are rounded at random so that small updates add up."""
+"""
+Low precision where it is safe: AdamW with moments in 8 bits, bf16 weights that are rounded at random, int8 weights.
+
+**8-bit moments** (Dettmers et al., 2022, arXiv 2110.02861). AdamW's two moments take eight bytes per weight in fp32.
+They are averages, and a step divides one by the root of the other, so they need a good relative precision over many
+orders of magnitude rather than many digits. The paper codes each value in 8 bits of a *dynamic* map, whose 256 values
+are dense near zero and sparse near one, in units of the largest magnitude of its block. Blocks of 256 values keep one
+outlier from spoiling more than its neighbours. The kernels of bitsandbytes decode a block, update it in fp32 and code
+it again.
+
+**Stochastic rounding.** bf16 has 8 significant bits. An update below 1/256 of a weight would be rounded away, and at
+usual learning rates most updates are. Usually a copy of the weights in fp32 catches them. Without one, the updated
+weight is rounded up or down at random, with the probabilities that make its expectation exact: small updates then add
+up on average. The random bits depend only on the seed, on the parameter and on its own step count, so a run that is
+resumed, or that steps its parameters in another order, is equal bit for bit. Streamed layers need this.
+
+**int8 rows.** Frozen weights, and weights of probes, are stored as 255 even steps between plus and minus the largest
+magnitude of each row: a byte per weight. They are multiplied out to the dtype of the computation before use.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +54,24 @@ def bitsandbytes_functional() -> Any:
         import bitsandbytes.functional as functional
     except ImportError as error:
         raise ImportError(
-            '8-bit optimizer states need bitsandbytes. Install it with `pip install "hf-hybrid[quantization]"`.'
+            'Computing in 8 bits needs bitsandbytes. Install it with `pip install "hf-hybrid[quantization]"`.'
         ) from error
     return functional
 
 
 @functools.cache
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """What the 256 codes stand for, in units of a block's scale (Dettmers et al., 2021, arXiv 2110.02861)."""
+    """What the 256 codes stand for, in units of a block's scale: the dynamic map of the paper."""
     return bitsandbytes_functional().create_dynamic_map(signed=signed).to(device)
 
 
 @functools.cache
 def _false_zero(device: torch.device) -> int:
     """
-    The code that zero is given between signed values.
+    The code that bitsandbytes gives to zero between signed values.
 
-    The CPU kernel of bitsandbytes looks values up in a table of even steps, the middle one of which stands for 1e-5 of
-    the largest: weights without gradients would drift by half a percent of every update.
+    Its CPU kernel looks values up in a table of even steps, and the middle one stands for 1e-5 of the largest. Weights
+    without gradients would drift by half a percent of every update.
     """
     pair = torch.tensor([0.0, 1.0], device=device)
     codes, _ = bitsandbytes_functional().quantize_blockwise(pair, code=dynamic_map(True, device), blocksize=BLOCK)
@@ -94,10 +112,7 @@ class AdamW8bit(torch.optim.Optimizer):
     """
     Decoupled AdamW whose moments take two bytes per weight instead of eight, through the kernels of bitsandbytes.
 
-    fp32 weights are updated as they are. bf16 weights are updated in fp32 and rounded stochastically: rounded to
-    nearest, they would lose every update below 1/256 of their size, which is most of them. That needs no fp32 copy of
-    the weights. Random bits depend only on `seed`, on the parameter and on its own step count, so a resumed run, or one
-    that steps its parameters in another order or through several optimizers that share `state`, is equal bit for bit.
+    fp32 weights are updated as they are. bf16 weights are updated in fp32 and rounded stochastically.
 
     Args:
         params: Parameters or parameter groups, fp32 or bf16.
@@ -133,7 +148,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"`betas` must lie in [0, 1), got {betas}.")
-        # All of them in the group: an optimizer built from a part of the group then behaves the same.
+        # Options stand in the group, so that an optimizer that is built from a part of the group behaves the same.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "stochastic_rounding": stochastic_rounding, "seed": seed})
 
@@ -192,7 +207,7 @@ class AdamW8bit(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             return
-        # Not the usual names: who meets `exp_avg_sq` of a parameter's shape may take it for the second moment itself.
+        # Not the usual names: whoever reads an `exp_avg_sq` in the parameter's shape expects the moment itself.
         for name in ("exp_avg", "exp_avg_sq"):
             blocks = math.ceil(parameter.numel() / BLOCK)
             state[f"{name}_8bit"] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
