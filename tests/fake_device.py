@@ -1,12 +1,11 @@
 """A device with a limit, on the CPU: operations that would go beyond it raise what a GPU's allocator raises."""
 
 import contextlib
-import gc
 import weakref
 
 import torch
+from live_bytes import storages
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (a fake device with {limit} bytes)."
@@ -22,13 +21,13 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self, limit=None):
         super().__init__()
         self.limit, self.used, self.peak, self.raised = limit, 0, 0, 0
-        self.known = set()
+        self._known = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {id(s) for s in storages((args, kwargs))}
         for storage in storages(result):
-            if id(storage) not in given and id(storage) not in self.known and storage.nbytes():
+            if id(storage) not in given and id(storage) not in self._known and storage.nbytes():
                 self._take(storage)
         return result
 
@@ -37,35 +36,14 @@ class FakeDevice(TorchDispatchMode):
         if self.limit is not None and self.used + size > self.limit:
             self.raised += 1
             raise torch.OutOfMemoryError(MESSAGE.format(limit=self.limit))
-        self.known.add(key)
+        self._known.add(key)
         self.used += size
         self.peak = max(self.peak, self.used)
         weakref.finalize(storage, self._give_back, key, size)
 
     def _give_back(self, key, size):
-        self.known.discard(key)
+        self._known.discard(key)
         self.used -= size
-
-
-def storages(values):
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def saved_for_backward(model, forward):
-    """
-    Bytes that the forward pass made and the backward pass still needs.
-
-    They live on when only the autograd graph of the result is left: what operations saved, what checkpointing keeps
-    (also beside autograd, such as keyword arguments of a layer), and new copies on the host. Parameters and buffers,
-    and what existed before (the batch), do not count.
-    """
-    with FakeDevice() as device:
-        graph = [leaf.grad_fn for leaf in tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
-    gc.collect(1)  # what hangs in young reference cycles is not needed; a full collection takes too long
-    own = {id(s): s.nbytes() for s in storages((*model.parameters(), *model.buffers())) if id(s) in device.known}
-    held = device.used - sum(own.values())
-    del graph  # not before everything is counted
-    return held
 
 
 class RowLimit:
