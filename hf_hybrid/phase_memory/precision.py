@@ -1,4 +1,17 @@
-"""Weight precision by phase: what may be asked for, what it comes to, and low-precision working copies of weights."""
+"""
+Weight precision by phase: what may be asked for, what it comes to, and low-precision working copies of weights.
+
+Under autocast a linear layer casts its fp32 weight to bf16 whenever it computes. Training on bf16 *working copies* of
+the weights, with gradients added up on fp32 *masters*, computes the same bits. [`WeightPrecision`] puts such copies
+into the modules for the length of a micro-batch or of a probe. What it is good for: probes in half precision in a run
+without autocast, with smaller activations, and faster where the hardware is. In real phases it saves the casts that
+autocast repeats where layers are recomputed, no more. The price is two bytes per weight of the layers while the copies
+are in place; autocast holds as much in a forward pass, so the peak hardly changes.
+
+A request such as `"full=bf16,predict=int8"` takes three steps: [`parse_precision`] reads it, [`resolve`] compares it
+with the weights and the autocast that the run has and refuses what they cannot give, and [`precision_plugins`] makes
+the plugins. int8 is for probes alone and has a plugin of its own ([`Int8Predict`]).
+"""
 
 from __future__ import annotations
 
@@ -70,8 +83,7 @@ def resolve(
     """
     Turn a request into a choice for weights that are held in `weights`.
 
-    `auto` leaves the weights of real phases, and of Predict, as they are: a working copy under autocast gives the same
-    bits and saves next to nothing. On an accelerator, Predict also tries int8, which frees memory there.
+    `auto` leaves the weights as they are. On an accelerator, Predict also tries int8, which frees memory there.
 
     Args:
         precisions (`Mapping[Phase, str]`): From [`parse_precision`].
@@ -138,17 +150,11 @@ class WeightPrecision(PhasePlugin):
 
     The copies stand in the modules only between `before_forward` and `after_backward` of a micro-batch, or for the
     length of a probe. Gradients arrive on the fp32 masters, in fp32, as soon as autograd has finished with a layer, and
-    add up there over an accumulation window; optimizer, clipping, saving and evaluation see nothing but masters.
-
-    What it is good for: probes in half precision in a run without autocast, with smaller activations and faster where
-    the hardware is. In real phases it changes no bit of what autocast computes, and `fp32` there is no more than what
-    autocast gives, which multiplies every weight in its own precision. What is saved are the casts that autocast
-    repeats where layers are recomputed. The price is two bytes per weight of the layers while a window is open;
-    autocast holds as much in a forward pass, so that the peak hardly changes.
+    add up there over an accumulation window. Optimizer, clipping, saving and evaluation see nothing but masters.
 
     Args:
-        precisions (`Mapping[Phase, str]`): Per phase, as [`parse_precision`] or [`resolve`] give them. `int8` means
-            nothing here: see [`Int8Predict`].
+        precisions (`Mapping[Phase, str]`): Per phase, as [`parse_precision`] or [`resolve`] give them. `int8` is
+            ignored here, see [`Int8Predict`].
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
             Predict can have a lower precision, and its probes then run under an autocast of their own.
     """

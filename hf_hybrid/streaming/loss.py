@@ -1,4 +1,26 @@
-"""Causal-LM loss for large vocabularies: the head and its cross-entropy run a few hundred tokens at a time."""
+"""
+Cross-entropy for large vocabularies: the head and its loss run a few hundred tokens at a time.
+
+The logits of a batch are often its largest tensor. 8,192 tokens and 128,256 words in fp32 are 3.9 GiB, and the backward
+pass holds their gradient beside them. But all the loss needs of a token's logits is two numbers, and the gradient by
+the logits, `softmax(logits) - one_hot(target)`, is known as soon as the logits are. So [`linear_cross_entropy`] takes
+`chunk_tokens` rows of hidden states at a time, computes their logits, adds up the loss, and turns the logits in place
+into their gradient, which it multiplies out to the gradients of hidden states and head at once. Then the logits of this
+chunk are gone. The backward pass only scales what is there by the incoming gradient. Nothing is computed twice, and
+memory is independent of the number of tokens. The idea is that of Cut Cross-Entropy (Wijmans et al., 2024, arXiv
+2411.09009) and of Liger Kernel (Hsu et al., 2024, arXiv 2410.10989), without a kernel of its own.
+
+**Into any model.** A Hub model computes its loss itself: hidden states, head, perhaps a scale or a cap on the logits,
+its loss function, perhaps router losses on top. Copying that per architecture would be endless. [`ChunkedCausalLoss`]
+lets the model run as it is and replaces the two ends of this chain. The head is told the targets and returns the summed
+loss of all tokens. The model gets a tiny tensor in place of the logits, sends it through whatever comes next, and calls
+its loss function, which hands out the head's loss. What the model does to logits in between is measured once, by
+sending known numbers through: a factor and a tanh cap are recognised and move into the chunks; anything else is
+refused.
+
+**Whether to.** Chunks add in another order, so the loss differs in its last digits. [`ChunkedLossSwitch`] uses them
+where they are asked for, or where logits are large, and only after the first batch has shown that both losses agree.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +58,8 @@ def linear_cross_entropy(
     """
     Cross-entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, never holding all its logits.
 
-    Gradients are computed along with the loss and only scaled in the backward pass. So nothing reads the weight
-    after this function, and a second backward pass through the same loss raises `RuntimeError`.
+    Nothing reads the weight after this function, and a second backward pass through the same loss raises
+    `RuntimeError`.
 
     Args:
         hidden: float, `[..., width]`. Under autocast it is cast as `nn.Linear` does, but not to float16, in which the
@@ -46,7 +68,7 @@ def linear_cross_entropy(
         targets: int64, `[...]`, in `[0, vocabulary)` or `ignore_index`.
         reduction: `"sum"`, or `"mean"` over the targets that are not ignored (NaN where there is none).
         softcap: tanh cap of the logits, above 0; `None` for no cap. `scale`: factor on the logits.
-        chunk_tokens: so many tokens have logits at once, `[chunk_tokens, vocabulary]` in float32.
+        chunk_tokens: tokens that have logits at once, `[chunk_tokens, vocabulary]` in float32.
 
     Returns the loss, a float32 scalar (float64 for float64 input). Raises `ValueError` for arguments that do not fit.
     """
@@ -140,14 +162,10 @@ class ChunkedCausalLoss:
     """
     The loss that a causal LM computes from its labels, without the logits of all tokens.
 
-    The model runs as a whole, with its labels. Only its head is told the targets: it returns the summed loss, and the
-    model goes on with a tiny stand-in for the logits until it calls its loss function, which hands that loss out. So
-    what the model does before the head, and adds to the loss (router losses), stays its own. What it does to the logits
-    in between is measured once, with known numbers: a factor and a tanh cap move into the chunks, all else is refused.
-
     Use it as a context manager or between `install()` and `remove()`; the model also works as usual then, and several
     threads may compute losses. The head's weight is read only while `head.forward(hidden, targets=None)` runs, which
-    gives the summed loss where there are `targets`. It may be wrapped, by what passes `targets` on, until `remove()`.
+    gives the summed loss where there are `targets`. Others may wrap that `forward` until `remove()` if they pass
+    `targets` on.
 
     `model` is a causal LM or the PEFT model around it, not yet wrapped for several devices; `chunk_tokens` is that of
     `linear_cross_entropy`. Raises `ValueError` where `unsupported_reason` has one.
@@ -329,13 +347,14 @@ class ChunkedCausalLoss:
 
 
 BIG_VOCABULARY = 32_000
+"""Words from which `chunked_loss=auto` pays; below, the model's own loss is kept, to the last bit."""
 
 
 class ChunkedLossSwitch:
-    """Whether the loss is computed in chunks: where it is asked for, possible, and agrees with the model's own."""
+    """Computes a trainer's loss in chunks where that is asked for, possible, and agrees with the model's own loss."""
 
     def __init__(self):
-        self.loss = None
+        self.loss: ChunkedCausalLoss | None = None  # while it is installed
         self._agreed: bool | None = None
         self._required = False
 
@@ -347,13 +366,12 @@ class ChunkedLossSwitch:
             ValueError: If `chunked_loss=on` and the model cannot.
         """
         options = trainer.hybrid_args
-        # Where the logits are small, the model's own loss is kept, to the last bit.
         vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
         pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
-        wanted = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
-        if not wanted or self.loss is not None:
+        self._required = options.chunked_loss == "on"
+        if self.loss is not None or not (self._required or (options.chunked_loss == "auto" and pays)):
             return
-        self._required, self._agreed = options.chunked_loss == "on", None
+        self._agreed = None
         reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
         if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
             reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
@@ -369,15 +387,15 @@ class ChunkedLossSwitch:
             self.loss = None
 
     def applies(self, model, inputs, items) -> bool:
-        """Whether this loss is computed in chunks; the first batch decides by comparing."""
+        """Whether this loss is computed in chunks; the first batch with labels decides, by comparing."""
         labels = inputs.get("labels")
-        if self.loss is None or labels is None or (self._agreed is None and not labels.ne(IGNORE_INDEX).any()):
+        if self.loss is None or labels is None:
             return False
-        if self._agreed is None:
+        if self._agreed is None and labels.ne(IGNORE_INDEX).any():
             self._agreed = self.loss.agrees(model, inputs, items)
             if not self._agreed:
                 self._refuse(self.loss.disagreement)
-        return self._agreed
+        return bool(self._agreed)
 
     @property
     def in_use(self) -> bool:
