@@ -66,6 +66,17 @@ class Scene:
     def enter(self):
         self.plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
 
+    def resident_bytes(self):
+        """Bytes of all states by place; buffers that are kept while the states are at home count as well."""
+        strategy, found = self.plugin._strategy, {"device": 0, "host": 0}
+        away = getattr(strategy, "_home", {})
+        for parameter, state in self.optimizer.state.items():
+            for key in state:
+                value = dict.__getitem__(state, key)  # as it is stored
+                found["host" if (parameter, key) in away else "device"] += value.nbytes
+        found["host"] += 0 if away else sum(buffer.nbytes for buffer in getattr(strategy, "_buffers", {}).values())
+        return found
+
     def leave(self):
         self.plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
         self.plugin.after_backward(Phase.CORRECT)
@@ -79,16 +90,16 @@ def test_moved_states_are_readable_and_come_back_to_the_last_bit(placement, devi
     scene = Scene(placement)
     before, tensors = scene.copy(), dict(scene.state)
     total = 8 * (SIZE + 80)
-    assert scene.plugin.resident_bytes() == {"device": total + 8, "host": 0}
+    assert scene.resident_bytes() == {"device": total + 8, "host": 0}
     for round_trip in (1, 2):
         scene.enter()
         assert scene.state["exp_avg"] is not tensors["exp_avg"] and scene.state["step"] is tensors["step"]
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
-        assert scene.plugin.resident_bytes() == {"device": 8, "host": total}
+        assert scene.resident_bytes() == {"device": 8, "host": total}
         scene.leave()
         assert all(torch.equal(scene.state[key], before[key]) for key in before)
         kept = total if placement == "pinned" else 0
-        assert scene.plugin.resident_bytes() == {"device": total + 8, "host": kept}
+        assert scene.resident_bytes() == {"device": total + 8, "host": kept}
         assert scene.plugin.bytes_moved == 2 * round_trip * total
     assert scene.plugin.seconds > 0
 
@@ -127,7 +138,7 @@ def test_8bit_takes_a_quarter_and_comes_back_near():
     scene = Scene("8bit")
     before = scene.copy()
     scene.enter()
-    resident = scene.plugin.resident_bytes()
+    resident = scene.resident_bytes()
     assert resident["host"] == 0 and resident["device"] / (8 * (SIZE + 80)) == pytest.approx(0.25, abs=0.01)
     during = {key: scene.state.get(key) for key in scene.state}
     scene.leave()
@@ -176,7 +187,7 @@ def test_pinned_states_are_back_after_the_backward_pass_or_before_an_export(devi
         assert scene.state["exp_avg"] is buffer, "on their way, and readable meanwhile"
         arrive()
         assert torch.equal(scene.state["exp_avg"], before["exp_avg"])
-        assert (scene.state["exp_avg"] is buffer) == (scene.plugin.resident_bytes()["device"] == 8)
+        assert (scene.state["exp_avg"] is buffer) == (scene.resident_bytes()["device"] == 8)
         scene.plugin.before_export()
         assert scene.state["exp_avg"] is not buffer
 
@@ -185,7 +196,7 @@ def test_drop_starts_the_optimizer_anew():
     scene = Scene("drop")
     scene.enter()
     assert not scene.optimizer.state
-    assert scene.plugin.resident_bytes() == {"device": 0, "host": 0}
+    assert scene.resident_bytes() == {"device": 0, "host": 0}
     scene.leave()
     scene.step()
     assert scene.state["step"].item() == 1

@@ -95,10 +95,6 @@ class QuantizedTensor:
         return result
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.absmax.nbytes
 
@@ -127,14 +123,6 @@ class _Stay:
 
     def wait(self) -> None:
         """What is computed from here on reads the states."""
-
-    def on_host(self, parameter: Tensor, key: str) -> bool:
-        """Whether an entry was sent to the host."""
-        return False
-
-    def idle_bytes(self) -> int:
-        """Host memory that is kept while the states are at home."""
-        return 0
 
 
 class _Host(_Stay):
@@ -187,12 +175,6 @@ class _Host(_Stay):
             state[key] = fetched.take()
             del self._home[parameter, key]
         self._coming.clear()
-
-    def on_host(self, parameter: Tensor, key: str) -> bool:
-        return (parameter, key) in self._home
-
-    def idle_bytes(self) -> int:
-        return 0 if self._home else sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class _EightBit(_Stay):
@@ -266,17 +248,6 @@ class OptimizerStatePlacement(PhasePlugin):
     @property
     def bytes_moved(self) -> int:
         return self._strategy.bytes_moved
-
-    def resident_bytes(self) -> dict[str, int]:
-        """Exact bytes of all optimizer states: `device` is where their parameters are, `host` where they were put."""
-        result = {"device": 0, "host": self._strategy.idle_bytes()}
-        states = {} if self._optimizer is None else self._optimizer.state
-        for parameter, state in states.items():
-            for key, value in state.items():
-                if torch.is_tensor(value) or isinstance(value, QuantizedTensor):
-                    away = value.device != parameter.device or self._strategy.on_host(parameter, key)
-                    result["host" if away else "device"] += value.nbytes
-        return result
 
     def on_train_begin(self, context: PluginContext) -> None:
         self._optimizer = context.optimizer

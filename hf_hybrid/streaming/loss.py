@@ -49,14 +49,12 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    reduction: str = "sum",
     softcap: float | None = None,
     scale: float = 1.0,
     chunk_tokens: int = 512,
 ) -> torch.Tensor:
     """
-    Cross-entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, never holding all its logits.
+    Summed cross-entropy of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, without all its logits.
 
     Nothing reads the weight after this function, and a second backward pass through the same loss raises
     `RuntimeError`.
@@ -65,15 +63,12 @@ def linear_cross_entropy(
         hidden: float, `[..., width]`. Under autocast it is cast as `nn.Linear` does, but not to float16, in which the
             gradients of single logits vanish before a loss scale can reach them.
         weight: float, `[vocabulary, width]`, of the type of `hidden` outside autocast; `bias`: `[vocabulary]`.
-        targets: int64, `[...]`, in `[0, vocabulary)` or `ignore_index`.
-        reduction: `"sum"`, or `"mean"` over the targets that are not ignored (NaN where there is none).
+        targets: int64, `[...]`, in `[0, vocabulary)`, or -100 for tokens that do not count.
         softcap: tanh cap of the logits, above 0; `None` for no cap. `scale`: factor on the logits.
         chunk_tokens: tokens that have logits at once, `[chunk_tokens, vocabulary]` in float32.
 
     Returns the loss, a float32 scalar (float64 for float64 input). Raises `ValueError` for arguments that do not fit.
     """
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"`reduction` must be `sum` or `mean`, got `{reduction}`.")
     if chunk_tokens < 1:
         raise ValueError(f"`chunk_tokens` must be at least 1, got `{chunk_tokens}`. 512 suits most vocabularies.")
     if softcap is not None and not softcap > 0:
@@ -86,15 +81,13 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)
-    options = (ignore_index, softcap, scale)
     with torch.autocast(device, enabled=False):
-        total = _ChunkedLoss.apply(rows, weight, bias, targets, options, chunk_tokens, torch.is_grad_enabled())
-    return total if reduction == "sum" else total / targets.ne(ignore_index).sum()
+        return _ChunkedLoss.apply(rows, weight, bias, targets, softcap, scale, chunk_tokens, torch.is_grad_enabled())
 
 
-def _loss_and_slope(logits, targets, ignore_index, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_slope(logits, targets, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss and its derivative by `logits`, `[tokens, vocabulary]`, whose memory is reused."""
-    kept = targets.ne(ignore_index)[:, None]
+    kept = targets.ne(IGNORE_INDEX)[:, None]
     index = targets[:, None].where(kept, 0)  # an ignored id need not be an index
     scores = logits if scale == 1 else logits.mul_(scale)
     if softcap is not None:
@@ -114,7 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
     # sums the losses of bfloat16 hidden states in bfloat16 (8192 where 19992 is right, with its default chunks).
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, options, chunk_tokens, with_grad):
+    def forward(ctx, hidden, weight, bias, targets, softcap, scale, chunk_tokens, with_grad):
         needed = [with_grad and value for value in ctx.needs_input_grad[:3]]
         grads = [torch.zeros_like(value) if need else None for value, need in zip((hidden, weight, bias), needed)]
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -122,7 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
         def add(rows: slice) -> None:  # a function, so that the logits of one chunk are gone before the next
             logits = F.linear(hidden[rows], weight, bias).to(exact)
-            loss, slope = _loss_and_slope(logits, targets[rows], *options)
+            loss, slope = _loss_and_slope(logits, targets[rows], softcap, scale)
             total.add_(loss)
             slope = slope.to(hidden.dtype)
             if needed[0]:
@@ -143,7 +136,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("The gradients of the chunked loss are used up: `retain_graph=True` does not work here.")
         grads, ctx.grads = ctx.grads, None  # scaled in place: a copy of the weight's gradient would cost as much again
-        return (*(None if grad is None else grad.mul_(grad_output) for grad in grads), None, None, None, None)
+        return (*(None if grad is None else grad.mul_(grad_output) for grad in grads), *5 * [None])
 
 
 @dataclass
@@ -230,19 +223,6 @@ class ChunkedCausalLoss:
 
     def __exit__(self, *_) -> None:
         self.remove()
-
-    def __call__(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> torch.Tensor:
-        """
-        The loss that `model(**inputs, num_items_in_batch=num_items_in_batch)` gives, a float32 scalar with gradients.
-
-        `model` is that of the constructor as it is trained (maybe wrapped), `inputs` hold `labels`, int64 `[batch,
-        tokens]`, or also `shift_labels`; `num_items_in_batch` counts the target tokens of the accumulation window (int
-        or tensor; `None` for the mean). Raises `RuntimeError` where the model's use of its logits is not supported.
-        """
-        if self._transfer is None:
-            self._measure(model, _checked_part(inputs, self.CHECKED_TOKENS))
-        items = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        return self._run(model, {**inputs, **items})[0]
 
     def agrees(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> bool:
         """
