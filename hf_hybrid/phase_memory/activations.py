@@ -92,7 +92,7 @@ class ActivationCheckpointing(PhasePlugin):
     def _follow(self, phase: Phase) -> None:
         on = phase in self.phases
         if on is not self._on:
-            # Not the public switch again: each call of it adds hooks to the embeddings that are never taken away.
+            # The public switch adds hooks to the embeddings at each call and never removes them.
             for module, _ in self._before:
                 module.gradient_checkpointing = on
             self._on = on
@@ -122,7 +122,7 @@ def _switches(model: nn.Module) -> list[nn.Module]:
 
 
 def _checkpointable(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in whatever wraps them (peft, DistributedDataParallel, ...)."""
+    """The transformers models inside wrappers (peft, DistributedDataParallel, ...)."""
     models = _topmost(model, PreTrainedModel)
     for part in models or [model]:
         if not (isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing and _switches(part)):

@@ -131,7 +131,7 @@ class NoiseMeter:
         self._pairs.setdefault(key, []).append((full, int8))
 
     def close_look(self) -> None:
-        """A real step begins, or the state is saved: what was seen since the last is complete."""
+        """A real step begins, or the state is saved: the current look is complete."""
         self.hold, self.looked = max(self.hold - self.looked, 0), False
         pairs = [seen[:2] for seen in self._pairs.values() if len(seen) > 1]
         self._pairs.clear()
@@ -270,12 +270,12 @@ class Int8Predict(PhasePlugin):
     def _park(self, weight: nn.Parameter) -> None:
         host = host_tensor(weight.data, pin=weight.device.type == "cuda").copy_(weight.data)
         self._parked.append((weight, host))
-        # One NaN seen as the whole matrix: its shape and dtype can be asked for, but nobody can use it unnoticed.
+        # One NaN seen as the whole matrix: shape and dtype are right, and using it by mistake gives NaN.
         weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What `F.linear` would compute in: a replaced forward must give the dtype that the real one gives."""
+    """The dtype that `F.linear` would compute in: a replaced forward must return what the real one returns."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

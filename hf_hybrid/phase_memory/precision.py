@@ -1,5 +1,5 @@
 """
-Weight precision by phase: what may be asked for, what it comes to, and low-precision working copies of weights.
+Weight precision by phase: requests, what they resolve to for a model, and low-precision working copies of weights.
 
 Under autocast a linear layer casts its fp32 weight to bf16 whenever it computes. Training on bf16 *working copies* of
 the weights, with gradients added up on fp32 *masters*, computes the same bits. [`WeightPrecision`] puts such copies
@@ -70,7 +70,7 @@ def _refuse(kind: str, word: str, choices, text: str) -> None:
 
 @dataclass(frozen=True)
 class Precisions:
-    """What a request comes to for one model: a precision per phase, and whether probes go through int8."""
+    """A request, resolved for one model: a precision per phase, and whether probes go through int8."""
 
     by_phase: dict[Phase, str]
     int8: str
@@ -87,7 +87,7 @@ def resolve(
 
     Args:
         precisions (`Mapping[Phase, str]`): From [`parse_precision`].
-        weights (`str`): What the layers' weights are held in, from [`held_precision`].
+        weights (`str`): The precision of the layers' weights, from [`held_precision`].
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast.
         device (`str`): Type of the device that the weights are on.
 
@@ -122,7 +122,7 @@ def _check(phase: Phase, precision: str, weights: str, autocast: str | None) -> 
 
 
 def held_precision(model: nn.Module) -> str:
-    """What the weights of the layers' plain `nn.Linear` modules are held in: `"fp32"`, `"bf16 and fp32"`, `"none"`."""
+    """The precision of the weights of the layers' plain `nn.Linear` modules: `"fp32"`, `"bf16 and fp32"`, `"none"`."""
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
@@ -238,7 +238,7 @@ def _working_copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _hand_over(master: nn.Parameter, copy: nn.Parameter) -> None:
-    """The gradient of a copy is whole: add it to the master's, as autograd would have done, and let go of it."""
+    """The gradient of a copy is complete: add it to the master's, as autograd would have done, and drop it."""
     gradient, copy.grad = copy.grad, None
     if master.grad is None:
         master.grad = gradient.to(master.dtype)

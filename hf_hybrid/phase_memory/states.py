@@ -100,7 +100,7 @@ class QuantizedTensor:
 
 
 class QuantizedState(dict):
-    """State of one parameter with tensors in 8 bits; callbacks that read one in Predict get it restored."""
+    """State of one parameter with tensors in 8 bits; a callback that reads one in Predict gets it restored."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -122,7 +122,7 @@ class _Stay:
         """Predict is over, or states are about to be saved."""
 
     def wait(self) -> None:
-        """What is computed from here on reads the states."""
+        """Let computation from here on find the states at home."""
 
 
 class _Host(_Stay):
@@ -178,7 +178,7 @@ class _Host(_Stay):
 
 
 class _EightBit(_Stay):
-    """Element-wise states in 8 bits where they are; what comes back is rounded."""
+    """Element-wise states in 8 bits on the device; they come back rounded."""
 
     def send(self, states: States) -> None:
         for parameter, state in states.items():

@@ -86,7 +86,7 @@ def linear_cross_entropy(
 
 
 def _loss_and_slope(logits, targets, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and its derivative by `logits`, `[tokens, vocabulary]`, whose memory is reused."""
+    """Summed loss, and its gradient by `logits`, `[tokens, vocabulary]`, which is written into their memory."""
     kept = targets.ne(IGNORE_INDEX)[:, None]
     index = targets[:, None].where(kept, 0)  # an ignored id need not be an index
     scores = logits if scale == 1 else logits.mul_(scale)
@@ -182,7 +182,7 @@ class ChunkedCausalLoss:
 
     @staticmethod
     def unsupported_reason(model: nn.Module) -> str | None:
-        """Why `model` cannot use the chunked loss, or `None`. What shows in a forward pass only, `agrees` finds."""
+        """Why `model` cannot use the chunked loss, or `None`. `agrees` finds what only a forward pass shows."""
         base = _base_model(model)
         if not isinstance(base, PreTrainedModel):
             return f"`{type(base).__name__}` is not a transformers model"

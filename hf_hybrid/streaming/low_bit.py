@@ -61,7 +61,7 @@ def bitsandbytes_functional() -> Any:
 
 @functools.cache
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """What the 256 codes stand for, in units of a block's scale: the dynamic map of the paper."""
+    """The values of the 256 codes in units of a block's scale: the dynamic map of the paper."""
     return bitsandbytes_functional().create_dynamic_map(signed=signed).to(device)
 
 
@@ -79,7 +79,7 @@ def _false_zero(device: torch.device) -> int:
 
 
 def clear_false_zeros_(codes: Tensor) -> Tensor:
-    """Signed codes, with those that zero was given turned into those of zero; nothing to do on a GPU."""
+    """Correct signed codes that bitsandbytes gave to zero; on a GPU there are none."""
     false = _false_zero(codes.device)
     return codes if false == _ZERO else codes.masked_fill_(codes == false, _ZERO)
 
@@ -123,12 +123,6 @@ class AdamW8bit(torch.optim.Optimizer):
     Raises:
         ImportError: If bitsandbytes is not installed.
         ValueError: If a value is out of range; at the first step also if a weight is neither fp32 nor bf16.
-
-    Example:
-
-    ```python
-    trainer = Trainer(model, args, optimizer_cls_and_kwargs=(AdamW8bit, {"lr": args.learning_rate}), ...)
-    ```
     """
 
     def __init__(
@@ -157,7 +151,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._number_parameters()
 
     def _number_parameters(self) -> None:
-        """Random bits differ between parameters by a number that travels with the state, whoever steps them."""
+        """Give each parameter a number for its random bits. It is part of the state, which optimizers may share."""
         for index, parameter in enumerate(_parameters(self.param_groups)):
             self.state[parameter].setdefault("rounding_id", torch.tensor(index))
 
@@ -201,13 +195,14 @@ class AdamW8bit(torch.optim.Optimizer):
                 f"`AdamW8bit` trains fp32 and bf16 weights, got `{parameter.dtype}`. Load the model with "
                 "`dtype=torch.bfloat16` or `dtype=torch.float32`."
             )
-        state.setdefault("rounding_id", torch.tensor(_position(parameter, self.param_groups)))
+        if "rounding_id" not in state:
+            self._number_parameters()
         state["step"] = torch.tensor(0.0)
         if parameter.numel() < LEAST_QUANTIZED:
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             return
-        # Not the usual names: whoever reads an `exp_avg_sq` in the parameter's shape expects the moment itself.
+        # Not the usual names: readers of an `exp_avg_sq` in the parameter's shape expect the moment itself.
         for name in ("exp_avg", "exp_avg_sq"):
             blocks = math.ceil(parameter.numel() / BLOCK)
             state[f"{name}_8bit"] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
@@ -221,7 +216,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
-        Restore what `state_dict` returned, to the last bit.
+        Restore a `state_dict`, to the last bit.
 
         Raises:
             ValueError: If it is of another optimizer or of other parameters.
@@ -246,12 +241,8 @@ def _parameters(groups: list[dict]) -> Iterable[Tensor]:
     return chain.from_iterable(group["params"] for group in groups)
 
 
-def _position(parameter: Tensor, groups: list[dict]) -> int:
-    return next(index for index, other in enumerate(_parameters(groups)) if other is parameter)
-
-
 def _mixed(seed: int, identity: int, step: int) -> int:
-    """Neighbouring numbers to far apart seeds (splitmix64); torch's CPU generator uses only the lower half of them."""
+    """A seed for three numbers, far from that of their neighbours (splitmix64). torch's CPU generator uses 32 bits."""
     mask = 2**64 - 1
     value = 0
     for number in (seed, identity, step):
@@ -294,7 +285,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     Round every row (along the last dimension) to 255 even steps between plus and minus its largest magnitude.
 
     An element is off by at most half a step, `absmax(row) / 254`. Zeros stay zeros; a row that holds NaN or an infinity
-    comes back as NaN, so that a broken weight cannot pass for a good one.
+    comes back as NaN, so that a broken weight is not mistaken for a good one.
 
     Returns:
         `tuple`: int8 codes of the same shape, and the steps as fp32 scales of shape `[..., 1]`.

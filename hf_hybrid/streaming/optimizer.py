@@ -9,7 +9,7 @@ next forward pass:
 
 1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
 2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
-   number, remembered and applied by whoever steps the layer.
+   number, which is remembered and applied when the layer is stepped.
 3. `step()` steps what is resident, and freezes for each unit what its step depends on: the parameter groups with the
    learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
@@ -23,7 +23,7 @@ With 8-bit states (`on_device`) the host would be too slow: the kernels of bitsa
 gradients and moments travel in beside the weights (masters too, where the weights travel rounded), the unit is stepped
 in its slot just before its forward, and weights and moments travel back.
 
-Whoever reads masters or states in between (saving, evaluation on the host, a leap, the end) calls `flush` first.
+Readers of masters or states (saving, a leap, the end of training) call `flush` first, which finishes what is pending.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class _Pending:
-    """What a unit's step needs to know of the window that just ended."""
+    """The part of the window that just ended on which a unit's step depends."""
 
     optimizer: torch.optim.Optimizer
     scale: Tensor | None
-    """What gradients are still to be multiplied by (clipping), `None` for nothing."""
+    """Factor that the gradients still have to be multiplied by (clipping); `None` for none."""
 
 
 class LazyOptimizer(torch.optim.Optimizer):
@@ -83,7 +83,7 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     Args:
         base (`torch.optim.Optimizer`): Made over the model's parameters, as usual.
-        streamer (`LayerStreamer`): Whose units are stepped late.
+        streamer (`LayerStreamer`): Its units are stepped late.
         on_device (`bool`): Step units on the device as they are brought in, with gradients and states streamed too,
             instead of on the host.
 
@@ -141,8 +141,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         Args:
             parameters (`Iterable[nn.Parameter]`): The model's, in its order.
             max_norm (`float`): Threshold.
-            now (`bool`): Scale the waiting gradients at once, because somebody reads them before the step; otherwise
-                whoever steps a unit scales its gradients.
+            now (`bool`): Scale the waiting gradients at once, because leaps read them before the step; otherwise they
+                are scaled when their unit is stepped.
 
         Returns:
             `torch.Tensor`: The norm before clipping.
@@ -296,7 +296,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes what the plain optimizer saved; states of streamed parameters stay on the host."""
+        """Load what the plain optimizer saved; states of streamed parameters stay on the host."""
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state

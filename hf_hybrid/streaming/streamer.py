@@ -12,12 +12,12 @@ A streamed layer takes part in a step three times:
    finds them there ([`hf_hybrid.streaming.optimizer`]).
 
 The model stays the user's own: same modules, same parameter objects, same names. A placeholder is one NaN that is seen
-as a whole weight (`expand`), so that shape, dtype and device are right, nothing is held, and whoever computes with it
-gets NaN instead of old weights. The streamer enters through three doors that PyTorch offers for instances: a `forward`
-set on the module, hooks on gradients, and hooks on state dicts, which make a callback that saves find real weights.
-[`LayerStreamer.detach`] closes all of them.
+as a whole weight (`expand`): shape, dtype and device are right, nothing is held, and a computation with it gives NaN
+instead of a wrong number that looks right. The streamer enters through three doors that PyTorch offers for instances: a
+`forward` set on the module, hooks on gradients, and hooks on state dicts, which make a callback that saves find real
+weights. [`LayerStreamer.detach`] closes all of them.
 
-Inference-like passes (evaluation, probes, generation) need the first part alone, and no checkpointing.
+Passes without gradients (evaluation, probes, generation) need the first part alone, and no checkpointing.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class LayerStreamer:
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
         self.before_read: Callable[[], None] = lambda: None
-        """Called before somebody reads masters: finishes their updates."""
+        """Called before masters are read: finishes their updates."""
         self.on_load: Callable[[Unit], None] | None = None
-        """Called when a unit's weights begin to travel, for whoever needs more of it on the device."""
+        """Called when a unit's weights begin to travel, so that its gradients and states can follow."""
         self.before_forward: Callable[[Unit], None] | None = None
         """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
         self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.beside)
@@ -159,7 +159,7 @@ class LayerStreamer:
         self._undo.append(restore)
 
     def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
-        """Whoever asks for a state dict meanwhile (a callback that saves) gets weights, not placeholders."""
+        """A callback that asks for a state dict in the middle of a run gets weights, not placeholders."""
         self.before_read()
         for name, parameter in module.named_parameters():
             piece = self.streamed.get(id(parameter))
@@ -195,7 +195,7 @@ class LayerStreamer:
 
     def _call(self, unit: Unit, module: nn.Module, original: Callable, args: tuple, kwargs: dict):
         unit.calls += 1
-        # An embedding's backward reads no weights; nor does a head's that computed its loss, and gradients, in chunks.
+        # The backward pass of an embedding reads no weights, nor does that of a head that computed its loss in chunks.
         reads_once = isinstance(module, nn.Embedding) or kwargs.get("targets") is not None
         if not torch.is_grad_enabled() or reads_once:
             with self._for_forward(unit):
@@ -350,10 +350,10 @@ class LayerStreamer:
         self.end_backward()
         self.transfers.finish_sending()
 
-    # What others ask.
+    # For the optimizer, and for reports.
 
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates: the master of a streamed parameter, any other parameter itself."""
+        """The parameter that the optimizer updates: the master of a streamed one, any other itself."""
         piece = self.streamed.get(id(parameter))
         return parameter if piece is None or piece.master is None else piece.master
 
@@ -396,7 +396,7 @@ def autocast_now(device: torch.device) -> dict:
 
 
 def _without_cache(module: nn.Module, kwargs: dict) -> dict:
-    """A cache would be appended to a second time by the recomputation; transformers' own checkpointing drops it too."""
+    """The recomputation would append to a cache a second time; transformers' own checkpointing drops it too."""
     if getattr(module, "_can_checkpoint_with_cache", False):
         return kwargs
     kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}

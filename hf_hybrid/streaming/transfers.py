@@ -3,10 +3,10 @@ Copies between host and device that run beside computation.
 
 A GPU executes what is put on a *stream* in order; streams run beside each other unless an *event* orders them. The
 package computes on the current stream and copies on two more, one for each direction, because the bus carries both
-directions at full speed. The host only enqueues. It would have to stop for a copy if nobody else waited for it, so
-every rule about memory that is still in use is said with events:
+directions at full speed. The host only enqueues and never waits, so every rule about memory that is still in use is
+expressed with events:
 
-- What computes waits for the arrival of what it reads (`await_arrival`, `Fetched.take`).
+- Computation waits for the arrival of its operands (`await_arrival`, `Fetched.take`).
 - A copy into device memory waits for the computation that used this memory before (`release`, `fetch`).
 - A copy to the host waits for the computation that makes its source (`send`), and its source is kept alive until the
   copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor.
@@ -77,7 +77,7 @@ class Transfers:
     Copies between the host and one device, ordered with computation without stopping the host.
 
     Args:
-        device (`torch.device`): What computes; may be the host itself.
+        device (`torch.device`): Where the model computes; may be the host itself.
     """
 
     def __init__(self, device: torch.device):
@@ -91,7 +91,7 @@ class Transfers:
         self._leaving: deque[tuple[Event, Tensor]] = deque()
 
     def wait(self, event: Event) -> None:
-        """Let what is computed from here on wait for the event; the host goes on."""
+        """Let computation from here on wait for the event; the host goes on."""
         if event is not None:
             self._computing.wait_event(event)
 
@@ -107,7 +107,7 @@ class Transfers:
     # A slot: one unit, loaded and used many times.
 
     def load(self, slot: Slot, packed: Tensor, *, after: Event = None) -> None:
-        """Start copying `packed` into the slot, once `after` has happened and nobody uses the slot any more."""
+        """Start copying `packed` into the slot, once `after` has happened and the slot is not in use any more."""
         self.bytes_in += packed.numel()
         for event in (slot.idle, slot.sent, after):
             if event is not None:
@@ -115,11 +115,11 @@ class Transfers:
         slot.ready = self._copy(self._in, slot.buffer[: packed.numel()], packed)
 
     def await_arrival(self, slot: Slot) -> None:
-        """What is computed from here on sees the loaded bytes."""
+        """Let computation from here on wait for the loaded bytes."""
         self.wait(slot.ready)
 
     def release(self, slot: Slot) -> None:
-        """What was computed so far may still read the slot; the next load waits for it."""
+        """Let the next load wait for the computation so far, which may still read the slot."""
         slot.idle = self._computing.record_event()
 
     # Single tensors.
@@ -169,7 +169,7 @@ class Fetched:
         self.tensor, self.arrived, self._transfers = tensor, arrived, transfers
 
     def take(self) -> Tensor:
-        """The tensor, for what is computed from here on."""
+        """The tensor; computation from here on waits for its arrival."""
         self._transfers.wait(self.arrived)
         return self.tensor
 
@@ -203,5 +203,5 @@ class HostBuffers:
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """What [`take`] gave is free again. Whatever computes has waited for the last copy out of it."""
+        """Take back a tensor of [`take`]. Computation must have been made to wait for the last copy out of it."""
         self.spare.append(self._lent.pop(tensor.data_ptr()))

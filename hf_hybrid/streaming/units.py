@@ -1,12 +1,11 @@
 """
-What travels: a unit, its weights on the host, and the device slots that it lies in.
+Units: what is copied to the device as a whole, its weights on the host, and the device slots that it lies in.
 
-A *unit* is what travels together: a decoder layer, the embeddings, the head. On the host, the weights of a unit are
-packed one behind the other into one page-locked buffer, so that the unit travels in a single copy at the full speed of
-the bus; a copy per parameter would be slower, and its tensors would fragment the device's memory. On the device, a
-*slot* is a buffer as large as the largest unit. Slots are allocated once and all have the same size, so any unit fits
-any slot and the allocator has nothing to do during training. When a unit has arrived, its parameters become views into
-the slot.
+A *unit* is a decoder layer, the embeddings or the head. On the host, the weights of a unit are packed one behind the
+other into one page-locked buffer, so that the unit travels in a single copy at the full speed of the bus; a copy per
+parameter would be slower, and its tensors would fragment the device's memory. On the device, a *slot* is a buffer as
+large as the largest unit. Slots are allocated once and all have the same size, so any unit fits any slot and the
+allocator has nothing to do during training. When a unit has arrived, its parameters become views into the slot.
 
 The optimizer updates *masters*: host parameters with the precision that the model was loaded in. There are three kinds
 of pieces (streamed parameters):
@@ -129,7 +128,7 @@ class UnitStorage:
         self.pieces = [Piece(name, parameter, dtype_of(parameter)) for name, parameter in parameters]
         self.pin, self.packed_bytes, self.expanded_bytes = pin, 0, 0
         self.written: Event = None
-        """When what was last sent into the packed buffer has arrived."""
+        """When the last copy into the packed buffer is over."""
         self.packed: Tensor | None = None
         self._lay_out(int8)
         self.rounded = [p for p in self.pieces if not p.is_int8 and p.dtype != p.parameter.dtype]
@@ -238,13 +237,13 @@ class SlotPool:
         return slot
 
     def give_back(self, unit: Hashable) -> None:
-        """The unit is not needed for now; it stays where it is as long as there is room."""
+        """The unit is not in use any more; it stays where it is as long as there is room."""
         self._in_use.discard(unit)
         while sum(held not in self._in_use for held in self._held) > self.kept:
             self._evict()
 
     def forget(self, unit: Hashable) -> None:
-        """What the slot holds of the unit is no longer true."""
+        """Drop the unit from its slot, because its weights have changed."""
         if unit in self._held and unit not in self._in_use:
             self._free.append(self._held.pop(unit))
 

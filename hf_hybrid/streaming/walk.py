@@ -61,14 +61,14 @@ class CannotWalkError(RuntimeError):
 
 
 class _Abandoned(BaseException):
-    """Unwinds the other micro-batches after one failed."""
+    """Unwinds the threads of the other micro-batches after one failed."""
 
 
 class _Output:
     """
     One output of a layer, as the rest of the model sees it: a leaf, where its gradient arrives.
 
-    While it is parked on the host, the leaf lives only if somebody besides the next layer holds it.
+    While it is parked on the host, the leaf lives only if something besides the next layer holds it.
     """
 
     def __init__(self, leaf: Tensor):
@@ -108,7 +108,7 @@ class _Output:
             leaf.grad = None
 
     def _leaves(self) -> list[Tensor]:
-        """The leaf that came back from the host, and the one before it where somebody still holds that."""
+        """The leaf that came back from the host, and the original where it is still alive."""
         original = self._reference()
         return [leaf for leaf in (self.leaf, None if original is self.leaf else original) if leaf is not None]
 
@@ -203,7 +203,7 @@ class LayerWalk:
             functions (`list[Callable]`): One per micro-batch: forward, loss and its backward.
 
         Returns:
-            `list`: What they returned.
+            `list`: Their results.
 
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
@@ -315,7 +315,7 @@ class LayerWalk:
                 self.collecting = set()
                 self.streamer.release(unit)
         for early in before:
-            # What came before the first layer (embeddings): once, when all layers have contributed.
+            # Computed before the first layer (embeddings): differentiated once, when all layers have contributed.
             _backward_through([(tensor, leaf) for tensor, leaf in early if leaf.grad is not None])
 
     def _differentiate(self, call: _Call) -> None:
@@ -334,7 +334,7 @@ class LayerWalk:
             output.drop_gradient()
 
     def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
-        """Differentiate what was computed between this call and earlier ones; returns what depends on no layer."""
+        """Differentiate the graph between this call and earlier ones; returns the pieces that depend on no layer."""
         between, early = [], []
         for tensor, leaf in call.cuts:
             (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
@@ -350,7 +350,7 @@ class Window:
     the first one is asked for, and hands out what it found when the others are.
 
     Args:
-        streamer (`LayerStreamer`): Whose layers they pass.
+        streamer (`LayerStreamer`): Of the model.
         order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
         park (`bool`): Keep the activations between layers on the host meanwhile.
         obstacle (`str`, *optional*): Why this model cannot be walked by layer, if that is known before.
@@ -423,7 +423,7 @@ PLAIN = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, t
 
 
 def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
-    """Layers that write into an object they are given (a cache, a dictionary) pass tensors around the graph."""
+    """Refuse layers that get an object to write into (a cache, a dictionary): its tensors would escape the cuts."""
     args, kwargs = inputs
     for value in (*args, *kwargs.values()):
         mutable = isinstance(value, (dict, list)) and value
@@ -436,7 +436,7 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
 
 @dataclass
 class RandomStates:
-    """The random generators that a training step may draw from: Python's, NumPy's, torch's on host and device."""
+    """A snapshot of all generators that a step may draw from: Python's, NumPy's, torch's on host and device."""
 
     python: tuple
     numpy: dict
@@ -446,12 +446,12 @@ class RandomStates:
 
     @classmethod
     def now(cls, place: torch.device) -> RandomStates:
-        """As they are; `place` is the device that computes."""
+        """Take the snapshot; `place` is the device that computes."""
         on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
         return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
 
     def restore(self) -> None:
-        """Let them be as they were."""
+        """Set the generators back."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
@@ -460,7 +460,7 @@ class RandomStates:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Compute with them as they were, so that dropout drops the same again; then let them be as they are."""
+        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
         current = RandomStates.now(self.place)
         self.restore()
         try:
