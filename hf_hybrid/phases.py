@@ -225,6 +225,12 @@ class PluginList:
     def _key(plugin: PhasePlugin) -> str:
         return getattr(plugin, "name", "") or type(plugin).__name__
 
+    def listens(self, *hooks: str) -> bool:
+        """Whether any plugin does something at one of these hooks."""
+        idle = {getattr(PhasePlugin, hook) for hook in hooks}
+        methods = [getattr(plugin, hook) for plugin in self.plugins for hook in hooks]
+        return any(getattr(method, "__func__", method) not in idle for method in methods)
+
     def call(self, hook: str, *args) -> None:
         for plugin in reversed(self.plugins) if hook in _REVERSED else self.plugins:
             getattr(plugin, hook)(*args)

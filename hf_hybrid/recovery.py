@@ -413,25 +413,21 @@ class OutOfMemoryRecovery:
 
     # An out-of-memory.
 
-    def attempt(self, function: Callable[[], Any], otherwise: str) -> Any:
+    def survive(self, error: Exception, otherwise: str) -> None:
         """
-        What `function` returns; `None` after an out-of-memory, which training survives without its result.
+        Go on without the work that raised `error`, which left everything as it was or changed nothing of importance.
 
         Args:
-            function (`Callable`): Leaves everything as it was if it raises, or changes nothing that training needs.
+            error (`Exception`): Possibly an out-of-memory.
             otherwise (`str`): What happens instead, for the log and the summary.
 
         Raises:
-            Exception: Whatever else it raises; an out-of-memory too, if nothing may be tried.
+            Exception: `error`, unless it is an out-of-memory that may be survived.
         """
-        try:
-            return function()
-        except Exception as error:
-            self.catch(error)
+        self.catch(error)
         free_memory()
         self.note(otherwise)
         self._warn(otherwise)
-        return None
 
     def catch(self, error: Exception) -> None:
         """
@@ -668,7 +664,9 @@ class SmallerProbes(PhasePlugin):
         def in_parts(batch: Any) -> list[float]:
             while True:
                 try:
-                    parts = [batch] if self.most is None else parts_of(batch, self.most, self.recovery.blocks)
+                    if self.most is None:
+                        return evaluate(batch)
+                    parts = parts_of(batch, self.most, self.recovery.blocks)
                     return [loss for part in parts for loss in evaluate(part)]
                 except Exception as error:
                     self.recovery.catch(error)

@@ -62,15 +62,20 @@ def build_run(trainer) -> LeapRun:
         UnrecoveredMemoryError: If the buffers do not fit on the host either.
     """
     recovery, options = trainer.recovery, trainer.hybrid_args
-    run = recovery.attempt(lambda: _build_run(trainer), "buffers on the host")
-    if run is None and options.buffers_device != "cpu":
+    try:
+        return _build_run(trainer)
+    except Exception as error:
+        recovery.catch(error)
+    if options.buffers_device != "cpu":
         options.buffers_device = "cpu"
-        run = recovery.attempt(lambda: _build_run(trainer), "no buffers")
-    if run is None:
-        raise UnrecoveredMemoryError(
-            f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
-        )
-    return run
+        recovery.note("buffers on the host")
+        try:
+            return _build_run(trainer)
+        except Exception as error:
+            recovery.catch(error)
+    raise UnrecoveredMemoryError(
+        f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
+    )
 
 
 def _build_run(trainer) -> LeapRun:
@@ -93,7 +98,7 @@ def _build_run(trainer) -> LeapRun:
         max_steps=max_steps,
         max_grad_norm=args.max_grad_norm,
         on_phase_change=lambda old, new: trainer.plugins.call("on_phase_change", old, new),
-        attempt=trainer.recovery.attempt,
+        survive=trainer.recovery.survive,
         synchronize=(lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device)),
     )
 

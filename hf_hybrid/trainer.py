@@ -122,7 +122,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
-        self._next_epoch = 0
+        self._next_epoch, self._around_forward = 0, False
         super().__init__(*args, **kwargs)
         self.hybrid_args = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         options = self.hybrid_args
@@ -245,6 +245,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run = build_run(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
+        self._around_forward = self.plugins.listens("before_forward", "after_backward")
         self.plugins.call("on_train_begin", context)
         if self._resumed_from is not None:
             self._resumed = checkpoint.restore(self, self._resumed_from)
@@ -266,7 +267,7 @@ class HybridTrainerMixin(PublishingMixin):
             return
         self.plugins.call("on_train_end")
         self._measure_memory()
-        self.run = NoLeaps(self.run.summary())
+        self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())
 
@@ -293,14 +294,13 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch, or of a part of one where memory ran out."""
-        phase = self.run.phase
-        if phase is None:
+        if not self._around_forward:
             return self.memory.compute(step, inputs)
         try:
-            self.plugins.call("before_forward", phase)
+            self.plugins.call("before_forward", self.run.phase)
             return self.memory.compute(step, inputs)
         finally:
-            self.plugins.call("after_backward", phase)
+            self.plugins.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs

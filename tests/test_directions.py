@@ -244,7 +244,7 @@ def test_another_direction_starts_anew():
     advance(toy, 7)
     copy = resumed(toy, Toy(direction=Orthogonal))
     assert copy.trajectory.direction.name == "orthogonal"
-    assert copy.trajectory.steps_in_block == toy.trajectory.steps_in_block
+    assert copy.trajectory.clock.steps_in_block == toy.trajectory.clock.steps_in_block
     advance(copy, 7)
     assert copy.trajectory.leap(1.0).norm > 0
 

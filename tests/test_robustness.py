@@ -90,7 +90,7 @@ def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
 
     def leap(trajectory, gain):
         original(trajectory, gain)
-        if trajectory.steps_seen > 20 and not before:
+        if trajectory.clock.steps_seen > 20 and not before:
             before.extend(saved.clone() for saved in trajectory.snapshot)
             trajectory.parameters[0].data.fill_(math.nan)
 

@@ -143,7 +143,7 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
 
     def leap(trajectory, gain):
         trajectory.max_relative_norm = 10.0
-        terrible = trajectory.steps_seen > 60 and not at_leap
+        terrible = trajectory.clock.steps_seen > 60 and not at_leap
         if terrible:
             at_leap.extend(p.detach().clone() for p in trajectory.parameters)
         trajectory.max_relative_norm = 10.0

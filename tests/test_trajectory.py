@@ -49,7 +49,7 @@ class Toy:
     def leap(self, gain):
         """A leap that is kept and can still be undone."""
         trajectory = self.trajectory
-        leap = Leap(step=0, real_steps=trajectory.steps_in_block)
+        leap = Leap(step=0, real_steps=trajectory.clock.steps_in_block)
         with trajectory.trial(leap):
             trajectory.leap(gain)
             trajectory.keep()

@@ -346,11 +346,11 @@ class Training:
         trajectory, now = self.trajectory, self.now
         if now.owed or self._real_phase() is Phase.WARMUP or now.step + 1 >= self.settings.steps:
             return False
-        return trajectory.steps_in_block >= policy.every and trajectory.lr_sum > 0
+        return trajectory.clock.steps_in_block >= policy.every and trajectory.clock.lr_sum > 0
 
     def _leap(self, policy: Policy) -> float | None:
         """Returns the held-out decrease in standard errors if the leap was probed."""
-        now, real = self.now, self.trajectory.steps_in_block
+        now, real = self.now, self.trajectory.clock.steps_in_block
         share = (now.step / self.settings.steps) ** policy.power
         before = evaluate(self.model, self.material.probe) if now.leaps % PROBE_EVERY == 0 else None
         # As in the package: a block grown long without leaps is not repaid in one go.
@@ -406,7 +406,7 @@ class Training:
                 **measured,
                 steps_in_phase=now.steps_in_phase,
                 steps_since_leap=now.steps_since_leap,
-                rate_in_block=self.trajectory.lr_sum,
+                rate_in_block=self.trajectory.clock.lr_sum,
                 leap_gain=now.gain,
                 leap_credit=now.credit,
                 leap_decrease=probed,

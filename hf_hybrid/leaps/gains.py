@@ -51,6 +51,9 @@ class GainPlanner:
         worth (`float`): Predicted steps granted per real step when leaps run at the peak of the schedule.
     """
 
+    confidence: float | None = None
+    """Probability that leaping pays, in `[0, 1]`; `None` where the planner has no opinion of its own."""
+
     def __init__(self, peak: float, power: float, worth: float):
         self.peak, self.power, self.worth = peak, power, worth
 
@@ -65,11 +68,6 @@ class GainPlanner:
 
     def observe(self, window: Window) -> None:
         """A window of real steps is over."""
-
-    @property
-    def confidence(self) -> float | None:
-        """Probability that leaping pays, in `[0, 1]`; `None` where the planner has no opinion of its own."""
-        return None
 
     def summary(self) -> dict:
         """For the summary of the run: what was chosen, as plain values."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_hybrid.leaps import sums
-
 Tensor = torch.Tensor
 
 SAMPLE = 4096
@@ -151,8 +149,9 @@ class DisplacementResiduals:
         """Inner products over whole groups, estimated from their samples; fp32 of shape `[groups]`."""
         dots = []
         for a, b, parameter in zip(first, second, self.parameters):
-            dots.append(sums.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1)))
-        return torch.stack([sums.gather([dots[i] for i in members]).sum() for members in self._members.values()])
+            dots.append(torch.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1)))
+        together = torch.stack([dot.to(dots[0].device, torch.float32) for dot in dots])
+        return torch.stack([together[members].sum() for members in self._members.values()])
 
     @torch.no_grad()
     def observe_gradients(self) -> None:

@@ -38,7 +38,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from accelerate import skip_first_batches
@@ -64,12 +63,9 @@ from hf_hybrid.phases import Phase, PhaseController
 
 logger = logging.getLogger(__name__)
 
-Attempt = Callable[[Callable[[], Any], str], Any]
-
-
-def attempt_once(function: Callable[[], Any], otherwise: str) -> Any:
-    """Call `function`. What survives an out-of-memory takes its place, and then does what `otherwise` says."""
-    return function()
+def survive_nothing(error: Exception, otherwise: str) -> None:
+    """Raise `error`. A trainer that survives an out-of-memory has its own, which does what `otherwise` says instead."""
+    raise error
 
 
 # What holds the next leap back.
@@ -171,8 +167,8 @@ class LeapRun:
         max_steps (`int`): Length of the run.
         max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
         on_phase_change (`Callable[[Phase, Phase], None]`): Told before the first step of a new phase.
-        attempt (`Callable[[Callable, str], Any]`): Calls what may run out of memory. It returns `None` if that
-            happened and training can go on without; the text says what is lost then.
+        survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
+            raises it unless it is an out-of-memory; the text says what is lost.
         synchronize (`Callable[[], None]`): Waits for the device, so that the seconds of a leap are its own.
     """
 
@@ -198,13 +194,13 @@ class LeapRun:
         max_steps: int,
         max_grad_norm: float,
         on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
-        attempt: Attempt = attempt_once,
+        survive: Callable[[Exception, str], None] = survive_nothing,
         synchronize: Callable[[], None] = lambda: None,
     ):
         self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
         self.monitor, self.signals, self.probe, self.rescue, self.windows = monitor, signals, probe, rescue, windows
         self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
-        self.on_phase_change, self.attempt, self.synchronize = on_phase_change, attempt, synchronize
+        self.on_phase_change, self.survive, self.synchronize = on_phase_change, survive, synchronize
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
         self.record, self.feed = RunRecord(), BatchFeed()
@@ -215,7 +211,8 @@ class LeapRun:
         self.linearity = 0.0
         """Fall of the held-out loss over the fall predicted to first order, at the leap probed last: a signal."""
         self.steps_since_leap = 0
-        self.announced = self.last_phase = controller.phase
+        self.phase = self.announced = self.last_phase = controller.phase
+        """Phase of the step under way, of which plugins were told, and of the last step."""
         self.leap_seconds = self.probe_seconds = 0.0
         self.learning_rate = 0.0
         self._losses: list[torch.Tensor] = []
@@ -223,11 +220,6 @@ class LeapRun:
         self._real: _RealStep | None = None
         self._new: Leap | None = None
         self._started = time.perf_counter()
-
-    @property
-    def phase(self) -> Phase:
-        """Phase of the step under way."""
-        return self.controller.phase
 
     @property
     def rate_scale(self) -> float:
@@ -249,8 +241,10 @@ class LeapRun:
         """
         self._started = time.perf_counter()
         self._losses, self._tokens, self.learning_rate = [], 0, learning_rate
+        self.phase = self.controller.phase
         if self.controller.leap_due:
             self._begin_leap(step)
+            self.phase = self.controller.phase
         # After the leap, which may be worth no step, and which needs what plugins put away in Predict.
         if self.phase is not self.announced:
             self.on_phase_change(self.announced, self.phase)
@@ -261,22 +255,24 @@ class LeapRun:
         self.synchronize()
         started, probed = time.perf_counter(), self.probe_seconds
         formed = self.trajectory.formed
-        made = self.attempt(lambda: self._leap(step), "leap undone")
-        if made is None:  # memory ran out, and the trial has put the weights back
+        try:
+            self._leap(step)
+        except Exception as error:
+            self.survive(error, "leap undone")  # the trial has put the weights back
             self.residuals.clear()
             self._reject()
         self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
         self.synchronize()
         self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
 
-    def _leap(self, step: int) -> bool:
+    def _leap(self, step: int) -> None:
         """One leap, as a transaction: planned, tried, probed if a probe is due, then kept or undone."""
         trajectory = self.trajectory
-        leap = Leap(step, real_steps=trajectory.steps_in_block)
+        leap = Leap(step, real_steps=trajectory.clock.steps_in_block)
         gain = self._gain(leap)
         if gain <= 0:
             self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
-            return False
+            return
         probed = self.probe is not None and self.trust.probe_is_due(self.probe, step)
         with trajectory.trial(leap):
             if probed:
@@ -296,12 +292,11 @@ class LeapRun:
             self.controller.leap_kept(leap.horizon)
             self.windows.leap(leap.gain, leap.real_steps)
             self.steps_since_leap = 0
-        return True
 
     def _gain(self, leap: Leap) -> float:
         """The planner's gain; 0 where no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
-        if not trajectory.ready or trajectory.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+        if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
         if self.correction is not None:
@@ -351,7 +346,7 @@ class LeapRun:
         losses = self._recent_losses()
         if len(losses) >= FORECAST_WINDOW // 2:
             leap.forecast, leap.deviation = linear_trend(losses)
-        rate, predicted = leap.gain * self.trajectory.lr_sum, self.trajectory.predicted_gradients()
+        rate, predicted = leap.gain * self.trajectory.clock.lr_sum, self.trajectory.predicted_gradients()
         self.trajectory.keep()
         self.residuals.leap_made(rate, self.trajectory.snapshot, predicted)
 
@@ -414,25 +409,27 @@ class LeapRun:
             TrainingDivergedError: If the last rung of the recovery ladder is reached.
         """
         verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.trajectory.open is not None)
-        if self.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
+        if self.controller.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
             verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
         self._real = _RealStep(loss, gradient_norm, skipped=verdict.action is not Action.NONE)
         if self._real.skipped:
             self.record.skipped_batches += 1
             self._react(step, verdict)
             return False
-        self.attempt(self._observe_gradients, "predictor missed a gradient")
+        try:
+            self._observe_gradients()
+        except Exception as error:
+            self.survive(error, "predictor missed a gradient")
         return True
 
-    def _observe_gradients(self) -> bool:
+    def _observe_gradients(self) -> None:
         if self.rescue is not None:
             self._real.cosine = self.trajectory.step_cosine()
         if self.trajectory.open is not None:
             self.residuals.observe_gradients()
         self.trajectory.observe_gradients()
-        if self.trajectory.steps_seen % self.STATISTICS_EVERY == 1:
+        if self.trajectory.clock.steps_seen % self.STATISTICS_EVERY == 1:
             self._real.statistics = self.trajectory.gradient_statistics()
-        return True
 
     def after_update(self, learning_rates: list[float]) -> None:
         """The optimizer stepped with these learning rates (one per parameter group)."""
@@ -442,7 +439,7 @@ class LeapRun:
 
     def end_step(self, step: int) -> None:
         """Close step `step` (0-based) and decide the phase of the next."""
-        phase, verdict = self.phase, NORMAL
+        phase, verdict = self.controller.phase, NORMAL
         real, self._real = self._real, None
         if real is not None and real.skipped:
             real = None
@@ -460,7 +457,7 @@ class LeapRun:
         allowed = block_ends and self._may_leap(step + 1)
         self.controller.finish_step(confidence=self.confidence, leap_allowed=allowed)
         # The controller has left Correct: the leap is judged now, while its snapshot is still there.
-        if phase is Phase.CORRECT and self.phase is not Phase.CORRECT and self.trajectory.open is not None:
+        if phase is Phase.CORRECT and self.controller.phase is not Phase.CORRECT and self.trajectory.open is not None:
             verdict = self._judge_leap(self.trajectory.open)
             if verdict.action is not Action.NONE:
                 self._react(step, verdict)
@@ -474,7 +471,7 @@ class LeapRun:
             steps.count(real=phase is not Phase.PREDICT)
 
     def _may_leap(self, step: int) -> bool:
-        if self.trajectory.steps_in_block < self.shortest_block or self.gains.peak <= 0:
+        if self.trajectory.clock.steps_in_block < self.shortest_block or self.gains.peak <= 0:
             return False
         return self.trust.allows_leap(step, self.probe)
 
@@ -498,16 +495,19 @@ class LeapRun:
             verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
             if verdict.action is Action.ROLL_BACK:
                 return verdict
-        if self.attempt(lambda: self._learn(leap), "predictor missed a lesson") is None:
+        try:
+            self._learn(leap)
+        except Exception as error:
+            self.survive(error, "predictor missed a lesson")
             self.residuals.clear()
         self.trajectory.accept()
         self.trust.leap_was_kept(probed=leap.probed)
         return NORMAL
 
-    def _learn(self, leap: Leap) -> bool:
+    def _learn(self, leap: Leap) -> None:
         """Compare the predicted with the realised displacement."""
         self.trajectory.store.settle()
-        whole, groups = self.residuals.judge(self.trajectory.lr_sum)
+        whole, groups = self.residuals.judge(self.trajectory.clock.lr_sum)
         if whole is not None:
             leap.cosine, leap.norm_ratio = whole.cosine, whole.norm_ratio
             if leap.e is None and self.slope > 0:
@@ -515,7 +515,6 @@ class LeapRun:
             self.record.add_residuals(groups)
             if self.correction is not None:
                 self.correction.learn(groups)
-        return True
 
     def _react(self, step: int, verdict: Verdict) -> None:
         """Climb one rung of the recovery ladder."""
@@ -523,7 +522,7 @@ class LeapRun:
         self.record.add_event(
             {
                 "step": step,
-                "phase": self.phase.value,
+                "phase": self.controller.phase.value,
                 "level": verdict.level.name.lower(),
                 "reason": verdict.reason,
                 "action": action.value,
@@ -578,7 +577,7 @@ class LeapRun:
                 steps_in_phase=self.controller.steps_in_phase,
                 steps_since_leap=self.steps_since_leap,
                 consecutive_leaps=self.controller.consecutive_leaps,
-                rate_in_block=self.trajectory.lr_sum,
+                rate_in_block=self.trajectory.clock.lr_sum,
                 leap_gain=last.gain if last else 0.0,
                 leap_credit=self.credit,
                 leap_decrease=(new.loss_before - new.loss_after) / new.standard_error
@@ -688,7 +687,7 @@ class LeapRun:
         self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)
         self.residuals.load_state_dict(part_of("residuals"), values["residuals"])
         self.gains.load_state_dict(part_of("gains"), values["gains"])
-        self.announced = Phase(values["announced"])
+        self.phase, self.announced = self.controller.phase, Phase(values["announced"])
 
 
 class NoLeaps:

@@ -135,21 +135,6 @@ class Trajectory:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
     @property
-    def steps_seen(self) -> int:
-        """Real steps since the beginning, or since [`reset_memory`]."""
-        return self.clock.steps_seen
-
-    @property
-    def steps_in_block(self) -> int:
-        """Real steps since the last leap."""
-        return self.clock.steps_in_block
-
-    @property
-    def lr_sum(self) -> float:
-        """Learning rates since the last leap, added up (largest group)."""
-        return max(self.clock.lr_sums, default=0.0)
-
-    @property
     def ready(self) -> bool:
         """Whether the direction knows enough for a leap."""
         return self.direction.ready
@@ -186,7 +171,7 @@ class Trajectory:
     def _followed(self, index: int) -> Tensor | None:
         parameter = self.parameters[index]
         followed = last_step(self.context.state(index), self.context.scratch(parameter, parameter.device))
-        if followed is None and self.steps_seen:
+        if followed is None and self.clock.steps_seen:
             return self.direction.predicted_gradient(index)
         return followed
 
@@ -195,6 +180,7 @@ class Trajectory:
         """Count a real step that was made with these learning rates, one per parameter group."""
         self.clock.steps_in_block += 1
         self.clock.lr_sums = [total + lr for total, lr in zip(self.clock.lr_sums, learning_rates)]
+        self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
         self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
@@ -331,7 +317,7 @@ class Trajectory:
 
     def _begin_block(self, *, undoable: bool) -> None:
         self.clock.steps_in_block = 0
-        self.clock.lr_sums = [0.0] * len(self.clock.lr_sums)
+        self.clock.lr_sums, self.clock.lr_sum = [0.0] * len(self.clock.lr_sums), 0.0
         self.direction.block_begins(undoable=undoable)
 
     @torch.no_grad()
@@ -451,6 +437,7 @@ class Trajectory:
         self.clock.steps_seen = values["steps_seen"]
         self.clock.steps_in_block = values["steps_in_block"]
         self.clock.lr_sums = list(values["lr_sums"])
+        self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
         if values["direction"] == self.direction.name:
             self.direction.load_state_dict(in_order, values["direction_state"])
 

@@ -42,12 +42,14 @@ class Clock:
         steps_seen (`int`): Real steps since the run began, or since the direction was last reset.
         steps_in_block (`int`): Real steps since the last leap.
         lr_sums (`list[float]`): Sum of the learning rates of these steps, one number per parameter group.
+        lr_sum (`float`): The largest of them.
         progress (`float`): Share of the run that is done, 0 to 1.
     """
 
     steps_seen: int = 0
     steps_in_block: int = 0
     lr_sums: list[float] = field(default_factory=list)
+    lr_sum: float = 0.0
     progress: float = 0.0
 
 
