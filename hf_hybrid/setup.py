@@ -8,6 +8,7 @@ the phases, and `build_run` the run with leaps. The parts take plain values: non
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -97,7 +98,7 @@ def _build_run(trainer) -> LeapRun:
         correct_gain=options.correct_gain,
         max_steps=max_steps,
         max_grad_norm=args.max_grad_norm,
-        on_phase_change=lambda old, new: trainer.plugins.call("on_phase_change", old, new),
+        on_phase_change=functools.partial(trainer.plugins.call, "on_phase_change"),
         survive=trainer.recovery.survive,
         synchronize=(lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device)),
     )

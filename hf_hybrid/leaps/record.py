@@ -68,11 +68,6 @@ class Leap:
     deviation: float = 0.0
     losses: list[float] = field(default_factory=list)
 
-    @property
-    def probed(self) -> bool:
-        """Whether held-out losses were compared before and after it."""
-        return self.loss_before is not None
-
     def summary(self) -> dict:
         """For people and JSON: plain values, `None` for numbers that are not finite."""
         inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
@@ -107,14 +102,6 @@ class RunRecord:
     displacement_residuals: dict[str, dict] = field(default_factory=dict)
     """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
 
-    def add_residuals(self, residuals: dict) -> None:
-        """Fold what one leap met into the means by group."""
-        for group, residual in residuals.items():
-            mean = self.displacement_residuals.setdefault(group, {"leaps": 0, "cosine": 0.0, "norm_ratio": 0.0})
-            mean["leaps"] += 1
-            for name in ("cosine", "norm_ratio"):
-                mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
-
     def add_event(self, event: dict) -> None:
         """Keep an event of the divergence monitor, up to `MAX_EVENTS` of them."""
         if len(self.divergence_events) < MAX_EVENTS:
@@ -147,27 +134,3 @@ class RunRecord:
 def _infinities(leap: dict) -> dict:
     """JSON has no infinity: a checkpoint holds it as text."""
     return {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
-
-
-@dataclass
-class LoggedSteps:
-    """Real and skipped steps since the last log entry, to correct means that count skipped steps as zeros."""
-
-    real: int = 0
-    total: int = 0
-    last_was_real: bool = True
-
-    def count(self, *, real: bool) -> None:
-        """Count one step."""
-        self.real += real
-        self.total += 1
-        self.last_was_real = real
-
-    def correct_mean(self, logs: dict, key: str) -> None:
-        """Turn the mean over all steps into the mean over the real ones; drop it where there was none."""
-        if key not in logs:
-            return
-        if self.real:
-            logs[key] *= self.total / self.real
-        elif self.total:
-            del logs[key]

@@ -54,14 +54,15 @@ from hf_hybrid.leaps.divergence import (
 )
 from hf_hybrid.leaps.gains import GainPlanner, Window
 from hf_hybrid.leaps.probe import HeldOutProbe, is_clearly_worse, paired_decrease
-from hf_hybrid.leaps.record import Leap, LoggedSteps, RunRecord
+from hf_hybrid.leaps.record import Leap, RunRecord
 from hf_hybrid.leaps.rescue import LearningRateRescue
-from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, group_of
+from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
 from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.phases import Phase, PhaseController
 
 logger = logging.getLogger(__name__)
+
 
 def survive_nothing(error: Exception, otherwise: str) -> None:
     """Raise `error`. A trainer that survives an out-of-memory has its own, which does what `otherwise` says instead."""
@@ -501,7 +502,7 @@ class LeapRun:
             self.survive(error, "predictor missed a lesson")
             self.residuals.clear()
         self.trajectory.accept()
-        self.trust.leap_was_kept(probed=leap.probed)
+        self.trust.leap_was_kept(probed=leap.loss_before is not None)
         return NORMAL
 
     def _learn(self, leap: Leap) -> None:
@@ -512,9 +513,18 @@ class LeapRun:
             leap.cosine, leap.norm_ratio = whole.cosine, whole.norm_ratio
             if leap.e is None and self.slope > 0:
                 leap.e, leap.e_source = whole.decrease / self.slope, "slopes"
-            self.record.add_residuals(groups)
+            self._fold(groups)
             if self.correction is not None:
                 self.correction.learn(groups)
+
+    def _fold(self, groups: dict[str, GroupResidual]) -> None:
+        """Fold what one leap met into the means by group of parameters."""
+        for group, residual in groups.items():
+            empty = {"leaps": 0, "cosine": 0.0, "norm_ratio": 0.0}
+            mean = self.record.displacement_residuals.setdefault(group, empty)
+            mean["leaps"] += 1
+            for name in ("cosine", "norm_ratio"):
+                mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
 
     def _react(self, step: int, verdict: Verdict) -> None:
         """Climb one rung of the recovery ladder."""
@@ -725,7 +735,31 @@ class NoLeaps:
         return self._summary
 
 
-# Batches and windows of a run.
+# Batches, windows and log entries of a run.
+
+
+@dataclass
+class LoggedSteps:
+    """Real and skipped steps since the last log entry, to correct means that count skipped steps as zeros."""
+
+    real: int = 0
+    total: int = 0
+    last_was_real: bool = True
+
+    def count(self, *, real: bool) -> None:
+        """Count one step."""
+        self.real += real
+        self.total += 1
+        self.last_was_real = real
+
+    def correct_mean(self, logs: dict, key: str) -> None:
+        """Turn the mean over all steps into the mean over the real ones; drop it where there was none."""
+        if key not in logs:
+            return
+        if self.real:
+            logs[key] *= self.total / self.real
+        elif self.total:
+            del logs[key]
 
 
 class BatchFeed:
