@@ -318,9 +318,10 @@ class HybridTrainerMixin(PublishingMixin):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):
+        if not self.memory.streams:
+            return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        now = self.hybrid_args.enable_predict
-        return self.memory.clip(model, self.args.max_grad_norm, super()._clip_grad_norm, now=now)
+        return self.memory.clip(model, self.args.max_grad_norm, now=self.hybrid_args.enable_predict)
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm
@@ -347,9 +348,10 @@ class HybridTrainerMixin(PublishingMixin):
         if not used:
             self._withhold_update()
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
+        scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * run.rate_scale
+            group["lr"] = group["lr"] * scale
 
     def _step_flops(self, tokens: int) -> float:
         """Of the real step under way on one process, the mean over all: every rank must decide alike."""

@@ -75,10 +75,6 @@ class Resident:
         """Take less memory by computing micro-batches one by one; whether that changes anything."""
         return False
 
-    def clip(self, model: nn.Module, max_norm: float, plain: Callable[[nn.Module], Tensor], *, now: bool) -> Tensor:
-        """Clip the gradients by their global norm and return it; `plain` is Trainer's own way."""
-        return plain(model)
-
     def gradient_norm(self, model: nn.Module) -> Tensor | None:
         """Global norm of the gradients; `None` where Trainer computes it itself."""
         return None
@@ -223,8 +219,8 @@ class Streamed(Resident):
         self.window.order = "micro_batch"
         return changes
 
-    def clip(self, model: nn.Module, max_norm: float, plain: Callable[[nn.Module], Tensor], *, now: bool) -> Tensor:
-        """`now`: somebody reads the clipped gradients before the optimizer does."""
+    def clip(self, model: nn.Module, max_norm: float, *, now: bool) -> Tensor:
+        """Clip the gradients by their global norm and return it; `now` if somebody reads them before the optimizer."""
         return self.optimizer.clip(model.parameters(), max_norm, now=now)
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
