@@ -1,7 +1,7 @@
 """
 Streamed training against plain Trainer, bit for bit, on every causal language model architecture.
 
-    python -m benchmarks.equality.streamed                      # all types, 40 minutes; goes on where it stopped
+    python -m benchmarks.equality.streamed                      # all types, within an hour; goes on where it stopped
     python -m benchmarks.equality.streamed --walk layer         # windows layer by layer instead
     python -m benchmarks.equality.streamed --only llama gpt2    # some types, also where they are there
 

@@ -55,12 +55,9 @@ class Search:
     def __init__(self, results: Results):
         self.results = results
 
-    def result(self, run: Run) -> dict | None:
-        return self.results.get(**asdict(run))
-
     def loss(self, run: Run) -> float | None:
         """The final held-out loss: infinite if the run diverged, `None` if it was not made yet."""
-        row = self.result(run)
+        row = self.results.get(**asdict(run))
         return None if row is None else math.inf if row["eval_loss"] is None else row["eval_loss"]
 
     def rates(self, task: str, arm: str) -> tuple[list[float], list[Run]]:
