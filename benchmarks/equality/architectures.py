@@ -1,8 +1,8 @@
 """
 Train every causal language model architecture of the installed transformers through all phases, at tiny size.
 
-    python -m benchmarks.equality.architectures                     # all types, within an hour; goes on where it stopped
-    python -m benchmarks.equality.architectures --only llama gpt2   # some types, also where they are there
+    python -m benchmarks.equality.architectures                    # all types, within an hour; goes on where it stopped
+    python -m benchmarks.equality.architectures --only llama gpt2  # some types, also where they are there
 
 A drop-in trainer must not care about the architecture. Each model type registered for `AutoModelForCausalLM` is built
 with a tiny random configuration, trained a few steps with plain `transformers.Trainer`, and then through every phase
