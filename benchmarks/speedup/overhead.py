@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from hf_hybrid.leaps.engine import PredictionEngine
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -28,7 +27,8 @@ import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import TASKS, TextAndModels
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
-from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.leaps.directions import Orthogonal
+from hf_hybrid.leaps.run import LeapRun
 
 DISABLED_STEPS = 30
 
@@ -40,25 +40,22 @@ class OwnTime(Stopwatch):
         super().__init__()
         for name in ("_before_update", "_after_update", "_end_step"):
             setattr(trainer, name, self.around(getattr(trainer, name)))
-        self.begin_step = PredictionEngine.begin_step
+        self.begin_step = LeapRun.begin_step
 
     def __enter__(self):
-        PredictionEngine.begin_step = self.around(self.begin_step)
+        LeapRun.begin_step = self.around(self.begin_step)
         return self
 
     def __exit__(self, *_):
-        PredictionEngine.begin_step = self.begin_step
+        LeapRun.begin_step = self.begin_step
 
 
-class Uphill:
-    """While this context is entered, every leap goes against its direction."""
+class Uphill(Orthogonal):
+    """The default direction turned around, so far that the cap on a leap's norm decides how far it goes."""
 
-    def __enter__(self):
-        self.original = Trajectory.leap
-        Trajectory.leap = lambda trajectory, gain: self.original(trajectory, -1e6 * max(gain, 1e-6))
-
-    def __exit__(self, *_):
-        Trajectory.leap = self.original
+    def displacement(self, index: int, out: torch.Tensor) -> torch.Tensor | None:
+        own = super().displacement(index, out)
+        return None if own is None else own.mul_(-1e6)
 
 
 def build(arm: str, sources: TextAndModels, steps: int, folder: str, clock: StepClock):
@@ -73,7 +70,8 @@ def build(arm: str, sources: TextAndModels, steps: int, folder: str, clock: Step
     if arm == "plain":
         return Trainer(model, TrainingArguments(**values), **common)
     config = hf_hybrid.HybridConfig(**values, enable_predict=arm != "disabled")
-    return hf_hybrid.HybridTrainer(model, config, probe_dataset=data["probe"], **common)
+    direction = Uphill if arm == "rejected" else None
+    return hf_hybrid.HybridTrainer(model, config, probe_dataset=data["probe"], direction=direction, **common)
 
 
 def disabled_against_plain(sources: TextAndModels, rounds: int, folder: str) -> dict:
@@ -89,11 +87,7 @@ def own_share(arm: str, sources, steps: int, folder: str) -> dict:
     trainer = build(arm, sources, steps, folder, clock)
     with OwnTime(trainer) as own:
         start = time.process_time()
-        if arm == "rejected":
-            with Uphill():
-                trainer.train()
-        else:
-            trainer.train()
+        trainer.train()
         total = time.process_time() - start
     summary = trainer.hybrid_summary()
     kept = ("steps_by_phase", "leaps_by_verdict", "roll_backs", "probe_cost_steps", "buffer_bytes")
