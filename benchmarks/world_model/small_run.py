@@ -17,6 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
 from hf_hybrid.leaps.directions import DIRECTIONS
+from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
@@ -354,12 +355,14 @@ class Training:
         share = (now.step / self.settings.steps) ** policy.power
         before = evaluate(self.model, self.material.probe) if now.leaps % PROBE_EVERY == 0 else None
         # As in the package: a block grown long without leaps is not repaid in one go.
-        shape = self.trajectory.leap(policy.gain * share * min(1.0, 2 * policy.every / real))
-        self.trajectory.settle()
-        self.trajectory.forget()
+        leap = Leap(step=now.step, real_steps=real)
+        with self.trajectory.trial(leap):
+            self.trajectory.leap(policy.gain * share * min(1.0, 2 * policy.every / real))
+            self.trajectory.keep()
+        self.trajectory.accept()  # policies differ in what they try; none takes a leap back
         now.leaps += 1
-        now.gain, now.relative_norm = shape.gain, shape.relative_norm
-        now.moved += shape.gain * real
+        now.gain, now.relative_norm = leap.gain, leap.relative_norm
+        now.moved += leap.gain * real
         now.credit += policy.worth * real * share
         now.owed = min(int(now.credit), MAX_PREDICT, self.settings.steps - now.step - 1)
         now.credit -= now.owed
@@ -368,7 +371,7 @@ class Training:
             return None
         decrease = (before - evaluate(self.model, self.material.probe)).tolist()
         mean, error = statistics.fmean(decrease), statistics.stdev(decrease) / math.sqrt(len(decrease))
-        now.residual = mean / shape.linear_decrease if shape.linear_decrease > 0 else 0.0
+        now.residual = mean / leap.predicted_decrease if leap.predicted_decrease > 0 else 0.0
         return mean / max(error, 1e-12)
 
     def _real_step(self, rate: float) -> dict:
