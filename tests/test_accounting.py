@@ -19,7 +19,6 @@ from hf_hybrid.plan.accounting import (
     measure_machine,
     storage_address,
     storage_bytes,
-    tensor_bytes,
 )
 
 # The tiny Llama: four attention matrices of 32 x 32, three MLP matrices of 32 x 64, two norms; 256 tokens; one norm.
@@ -35,16 +34,12 @@ def test_table_adds_up():
     table.add("weights", "device", 100)
     table.add("weights", "device", 20.5)
     table.add("states", "host", 7)
-    other = ByteTable()
-    other.add("states", "host", 3)
-    both = table + other
-    assert both.get("weights", "device") == 121  # a fraction of a byte is a byte
-    assert both.total("device") == 121 and both.total("host") == 10
-    assert table.total("host") == 7, "adding makes a new table"
-    assert [row for row in both.rows() if any(row[1:])] == [("weights", 121, 0), ("states", 0, 10)]
-    assert both.to_dict()["states"] == {"device": 0, "host": 10}
-    assert both.to_dict()["total"] == {"device": 121, "host": 10}
-    assert both == table + other and both != table
+    assert table.get("weights", "device") == 121  # a fraction of a byte is a byte
+    assert table.total("device") == 121 and table.total("host") == 7
+    assert [row for row in table.rows() if any(row[1:])] == [("weights", 121, 0), ("states", 0, 7)]
+    assert table.to_dict()["states"] == {"device": 0, "host": 7}
+    assert table.to_dict()["total"] == {"device": 121, "host": 7}
+    assert table != ByteTable()
 
 
 def test_table_as_text():
@@ -60,7 +55,7 @@ def test_table_as_text():
 
 @pytest.mark.parametrize("arguments", [("weight", "device", 1), ("weights", "gpu", 1), ("weights", "device", -1)])
 def test_table_refuses_what_it_does_not_know(arguments):
-    with pytest.raises(ValueError, match="`(category|place|count)` must be"):
+    with pytest.raises(ValueError, match="no table has `category="):
         ByteTable().add(*arguments)
 
 
@@ -74,7 +69,6 @@ def test_units(count, text):
 def test_views_share_a_storage():
     whole = torch.zeros(100)
     part = whole[10:20]
-    assert tensor_bytes(part) == 40
     assert storage_bytes([part]) == 400, "a view keeps all of it alive"
     assert storage_bytes([whole, part, torch.zeros(3, dtype=torch.bfloat16)]) == 406
     assert storage_bytes([torch.empty(100, device="meta")]) == 0
@@ -82,7 +76,7 @@ def test_views_share_a_storage():
 
 def test_sparse_tensors_are_their_parts():
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 4), (5, 4), check_invariants=True)
-    assert tensor_bytes(sparse) == storage_bytes([sparse]) == 2 * 8 + 2 * 4 * 4
+    assert storage_bytes([sparse]) == 2 * 8 + 2 * 4 * 4
 
 
 def trained():

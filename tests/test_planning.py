@@ -12,12 +12,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.plan.accounting import measure_held
-from hf_hybrid.plan.estimate import PlanError
+from hf_hybrid.plan.accounting import ModelShape, measure_held
+from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.models import add_adapters, build, lora_config, packed_bytes, read_config
 from hf_hybrid.plan.planner import Planner, plan_memory, recommended
 from hf_hybrid.plan.setups import Setup, Way, checkpointing_option, parse_size
 from hf_hybrid.plan.trace import TRACED, Excerpt, Tracer, enable_checkpointing, state_bytes
+from hf_hybrid.streaming.layers import find_layers
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 GIB = 2**30
@@ -177,6 +178,35 @@ def test_trainer_and_plan_give_the_same_answer(share, asked, tmp_path):
         theirs = answer.memory.plan
         assert planned.fits and planned.mode == "streamed" and theirs.traced
         assert theirs.to_dict() == planned.to_dict()
+
+
+def test_a_live_model_is_traced_as_it_is(tmp_path):
+    """Also with a packed base and adapters; its weights, its mode and the random state are left alone."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny_model(num_hidden_layers=5, hidden_size=64).eval()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32)
+    model = add_adapters(model, lora_config(4)).eval()
+    before, state = list(model.parameters()), torch.get_rng_state()
+    live = Tracer.of(model)
+    assert live.excerpt.stands_for == (0, 1, 1, 1, 2)
+    assert live.activations(Setup(32, 2)).boundary > 0 and live.peak(Setup(32, 2), 0).get("activations") > 0
+    assert all(mine is theirs for mine, theirs in zip(before, model.parameters())) and not model.training
+    assert torch.equal(state, torch.get_rng_state()) and len(model.base_model.model.model.layers) == 5
+
+
+def test_a_model_that_cannot_be_traced_is_estimated():
+    class NeedsValues(torch.nn.Module):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states * float(hidden_states.sum())
+
+    model = tiny_model(num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.mlp = NeedsValues()
+    shape = ModelShape.of(model, [name for name, _ in find_layers(model)])
+    for memory in ("off", "stream"):
+        answers = [Estimator(shape, tracer).plan(Setup(32, memory=memory)) for tracer in (Tracer.of(model), None)]
+        assert answers[0].table == answers[1].table and not answers[0].traced
 
 
 def test_boundaries_are_measured_in_tokens():

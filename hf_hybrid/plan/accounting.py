@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +31,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+@dataclass
 class ByteTable:
     """Bytes by category (weights, gradients, states, activations, drift, buffers) and place (device, host)."""
 
-    def __init__(self) -> None:
-        self._bytes = {(category, place): 0 for category in CATEGORIES for place in PLACES}
+    _bytes: dict[tuple[str, str], int] = field(
+        default_factory=lambda: {(category, place): 0 for category in CATEGORIES for place in PLACES}
+    )
 
     def add(self, category: str, place: str, count: float) -> None:
         """
@@ -44,12 +46,8 @@ class ByteTable:
         Raises:
             ValueError: If the category or the place is unknown, or the count is negative.
         """
-        if category not in CATEGORIES:
-            raise ValueError(f"`category` must be one of {', '.join(CATEGORIES)}, got `{category}`.")
-        if place not in PLACES:
-            raise ValueError(f"`place` must be one of {', '.join(PLACES)}, got `{place}`.")
-        if count < 0:
-            raise ValueError(f"`count` must be at least 0, got {count}.")
+        if (category, place) not in self._bytes or count < 0:
+            raise ValueError(f"no table has `category={category}`, `place={place}` and `count={count}`.")
         self._bytes[category, place] += math.ceil(count)
 
     def get(self, category: str, place: str) -> int:
@@ -69,33 +67,13 @@ class ByteTable:
         table = {category: {"device": device, "host": host} for category, device, host in self.rows()}
         return {**table, "total": {place: self.total(place) for place in PLACES}}
 
-    def __add__(self, other: ByteTable) -> ByteTable:
-        table = ByteTable()
-        for key in table._bytes:
-            table._bytes[key] = self._bytes[key] + other._bytes[key]
-        return table
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByteTable) and self._bytes == other._bytes
-
-    __hash__ = None  # it can be added to
-
-    def __repr__(self) -> str:
-        return f"ByteTable(device={self.total('device')}, host={self.total('host')})"
-
     def __str__(self) -> str:
-        totals = ("total", self.total("device"), self.total("host"))
         lines = [f"{'':<12}{'device':>12}{'host':>12}"]
-        for name, *counts in [*self.rows(), totals]:
+        for name, *counts in [*self.rows(), ("total", self.total("device"), self.total("host"))]:
             cells = [format_bytes(count) if count else "-" for count in counts]
             lines.append(f"{name:<12}{cells[0]:>12}{cells[1]:>12}")
         lines.insert(-1, "-" * len(lines[0]))
         return "\n".join(lines)
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of one tensor, whatever storage they lie in."""
-    return sum(part.numel() * part.element_size() for part in _dense_parts(tensor))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -105,7 +83,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """What identifies the storage of a tensor, shared by all its views: the address of its first byte."""
+    """The address of the first byte of a tensor's storage, which all its views share."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -123,8 +101,8 @@ def measure_held(
         model (`nn.Module`, *optional*): Its parameters, gradients and buffers are counted.
         optimizer (`torch.optim.Optimizer`, *optional*): Every tensor in its state is counted, at any depth.
         extra (`Mapping[str, Iterable[Tensor]]`, *optional*): More tensors by category.
-        host_storages (`set[int]`, *optional*): Where the accelerator is the CPU itself, what tells host from device:
-            the [`storage_address`] of every tensor that counts as host. Left out, tensors on the CPU are host.
+        host_storages (`set[int]`, *optional*): The [`storage_address`] of every tensor that counts as host, where the
+            accelerator is the CPU itself. Left out, tensors on the CPU are host.
 
     Returns:
         `ByteTable`: Bytes on the accelerator (`"device"`) and on the host.

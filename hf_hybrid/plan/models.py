@@ -45,29 +45,22 @@ def _load(model: str | Path) -> PreTrainedConfig:
     path = Path(model).expanduser()
     local = path.exists() or str(model).startswith((".", "/", "~")) or path.suffix == ".json"
     file = path / "config.json" if path.is_dir() else path
-    if local and not file.is_file():
-        raise ValueError(
-            f"`model`: there is no file `{file}`. Give a config file, a folder with `config.json`, or a Hub id."
-        )
     try:
-        if local:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(values, dict) or "model_type" not in values:
-                raise ValueError(
-                    f"`model`: `{file}` has no `model_type`. Give the `config.json` of a transformers model."
-                )
+        if local and "model_type" not in json.loads(file.read_text(encoding="utf-8")):
+            raise ValueError(f"`{file}` has no `model_type`. Give the `config.json` of a transformers model.")
         return AutoConfig.from_pretrained(str(file if local else model))
     except json.JSONDecodeError as error:
-        raise ValueError(f"`model`: `{file}` is not JSON ({error}). Give the `config.json` of a model.") from None
+        why = f"`{file}` is not JSON ({error}). Give the `config.json` of a model."
     except OSError as error:
-        offline = "`HF_HUB_OFFLINE` is set, and it is not in the cache. Unset it to download `config.json`"
-        why = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
-        message = f"`model`: the config of `{model}` cannot be loaded: {why}, or give a folder or a config file."
-        raise ValueError(message) from None
+        if local:
+            why = f"there is no file `{file}`. Give a config file, a folder with `config.json`, or a Hub id."
+        else:
+            offline = "`HF_HUB_OFFLINE` is set, and it is not in the cache. Unset it to download `config.json`"
+            reason = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
+            why = f"the config of `{model}` cannot be loaded: {reason}, or give a folder or a config file."
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # whatever absurd values lead to
-        if str(error).startswith("`model`"):
-            raise
-        raise ValueError(f"`model`: the config of `{model}` cannot be read: {_first_line(error)}") from None
+        why = f"the config of `{model}` cannot be read: {_first_line(error)}"
+    raise ValueError(f"`model`: {why}")
 
 
 def _first_line(error: Exception) -> str:
@@ -75,19 +68,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_kind(config: PreTrainedConfig, name: object) -> None:
-    kind = type(config)
+    kind, why = type(config), None
     if getattr(config, "is_encoder_decoder", False):
+        why = "it is an encoder-decoder model"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        why = "it is an encoder, which is trained on masked tokens"
+    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        why = "transformers has no causal language model for it"
+    if why is not None:
         raise ValueError(
-            f"`model`: `{name}` ({config.model_type}) is an encoder-decoder model. Plans are for decoder-only ones."
-        )
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise ValueError(
-            f"`model`: `{name}` ({config.model_type}) is an encoder: it is trained on masked tokens, not as a causal "
-            "language model. Plans are for decoder-only models."
-        )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"`model`: transformers has no causal language model for `{name}` ({config.model_type}). Plans are for "
+            f"`model`: `{name}` ({config.model_type}) cannot be planned: {why}. Plans are for decoder-only language "
             "models that `AutoModelForCausalLM` builds."
         )
 
@@ -208,9 +198,18 @@ def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if module is head or not (type(module) is nn.Linear or isinstance(module, Conv1D)):
-                continue
-            rows, columns = module.weight.shape
-            inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-            setattr(parent, name, PackedLinear(inputs, outputs, module.bias, dtype))
+            if module is not head and (type(module) is nn.Linear or isinstance(module, Conv1D)):
+                rows, columns = module.weight.shape
+                sizes = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+                setattr(parent, name, PackedLinear(*sizes, module.bias, dtype))
+    return model
+
+
+def stand_in_for_4bit(model: nn.Module) -> nn.Module:
+    """Replace, in place, layers that bitsandbytes has packed: their products need the numbers."""
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
+                sizes = (module.in_features, module.out_features)
+                setattr(parent, name, PackedLinear(*sizes, module.bias, module.compute_dtype or torch.bfloat16))
     return model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.optimizers import split_parameters
-from hf_hybrid.plan.accounting import ModelShape, tensor_bytes
+from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
 from hf_hybrid.plan.models import add_adapters, build, lora_config, pack_base, read_config
 from hf_hybrid.plan.setups import Setup, Way, loaded, parse_size, usual_ways
@@ -167,7 +167,7 @@ class Planner:
         names = [name for name, _ in find_layers(model)] if stands_for else [""]
         shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
         layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
-        shape = replace(shape, layers=layers, buffer_bytes=sum(tensor_bytes(buffer) for buffer in whole.buffers()))
+        shape = replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
         real, counted = sum(parameter.numel() for parameter in whole.parameters()), shape.total.weights
         if trains == "all" and counted != real:
             raise ValueError(f"`model`: its layers add up to {counted} weights, and it has {real}.")

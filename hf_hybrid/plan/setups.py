@@ -156,12 +156,10 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
     """
     The dtype that weights are loaded in, and whether they compute under autocast to bf16.
 
-    Args:
-        dtype (`str`): `"mixed"`: fp32 under autocast, a frozen base in bf16; `"float32"`, `"bfloat16"`: nothing else.
-        trains (`str`): `"all"` or `"adapters"`.
+    With `"mixed"`, weights are in fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
 
     Raises:
-        ValueError: If the dtype is another.
+        ValueError: If `dtype` is another.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
@@ -210,33 +208,20 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
     return found
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{ending}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for ending, base in (("iB", 1024), ("B", 1000))
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_LARGEST = 2**50
-
-
 def parse_size(text: str | int | float, name: str) -> int:
     """
-    Bytes from `"24GiB"` (1024s), `"24GB"` (1000s), `"512MiB"` or a number of bytes.
-
-    Args:
-        text (`str`, `int` or `float`): The size as it was written; case does not matter.
-        name (`str`): Of the argument, for the message.
+    Bytes from `"24GiB"` (1024s), `"24GB"` (1000s), `"512MiB"` or a number of bytes; case does not matter.
 
     Raises:
-        ValueError: If it is not a size, not above 0, or over 1024 TiB.
+        ValueError: If it is not a size, not above 0, or over 1024 TiB; the message calls it `name`.
     """
-    match = _SIZE.fullmatch(str(text))
-    unit = {known.lower(): size for known, size in _UNITS.items()}.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(text).lower())
+    if match is None or (match[3] and not match[2]):
         raise ValueError(
             f"`{name}` must be a size, got `{text}`. Write `24GiB`, `24GB` (decimal) or a number of bytes."
         )
-    count = int(float(match[1]) * unit)
-    if not 0 < count <= _LARGEST:
+    power = " kmgt".index(match[2]) if match[2] else 0
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if not 0 < count <= 2**50:
         raise ValueError(f"`{name}` must be above 0 and at most 1024 TiB, got `{text}`. Write for example `24GiB`.")
     return count

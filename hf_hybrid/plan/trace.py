@@ -32,8 +32,9 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from hf_hybrid.plan.models import stand_in_for_4bit
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
@@ -57,12 +59,10 @@ Tensor = torch.Tensor
 
 TRACED = ("weights", "gradients", "activations", "buffers")
 _INDEX = {name: index for index, name in enumerate(TRACED)}
-_WIDTH, _WEIGHTS, _ACTIVATIONS = len(TRACED), _INDEX["weights"], _INDEX["activations"]
+_WIDTH, _ACTIVATIONS = len(TRACED), _INDEX["activations"]
 
-Bytes = tuple[int, ...]
-"""By category, in the order of `TRACED`."""
-Held = tuple[int, ...]
-"""Bytes held at one moment: by owner, and of each owner by category, one after the other."""
+Bytes = tuple[int, ...]  # by category, in the order of `TRACED`
+Held = tuple[int, ...]  # bytes held at one moment: by owner, and of each owner by category, one after the other
 
 
 # A few layers of a model.
@@ -119,11 +119,13 @@ def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Tensor]:
 
 def _as_trained(model: nn.Module) -> nn.Module:
     """As `Trainer` runs it on a GPU."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = stand_in_for_4bit(model.get_base_model() if hasattr(model, "get_base_model") else model)
     base.config.use_cache = False
     attention = getattr(base.config, "_attn_implementation", None) or ""
     if attention == "sdpa" or "flash" in attention:
-        base.set_attn_implementation(_register_attention())
+        AttentionInterface.register("hf_hybrid_fused", _attention)
+        AttentionMaskInterface.register("hf_hybrid_fused", _mask)
+        base.set_attn_implementation("hf_hybrid_fused")
     return model.train()
 
 
@@ -199,12 +201,6 @@ def _mask(*, kv_length: int, local_size: int | None = None, **kwargs) -> Tensor 
     return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)
 
 
-def _register_attention(name: str = "hf_hybrid_fused") -> str:
-    AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(name, _mask)
-    return name
-
-
 class _AutocastOfCuda(TorchFunctionMode):
     """What autocast computes in fp32 on a GPU and in bf16 on a CPU: with fp32 inputs, or with fp32 results alone."""
 
@@ -239,38 +235,22 @@ def _autocast_rules(accelerator: str) -> contextlib.AbstractContextManager:
 
 
 def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
-    """
-    Activation checkpointing as `Trainer` switches it on; what is recomputed follows the autocast of the accelerator.
-
-    Raises:
-        ValueError: If transformers cannot checkpoint the model.
-    """
+    """Activation checkpointing as `Trainer` switches it on; what is recomputed follows the accelerator's autocast."""
     options = {
         "use_reentrant": False,
         "preserve_rng_state": False,
         "context_fn": lambda: (contextlib.nullcontext(), _autocast_rules(accelerator)),
     }
-    try:
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-        else:  # transformers < 5.23
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    except ValueError as error:
-        raise ValueError(f"`activation_checkpointing=True`: {error}") from None
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # transformers < 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 # Every byte, at every moment.
 
 
-@dataclass
-class _Storage:
-    size: int
-    owner: int
-    category: int
-
-
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """What is held just after an operation that allocated something."""
 
     stage: str  # "forward", "backward" or "update"
@@ -294,24 +274,24 @@ class StorageTracker(TorchDispatchMode):
         self.stage, self.where, self.outside = "forward", owners - 1, owners - 1
         self.moments: list[Moment] = []
         self._held = [0] * (owners * _WIDTH)
-        self._storages: dict[int, _Storage] = {}
+        self._places: dict[int, int] = {}  # of known storages in what is held
         self._watches: dict[int, weakref.ref] = {}
         self._weights: set[int] = set()
 
     def hold(self, tensor: Tensor, category: str, owner: int) -> None:
         """Count a tensor that is there already; a storage that is known keeps its owner."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._add(storage, _INDEX[category], owner)
+        key = tensor.untyped_storage()._cdata
+        if key not in self._places:
+            self._add(tensor, _INDEX[category], owner)
         if category == "weights":
-            self._weights.add(storage._cdata)
+            self._weights.add(key)
 
     def move(self, tensor: Tensor, category: str, owner: int) -> None:
         """Give a storage another category and owner."""
-        storage = self._storages[tensor.untyped_storage()._cdata]
-        self._count(storage, -1)
-        storage.category, storage.owner = _INDEX[category], owner
-        self._count(storage, 1)
+        storage, place = tensor.untyped_storage(), owner * _WIDTH + _INDEX[category]
+        self._held[self._places[storage._cdata]] -= storage.nbytes()
+        self._held[place] += storage.nbytes()
+        self._places[storage._cdata] = place
 
     def now(self) -> Held:
         """What is held at this moment."""
@@ -321,17 +301,15 @@ class StorageTracker(TorchDispatchMode):
         """Write down this moment."""
         self.moments.append(Moment(self.stage, self.where, self.now()))
 
-    def _count(self, storage: _Storage, sign: int) -> None:
-        self._held[storage.owner * _WIDTH + storage.category] += sign * storage.size
+    def _add(self, tensor: Tensor, category: int, owner: int) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._places[key] = owner * _WIDTH + category
+        self._held[self._places[key]] += size
+        self._watches[key] = weakref.ref(storage, lambda _: self._freed(key, size))
 
-    def _add(self, storage: torch.UntypedStorage, category: int, owner: int) -> None:
-        key = storage._cdata
-        self._storages[key] = record = _Storage(storage.nbytes(), owner, category)
-        self._count(record, 1)
-        self._watches[key] = weakref.ref(storage, lambda _: self._freed(key))
-
-    def _freed(self, key: int) -> None:
-        self._count(self._storages.pop(key), -1)
+    def _freed(self, key: int, size: int) -> None:
+        self._held[self._places.pop(key)] -= size
         del self._watches[key]
         self._weights.discard(key)
 
@@ -339,14 +317,13 @@ class StorageTracker(TorchDispatchMode):
         result = _run_operation(func, args, kwargs or {})
         if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
             return result
-        added = False
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._add(storage, _WEIGHTS if self._casts_weights(func, args) else _ACTIVATIONS, self.where)
-                    added = True
-        if added:
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._places]
+        for tensor in made:
+            self.hold(tensor, "activations", self.where)
+            if self._casts_weights(func, args):
+                self.move(tensor, "weights", self.where)
+        if made:
             self.record()
         return result
 
@@ -366,8 +343,7 @@ def _run_operation(func, args, kwargs):
 # One step.
 
 
-@dataclass(frozen=True)
-class StepTrace:
+class StepTrace(NamedTuple):
     """What a step held, by owner (its layers in order, then what is outside) and category."""
 
     layers: int
@@ -380,12 +356,9 @@ class StepTrace:
 
 def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepTrace:
     """
-    Trace forward, backward and clipping as `Trainer` runs them; call it under `FakeTensorMode`.
+    Trace forward, backward and clipping of a model in training mode as `Trainer` runs them, under `FakeTensorMode`.
 
-    Args:
-        model (`nn.Module`): In training mode, with fake parameters; maybe with adapters.
-        layers (`list[nn.Module]`): Its decoder layers, in order.
-        setup ([`Setup`]): How it is trained; checkpointing is switched on already.
+    `layers` are its decoder layers in order; activation checkpointing is switched on already.
     """
     names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
     inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
@@ -455,27 +428,22 @@ class _Marks:
         """Returns the handles of the hooks."""
         handles = []
         for index, layer in enumerate(self.layers):
-            handles.append(layer.register_forward_pre_hook(self._entering(index), with_kwargs=True))
-            handles.append(layer.register_forward_hook(self._leaving(index)))
+            entering, leaving = functools.partial(self._entering, index), functools.partial(self._leaving, index)
+            handles.append(layer.register_forward_pre_hook(entering, with_kwargs=True))
+            handles.append(layer.register_forward_hook(leaving))
         return handles
 
-    def _entering(self, index: int):
-        def hook(_, args, kwargs):
-            if self.tracker.stage == "forward":  # else it is recomputed in backward
-                if index == 0:
-                    self._at_gradient(args[0] if args else kwargs.get("hidden_states"), self.tracker.outside)
-                self.tracker.where = index
+    def _entering(self, index: int, _, args, kwargs) -> None:
+        if self.tracker.stage == "forward":  # else it is recomputed in backward
+            if index == 0:
+                self._at_gradient(args[0] if args else kwargs.get("hidden_states"), self.tracker.outside)
+            self.tracker.where = index
 
-        return hook
-
-    def _leaving(self, index: int):
-        def hook(_, args, output):
-            if self.tracker.stage == "forward":
-                self._after_forward = self.tracker.now()
-                self.tracker.where = self.tracker.outside
-                self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
-
-        return hook
+    def _leaving(self, index: int, _, args, output) -> None:
+        if self.tracker.stage == "forward":
+            self._after_forward = self.tracker.now()
+            self.tracker.where = self.tracker.outside
+            self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
 
     def _at_gradient(self, tensor: Tensor | None, where: int) -> None:
         def hook(_):
@@ -540,8 +508,7 @@ class _FirstRows(torch.autograd.Function):
 # From a few layers to all of them.
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The largest moment of a step: bytes by category, and when it is."""
 
     held: Bytes
@@ -600,8 +567,7 @@ def _sum(parts: Iterable[Bytes]) -> Bytes:
     return tuple(sum(column) for column in zip((0,) * _WIDTH, *parts))
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes of activations of one micro-batch through checkpointed layers: what streaming needs to know of a step."""
 
     always: int  # through forward and backward, outside the layers: inputs, the embeddings' output, masks
@@ -611,13 +577,7 @@ class Activations:
 
 
 def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
-    """
-    Read from a step that was traced with activation checkpointing.
-
-    Args:
-        trace (`StepTrace`): Of the excerpt; its layers are checkpointed.
-        stands_for (`Sequence[int]`): For each layer of the whole, the traced layer that stands for it.
-    """
+    """Of the whole model, from a step that was traced with activation checkpointing; `stands_for` as in [`replay`]."""
     kept = [_of(trace.before_backward, owner)[_ACTIVATIONS] for owner in range(trace.layers + 1)]
     forward_end = sum(trace.after_forward[_ACTIVATIONS::_WIDTH])
     layer = loss = 0
@@ -632,12 +592,7 @@ def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
 
 
 class Tracer:
-    """
-    Traces steps of one model; setups that differ only in where things lie share a trace.
-
-    Args:
-        excerpt ([`Excerpt`]): Of the model.
-    """
+    """Traces steps of the model that an excerpt is of; setups that differ only in where things lie share a trace."""
 
     def __init__(self, excerpt: Excerpt):
         self.excerpt = excerpt
@@ -660,17 +615,11 @@ class Tracer:
 
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states; `at_update`: bytes of scratch of the update."""
-        key = (*self._key(setup, setup.checkpointed), at_update)
-        if key not in self._found:
-            self._found[key] = replay(self._trace(setup, setup.checkpointed), self.excerpt.stands_for, at_update)
-        return self._found[key]
+        return self._read(setup, setup.checkpointed, replay, at_update)
 
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""
-        key = self._key(setup, True)
-        if key not in self._found:
-            self._found[key] = activations(self._trace(setup, True), self.excerpt.stands_for)
-        return self._found[key]
+        return self._read(setup, True, activations)
 
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
@@ -680,19 +629,18 @@ class Tracer:
             times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
         return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
 
-    @staticmethod
-    def _key(setup: Setup, checkpointed: bool) -> tuple:
+    def _read(self, setup: Setup, checkpointed: bool, reading: Callable, *more):
         batch = (setup.sequence_length, setup.batch_size, setup.gradient_accumulation_steps > 1)
-        return (checkpointed, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
-
-    def _trace(self, setup: Setup, checkpointed: bool) -> StepTrace:
-        key = self._key(setup, checkpointed)
+        key = (checkpointed, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
         if key not in self.traces:
             with self.fake_model() as model:
                 if checkpointed:
                     enable_checkpointing(model, setup.accelerator)
                 self.traces[key] = trace_step(model, self.excerpt.layers(model), setup)
-        return self.traces[key]
+        answer = (*key, reading, *more)
+        if answer not in self._found:
+            self._found[answer] = reading(self.traces[key], self.excerpt.stands_for, *more)
+        return self._found[answer]
 
     @contextlib.contextmanager
     def fake_model(self) -> Iterator[nn.Module]:
