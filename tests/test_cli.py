@@ -215,6 +215,8 @@ def test_env_holds_before_torch_is_imported(tmp_path, start):
         (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         (["--direction", "up"], "argument --direction: invalid choice: 'up'"),
         (["--max_steps", "3", "4"], "`4` belongs to no option"),
+        (["--confg", "x"], "`--confg` is no option. Did you mean `--config`?"),
+        (["--tail_average", "1"], "`--tail_average` is no option. `hf-hybrid train --help_all` lists all."),
         (["--max_step", "3"], "`--max_step` is no option. Did you mean `--max_steps`?"),
         (["--config", "nowhere.yaml"], "`--config nowhere.yaml` cannot be read: No such file or directory"),
         (["--sequence_length", "1"], "`sequence_length` must be at least 2, got 1"),

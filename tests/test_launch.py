@@ -1,4 +1,4 @@
-"""Two processes over gloo: one mind, one set of weights, and a checkpoint that outlives a process."""
+"""Two processes over gloo decide alike, hold the same weights, and resume after one of them was killed."""
 
 import json
 import os
@@ -100,7 +100,7 @@ LONE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT":
 
 
 @pytest.mark.parametrize("more, warned", [({}, True), ({"WORLD_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, False)])
-def test_a_launch_that_started_one_process_instead_of_two_is_said(monkeypatch, caplog, more, warned):
+def test_a_launch_that_started_one_process_instead_of_two_warns(monkeypatch, caplog, more, warned):
     for name, value in {**LONE, **more}.items():
         monkeypatch.setenv(name, value)
     warn_of_lone_process()

@@ -277,7 +277,7 @@ class CommandLine:
         """
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
-        names = [string for action in parser._actions for string in action.option_strings]
+        names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
         for word in self._words:
             name = word.split("=", 1)[0]
             if name.startswith("--") and name not in names:
@@ -333,7 +333,7 @@ class CommandLine:
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
     return f" Did you mean `{near[0]}`?" if near else f" `{PROGRAM} --help_all` lists all."
 
 

@@ -123,18 +123,26 @@ def launch_arguments(line: CommandLine) -> list[str]:
     """
     values = line.values
     name = values.accelerate_config or "ddp"
-    if values.use_cpu and name not in ("ddp", "ddp_cpu") and not Path(name).is_file():
-        raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
     packaged = CONFIGS / f"{'ddp_cpu' if values.use_cpu and name == 'ddp' else name}.yaml"
-    command = ["--config_file", str(packaged if packaged.is_file() else name)]
-    if packaged.is_file():
+    if not packaged.is_file():
+        if not Path(name).is_file():
+            names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+            raise OptionError(f"`--accelerate_config {name}` is neither a file nor one of {names}.")
+        command = ["--config_file", name]
+        if values.num_processes is not None:
+            command += ["--num_processes", str(values.num_processes)]
+    else:
+        if values.use_cpu and packaged.stem != "ddp_cpu":
+            raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
         # Port 0 is a free one, so that two runs on one machine do not meet.
-        command += ["--num_processes", str(processes(values)), "--main_process_port", "0"]
-    elif not Path(name).is_file():
-        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-        raise OptionError(f"`--accelerate_config {name}` is neither a file nor one of {names}.")
-    elif values.num_processes is not None:
-        command += ["--num_processes", str(values.num_processes)]
+        command = [
+            "--config_file",
+            str(packaged),
+            "--num_processes",
+            str(processes(values)),
+            "--main_process_port",
+            "0",
+        ]
     return [*command, "--module", MODULE, *line.arguments]
 
 

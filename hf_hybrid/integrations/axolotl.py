@@ -1,7 +1,7 @@
 """
-Axolotl's trainer, trained in phases: `plugins: [hf_hybrid.integrations.axolotl.HybridPlugin]` in its YAML file.
+A plugin that puts [`HybridTrainerMixin`] in front of Axolotl's trainer.
 
-The options of [`HybridArguments`] stand under one key, `hybrid`:
+Name it in Axolotl's YAML file; the options of [`HybridArguments`] stand under one key, `hybrid`:
 
 ```yaml
 plugins:
@@ -32,15 +32,15 @@ except ImportError as error:
 
 KEY = "hybrid"
 _REFUSED = {
-    "rl": "trains with a trainer of TRL; use `HybridDPOTrainer` in a script of yours for DPO",
+    "rl": "trains with a trainer of TRL; for DPO use `HybridDPOTrainer` in a script of your own",
     "reward_model": "trains with a trainer of TRL",
     "process_reward_model": "trains with a trainer of TRL",
-    "trainer_cls": "names another trainer, and there can be only one",
+    "trainer_cls": "names another trainer, and a run has only one",
 }
 
 
 def _options_model() -> type[BaseModel]:
-    """Every hybrid option, not given by default; a name that is none of them is refused."""
+    """A pydantic model of every hybrid option, all optional. It refuses other names."""
     hints = get_type_hints(HybridArguments)
     optional = {option.name: (hints[option.name] | None, None) for option in fields(HybridArguments)}
     return create_model("HybridOptions", __config__=ConfigDict(extra="forbid"), **optional)
@@ -50,52 +50,52 @@ HybridOptions = _options_model()
 
 
 class HybridInputArgs(BaseModel):
-    """What the plugin adds to Axolotl's YAML file."""
+    """The key that the plugin adds to Axolotl's YAML file."""
 
     hybrid: HybridOptions | None = None
 
 
 @dataclass
 class HybridTrainingArgsMixin(HybridConfigBase):
-    """What the plugin adds to Axolotl's training arguments: options, defaults and checks of [`HybridConfig`]."""
+    """The options, defaults and checks of [`HybridConfig`], for Axolotl's training arguments."""
 
 
 class HybridPlugin(BasePlugin):
     """
-    Axolotl's plugin interface: options, training arguments and the trainer, which is Axolotl's with our mixin in front.
+    Adds options and training arguments to Axolotl, and chooses the trainer.
 
     Everything else of a run (data, chat templates, adapters, callbacks) stays Axolotl's.
     """
 
     def get_input_args(self) -> str:
-        """Where Axolotl finds the pydantic model that it merges into its own."""
+        """Dotted name of the pydantic model that Axolotl merges into its own."""
         return f"{__name__}.HybridInputArgs"
 
     def get_training_args_mixin(self) -> str:
-        """Where Axolotl finds the dataclass that it puts in front of `TrainingArguments`."""
+        """Dotted name of the dataclass that Axolotl puts in front of `TrainingArguments`."""
         return f"{__name__}.HybridTrainingArgsMixin"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """
-        The options that were given under `hybrid`; the others keep their defaults.
+        The options given under `hybrid`; the others keep their defaults.
 
         Args:
             cfg (`DictDefault`): Axolotl's configuration.
 
         Raises:
-            ValueError: If `hybrid` holds a name that is no option, or a value of the wrong kind.
+            ValueError: If `hybrid` holds a name that is no option, or a value of another type.
         """
         given = _get(cfg, KEY)
         if given is None:
             return {}
         if isinstance(given, BaseModel):
             given = given.model_dump()
-        # Again, as not every version of Axolotl validates what comes from plugins.
+        # Validated here, as not every version of Axolotl validates the keys of plugins.
         options = HybridOptions.model_validate(dict(given))
         return {name: value for name, value in options.model_dump().items() if value is not None}
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse what cannot be trained in phases before a model is loaded. Raises as [`get_trainer_cls`]."""
+        """Refuse a configuration before a model is loaded. Raises as [`get_trainer_cls`]."""
         _check(cfg)
 
     def get_trainer_cls(self, cfg: Any) -> type:
@@ -109,19 +109,15 @@ class HybridPlugin(BasePlugin):
             ValueError: For reinforcement learning, reward models, Mamba and another `trainer_cls`.
         """
         _check(cfg)
-        return hybrid_axolotl_trainer()
+        # Not at the top: Axolotl's trainers import its plugins.
+        from axolotl.core.trainers import AxolotlTrainer
 
+        from hf_hybrid.trainer import HybridTrainerMixin
 
-def hybrid_axolotl_trainer() -> type:
-    """`HybridAxolotlTrainer`; made when it is asked for, as Axolotl's trainers import its plugins."""
-    from axolotl.core.trainers import AxolotlTrainer
+        class HybridAxolotlTrainer(HybridTrainerMixin, AxolotlTrainer):
+            """`AxolotlTrainer` in phases."""
 
-    from hf_hybrid.trainer import HybridTrainerMixin
-
-    class HybridAxolotlTrainer(HybridTrainerMixin, AxolotlTrainer):
-        """`AxolotlTrainer` in phases."""
-
-    return HybridAxolotlTrainer
+        return HybridAxolotlTrainer
 
 
 def _get(cfg: Any, name: str) -> Any:
@@ -138,6 +134,6 @@ def _check(cfg: Any) -> None:
             )
     if _get(cfg, "model_config_type") == "mamba":
         raise ValueError(
-            "`model_config_type: mamba` trains with a trainer and a loss of its own in Axolotl. Remove "
+            "`model_config_type: mamba` has its own trainer and loss in Axolotl. Remove "
             "`hf_hybrid.integrations.axolotl.HybridPlugin` from `plugins`, or train it with `HybridTrainer`."
         )
