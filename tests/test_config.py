@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.arguments import PRESETS
-from hf_hybrid.config import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.setup import leap_memory_steps, phase_lengths, rescue_is_on
 
 PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
 
