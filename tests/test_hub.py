@@ -78,7 +78,7 @@ def trained(tmp_path_factory) -> HybridTrainer:
 
 
 def test_card_says_what_the_run_recorded(trained):
-    card, summary = card_of(trained, language="en", license="apache-2.0", dataset="Python's help"), trained._summary
+    card, summary = card_of(trained, language="en", license="apache-2.0", dataset="Python's help"), trained.hybrid_summary()
     fields = metadata_of(card)
     assert fields["library_name"] == "transformers" and fields["pipeline_tag"] == "text-generation"
     assert fields["license"] == "apache-2.0" and fields["language"] == "en" and fields["model_name"] == "small"
@@ -346,7 +346,7 @@ def test_baseline_is_measured_kept_and_found_again(tmp_path):
     rows = section(card, "Results")
     own = trainer.state.log_history[-1]["eval_loss"]
     assert f"| evaluation loss | {own:.4f} | {loss:.4f} |" in rows
-    assert f"| backward passes | {trainer._summary['backward_passes']} | 6 |" in rows
+    assert f"| backward passes | {trainer.hybrid_summary()['backward_passes']} | 6 |" in rows
     assert section(card_of(trainer), "Results") == rows  # found as baseline.json
     assert check_baseline(json.loads((tmp_path / "out" / "baseline.json").read_text()))["name"] == "Trainer"
 
@@ -425,7 +425,7 @@ def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
     for direction, papers in by_direction.items():
         trainer = new_trainer(tmp_path / direction, direction=direction)
         trainer.train()
-        assert trainer._summary["leaps"]
+        assert trainer.hybrid_summary()["leaps"]
         links = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", section(card_of(trainer), "Citation"), re.MULTILINE))
         assert links.items() <= known.items() and len(links) == len(papers)
         assert all(title.startswith(start) for title, start in zip(links, papers))

@@ -172,6 +172,7 @@ def card_facts(
         "train": described(data),
         "held_out": len(probes) if hasattr(probes, "__len__") and summary.get("leaps") else None,
         "evaluation": found,
+        "only_losses": all(key.endswith(("loss", "perplexity")) for key in metrics),
         "results": [(key.replace("_", " "), format_number(value)) for key, value in metrics.items()],
         "evaluated": [described(dataset, key) for key, dataset in evaluated.items() if described(dataset, key)],
         "baseline": baseline,
@@ -192,14 +193,13 @@ def card_facts(
         "command": command(secrets),
         "versions": versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
         "papers": papers_of(trainer, summary),
+        "steps": trainer.state.global_step,
+        "planned_steps": trainer.state.max_steps,
+        "seconds": own["seconds"],
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
     metadata = metadata_of(facts, given, ids, evaluated)
-    return {
-        **facts,
-        "metadata": metadata,
-        "limits": limits(facts, trainer.state, own["seconds"], "license" in metadata),
-    }
+    return {**facts, "metadata": metadata, "license": metadata.get("license")}
 
 
 def unique(values: Iterable[str | None]) -> list[str]:
@@ -554,37 +554,6 @@ def papers_of(trainer, summary: dict) -> list[tuple[str, str]]:
     found = list(Orthogonal.papers) if optimizer_name(trainer.args) == "muon" else []
     direction = direction_class(custom or DIRECTIONS.get(summary.get("direction"), Direction))
     return unique(found + list(direction.papers if summary.get("leaps") else ()))
-
-
-def limits(facts: dict[str, Any], state, seconds: float | None, license_is_known: bool) -> list[str]:
-    """What has to be said against the model: sentences that follow from the run, each only where it is true."""
-    model, found, said = facts["model"], facts["evaluation"], []
-    if model["parameters"] < 10_000_000 and not model["adapter"]:
-        said.append(
-            "This is a very small model, made to show or test a training method. Its text is of no use in itself."
-        )
-    elif model["base"]:
-        said.append(
-            "It is intended for what its base model is meant for. That model's limits and biases hold here too."
-        )
-    else:
-        said.append("It is intended for research. Nobody has checked what it writes.")
-    if found is None:
-        said.append("It was not evaluated.")
-    elif all(key.endswith(("loss", "perplexity")) for key in found["metrics"]):
-        said.append("It was evaluated by its loss alone, not on tasks and not for truth, safety or bias.")
-    if 0 < state.global_step < state.max_steps:
-        how = "is not finished" if seconds is None else "stopped early"
-        said.append(f"Training {how}: {state.global_step:,} of {state.max_steps:,} steps.")
-    if not state.global_step:
-        said.append("No training step was made.")
-    if events := len(facts["summary"].get("divergence_events") or []):
-        said.append(f"Training was unstable at times ({events:,} divergence event{'s' if events > 1 else ''}).")
-    more = " The comparison does not measure a speed-up: that takes several seeds and a tuned baseline."
-    said.append(f"All numbers are from one run with one seed.{more if facts['comparison'] else ''}")
-    if not license_is_known:
-        said.append("No licence is stated, because the run knows of none. Ask the author before you use the model.")
-    return said
 
 
 # Metadata.
