@@ -212,7 +212,7 @@ def callback_classes() -> list[type]:
 @pytest.mark.filterwarnings("ignore")
 def test_events_of_callbacks_are_there():
     classes = callback_classes()
-    assert {"HookRouter", "MemoryHooks", "HybridProgressCallback"} <= {cls.__name__ for cls in classes}
+    assert {"HookRouter", "HybridProgressCallback", "PushEvents"} <= {cls.__name__ for cls in classes}
     for cls in classes:
         for name, method in vars(cls).items():
             if not name.startswith("on_"):
