@@ -34,7 +34,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,16 +105,31 @@ class Excerpt:
         return [layer for _, layer in find_layers(model)] if self.stands_for else []
 
 
-def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Tensor]:
-    """A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well."""
-    memo: dict[int, Tensor] = {}
+def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
+    """
+    A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well.
+
+    The hooks of users are left out: they would be called while a plan is made, and what they hold would be copied.
+    """
+    memo: dict[int, Any] = {}
     for module in model.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            memo[id(hooks)] = type(hooks)(item for item in hooks.items() if _is_of_a_library(item[1]))
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if is_parameter else like
     return memo
+
+
+def _is_of_a_library(hook: Callable) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "transformers", "peft", "accelerate")
 
 
 def _as_trained(model: nn.Module) -> nn.Module:
