@@ -195,6 +195,17 @@ def test_a_live_model_is_traced_as_it_is(tmp_path):
     assert torch.equal(state, torch.get_rng_state()) and len(model.base_model.model.model.layers) == 5
 
 
+def test_boundaries_of_a_resident_model_wait_on_the_host():
+    model = tiny_model(num_hidden_layers=6)
+    shape = ModelShape.of(model, [name for name, _ in find_layers(model)])
+    live = Estimator(shape, Tracer.of(model))
+    near, far = (live.plan(Setup(64, 4, memory="off", offload_activations=away)).table for away in (False, True))
+    assert far.get("activations", "host") == 4 * live.tracer.activations(Setup(64, 4)).boundary
+    assert far.get("activations", "device") < near.get("activations", "device")
+    tiny = live.plan(Setup(1, 1, memory="off", offload_activations=True))  # its peak is at the update
+    assert tiny.table.get("activations", "device") >= 0
+
+
 def test_a_model_that_cannot_be_traced_is_estimated():
     class NeedsValues(torch.nn.Module):
         def forward(self, hidden_states, **kwargs):

@@ -18,8 +18,8 @@ summed up from the sizes of the layers and from the trace's activations of check
              that wait there, and scratch of Muon's or the leaps' orthogonalisation, which holds a few copies of the
              largest matrix.
 
-Where a model cannot be traced (its code needs values, or is nobody's guess), activations are estimated from hidden
-size and vocabulary instead; this enters the same sums, and the plan says that it was not traced.
+Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
+instead. They enter the same sums, and the plan says that it was not traced.
 
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
@@ -35,7 +35,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -221,12 +221,7 @@ class Estimator:
 
     def best(self, setup: Setup) -> Plan:
         """The first candidate that fits, else the one that is over by least."""
-        least = None
-        for candidate in self._candidates(setup):
-            if candidate.fits:
-                return candidate
-            least = candidate if least is None or candidate.shortfall < least.shortfall else least
-        return least
+        return _first_that_fits(self._candidates(setup))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
         asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
@@ -258,7 +253,7 @@ class Estimator:
         else:
             table = ByteTable()
             for category in TRACED:
-                table.add(category, "device", peak.get(category) - away * (category == "activations"))
+                table.add(category, "device", max(peak.get(category) - away * (category == "activations"), 0))
             table.add("states", "device", self.tracer.states(setup) - math.ceil(shape.total.muon * per.own[0]))
             self._add_leaps(table, setup, per, shape.total)
         table.add("activations", "host", away)
@@ -305,9 +300,8 @@ class Estimator:
             arriving = widest * setup.prefetch_layers
             update["buffers"] = (max(unit.trainable for unit in units) + arriving) * one + per.scratch
         _add_largest(table, recomputing, loss, update)
-        return Plan(
-            setup, shape, "streamed", resident_layers, stream_embeddings, table, traced=self.tracer is not None
-        )  # fmt: skip
+        traced = self.tracer is not None
+        return Plan(setup, shape, "streamed", resident_layers, stream_embeddings, table, traced=traced)
 
     def _held(self, setup: Setup, per: _PerWeight, resident: Unit) -> ByteTable:
         """A table of what stays on the device, and of the buffers of leaps."""
@@ -345,7 +339,7 @@ class Estimator:
     def _levers(self, setup: Setup) -> list[list[tuple[int, dict]]]:
         """What else could be asked for, and what it costs: speed is cheap, leaps and exact numbers are dear."""
         has_base = any(layer.frozen for layer in self.shape.layers)
-        has_8bit = self.shape.total.trainable and not self.shape.total.muon  # they are AdamW's
+        is_adamw = setup.states_per_weight == 2 and self.shape.total.trainable and not self.shape.total.muon
         can_chunk = self.tracer is None or self.tracer.cannot_chunk is None
         levers = [
             (not setup.chunked_loss and can_chunk, 1, {"chunked_loss": True}),
@@ -358,7 +352,7 @@ class Estimator:
             (setup.memory == "off", 3, {"memory": "auto"}),
             (setup.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),
             (setup.enable_predict, 6, {"enable_predict": False}),
-            (setup.optimizer_states == "exact" and has_8bit, 7, {"optimizer_states": "8bit"}),
+            (setup.optimizer_states == "exact" and is_adamw, 7, {"optimizer_states": "8bit"}),
             (setup.base_precision == "same" and has_base, 7, {"base_precision": "int8"}),
         ]
         sizes, size = [(0, {})], setup.batch_size // 2
@@ -371,14 +365,8 @@ class Estimator:
     def _nearest(self, setup: Setup) -> Plan:
         """The cheapest change of options that fits, else the one that is over by least."""
         choices = sorted(itertools.product(*self._levers(setup)), key=lambda choice: sum(cost for cost, _ in choice))
-        least = None
-        for choice in choices:
-            changes = {name: value for _, change in choice for name, value in change.items()}
-            candidate = self.best(replace(setup, **changes))
-            if candidate.fits:
-                return candidate
-            least = candidate if least is None or candidate.shortfall < least.shortfall else least
-        return least
+        changes = ({name: value for _, change in choice for name, value in change.items()} for choice in choices)
+        return _first_that_fits(self.best(replace(setup, **change)) for change in changes)
 
     def _refusal(self, refused: Plan) -> PlanError:
         nearest = self._nearest(refused.setup)
@@ -406,6 +394,16 @@ class Estimator:
         if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
         return f"`memory={setup.memory}` cannot train this model: {'; '.join(parts)}."
+
+
+def _first_that_fits(plans: Iterable[Plan]) -> Plan:
+    """Else the one that is over by least."""
+    least = None
+    for plan in plans:
+        if plan.fits:
+            return plan
+        least = plan if least is None or plan.shortfall < least.shortfall else least
+    return least
 
 
 def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:

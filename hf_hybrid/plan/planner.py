@@ -42,8 +42,7 @@ def plan_memory(
     """
     What training would hold, by category, without weights, data or a GPU.
 
-    A training step of a few layers is traced on tensors without data; the other layers are added by what layers of
-    their kind held.
+    The estimator is the trainer's: `HybridTrainer` gets the same plan for the same setup.
 
     Args:
         model: A Hub id, a folder, a config file, a config or a model; only its config is read.
@@ -142,8 +141,8 @@ class Planner:
             ValueError: If it asks for what the model cannot do.
         """
         estimator = self._estimator(way.weights, way.trains, way.packed)
-        if way.setup.chunked_loss and estimator.tracer is not None and estimator.tracer.cannot_chunk is not None:
-            reason = estimator.tracer.cannot_chunk
+        reason = estimator.tracer and estimator.tracer.cannot_chunk
+        if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
         return replace(estimator.best(way.setup), way=way)
 
