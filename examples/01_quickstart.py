@@ -130,7 +130,7 @@ def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -
         f"learning rate       scaled by {summary['learning_rate_scale']:.3g} at the end",
         "leaps               " + "  ".join(f"{v} {n}" for v, n in sorted(summary["leaps_by_verdict"].items())),
     ]
-    codes = {"unprobed": ".", "kept": "k", "extended": "e", "shrunk": "s", "rejected": "R", "rolled_back": "B"}
+    codes = {"unprobed": ".", "kept": "k", "shrunk": "s", "rejected": "R", "rolled_back": "B"}
     order = "".join(codes[leap["verdict"]] for leap in summary["leaps"])
     for start in range(0, len(order), 80):
         lines.append(f"{'' if start else 'each, in order':19s} {order[start : start + 80]}")

@@ -3,14 +3,19 @@ Fine-tune a model with LoRA adapters in HybridTrainer; about a minute on two CPU
 
     python examples/06_lora.py
     python examples/06_lora.py --method dora --optim muon --merge True
+    python examples/06_lora.py --four_bits True        # QLoRA; needs bitsandbytes
 
-Nothing is downloaded: a small Llama is trained for a moment on the source of Python's standard library, and adapted to
-Python's documentation. With a model from the Hub and your own text:
+Nothing is downloaded: a small Llama is trained briefly on the source of Python's standard library, and then adapted
+to Python's documentation. With a model from the Hub and your own text:
 
     python examples/06_lora.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 --bf16 True \\
         --learning_rate 2e-4 --num_train_epochs 1 --max_steps -1
 
-Only the adapters are trained, so only they leap. What that is worth: docs/peft_and_trl.md.
+Only the adapters are trained, so only they leap. docs/peft_and_trl.md says whether that pays.
+
+With `--four_bits True` bitsandbytes quantises the base to nf4, on CPUs too. Create the trainer before you evaluate or
+generate with such a model: on some CPUs bitsandbytes packs 4-bit weights at the first evaluation in a way that cannot be
+trained, and HybridTrainer prevents that.
 """
 
 from __future__ import annotations
@@ -21,9 +26,18 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Literal, Optional
 
+import torch
 from datasets import Dataset
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments, set_seed
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
@@ -40,11 +54,12 @@ class ScriptArguments:
     block_size: int = field(default=128, metadata={"help": "Tokens per training sequence."})
     method: Literal["lora", "dora", "ia3", "prompt"] = field(default="lora", metadata={"help": "Kind of adapter."})
     rank: int = field(default=8, metadata={"help": "Rank of LoRA and DoRA."})
+    four_bits: bool = field(default=False, metadata={"help": "QLoRA: load the base in 4 bits (bitsandbytes)."})
     merge: bool = field(default=False, metadata={"help": "Also save the model with the adapters merged into it."})
 
 
 def make_base(folder: str, steps: int, seed: int = 0) -> str:
-    """A small Llama and its tokenizer, trained for a moment on source code; returns the folder that holds them."""
+    """Train a small Llama briefly on source code; return the folder that holds it and its tokenizer."""
     texts = quickstart["python_source"]()[:150]
     tokenizer = quickstart["train_tokenizer"]([*texts, *topics.topics.values()])
     data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, 128)
@@ -59,8 +74,22 @@ def make_base(folder: str, steps: int, seed: int = 0) -> str:
     return folder
 
 
+def load_base(folder: str, four_bits: bool, args: HybridConfig):
+    """Load the base as it is, or in nf4 with quantised scales, norms in fp32 and activation checkpointing."""
+    if not four_bits:
+        return AutoModelForCausalLM.from_pretrained(folder)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, device_map={"": args.device})
+    return prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def make_adapters(model, script: ScriptArguments):
-    """The model with adapters of the kind that was asked for; everything else is frozen."""
+    """Add adapters of the kind that was asked for; everything else is frozen."""
     if script.method == "ia3":
         config = IA3Config(task_type="CAUSAL_LM")
     elif script.method == "prompt":
@@ -105,8 +134,10 @@ def main() -> None:
     script, args = parser.parse_args_into_dataclasses()
     base = script.model_name_or_path or make_base(f"{args.output_dir}/base", script.base_steps, args.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
+    loaded = load_base(base, script.four_bits, args)
+    size = loaded.get_memory_footprint()
     set_seed(args.seed)
-    model = make_adapters(AutoModelForCausalLM.from_pretrained(base), script)
+    model = make_adapters(loaded, script)
     train_set, evaluation = load_blocks(script, tokenizer, args.seed)
 
     trainer = HybridTrainer(model, args, train_dataset=train_set, eval_dataset=evaluation, processing_class=tokenizer)
@@ -115,6 +146,8 @@ def main() -> None:
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()  # the adapters alone
     print(report(trainer, before, after))
+    if script.four_bits:
+        print(f"base in 4 bits      {size / 2**20:.1f} MiB (embeddings and norms are not quantised)")
     print(f"adapters            {args.output_dir}")
     if script.merge and script.method != "prompt":
         trainer.model.merge_and_unload().save_pretrained(f"{args.output_dir}/merged")

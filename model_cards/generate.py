@@ -28,7 +28,7 @@ COMMANDS = {
     "--learning_rate 1e-3 --max_steps 150",
     "quickstart-streamed": f"{QUICKSTART} {USER}/quickstart-streamed --memory stream --gradient_accumulation_steps 2 "
     "--max_steps 60",
-    "small-llama": f"examples/10_push_to_hub.py --repo_id {USER}/small-llama --dry_run False --license apache-2.0",
+    "small-llama": f"examples/09_push_to_hub.py --repo_id {USER}/small-llama --dry_run False --license apache-2.0",
 }
 
 

@@ -245,7 +245,7 @@ def fail_and_push_again() -> None:
 
 def push_example() -> None:
     """The example, as a user starts it."""
-    script = str(ROOT / "examples" / "10_push_to_hub.py")
+    script = str(ROOT / "examples" / "09_push_to_hub.py")
     options = {
         "--repo_id": "tester/example", "--dry_run": "False", "--max_steps": "8", "--disable_tqdm": "True",
         "--use_cpu": "True", "--output_dir": "example", "--per_device_train_batch_size": "2",

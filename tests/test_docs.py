@@ -49,7 +49,6 @@ def prose(path: Path) -> str:
 QWEN = '"Qwen/Qwen2.5-0.5B"'
 # What stands for something that a test cannot have: (in the page, in the test). `TINY` is a model of a few weights.
 STAND_INS: dict[str, list[tuple[str, str]]] = {
-    "README.md": [("bf16=True", "bf16=True, use_cpu=True")],
     "docs/mixed_precision.md": [("bf16=True", "bf16=True, use_cpu=True")],
     "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NAMES = ("02_compare_with_trainer", "03_memory_policies", "04_resume", "11_custom_direction", "12_gpt2_small")
+NAMES = ("02_compare_with_trainer", "03_memory_policies", "04_resume", "10_custom_direction", "11_gpt2_small")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -76,7 +76,7 @@ def test_resume(start):
 
 
 def test_custom_direction(start):
-    out, _ = start("11_custom_direction", "--max_steps", 40, "--leap_worth", 1)
+    out, _ = start("10_custom_direction", "--max_steps", 40, "--leap_worth", 1)
     lines = re.findall(r"^(\w+): loss (\d+\.\d+), (\d+) leaps .* (\d+) backward passes, (\d+) avoided$", out, re.M)
     assert [line[0] for line in lines] == ["agreement", "orthogonal"]
     leaps, done, avoided = map(int, lines[0][2:])
@@ -89,7 +89,7 @@ def test_gpt2(start, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES.parent / "README.md").read_text() * 2)
     small = ("--n_layer", 2, "--n_embd", 64, "--learning_rate", 3e-3, "--block_size", 32)
-    out, status = start("12_gpt2_small", *small, "--text_file", text, "--compare_with_trainer", "True")
+    out, status = start("11_gpt2_small", *small, "--text_file", text, "--compare_with_trainer", "True")
     found = json.loads((tmp_path / "out/gpt2_small/validation.json").read_text())
     assert status == 0 and all(found["checks"].values()), out
     assert "it is GPT-2 small" not in found["checks"] and found["parameters"] < 4e6
@@ -101,7 +101,7 @@ def test_gpt2_says_what_does_not_hold(start, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES.parent / "README.md").read_text())
     small = ("--n_layer", 1, "--n_embd", 64, "--block_size", 32, "--max_steps", 4)
-    out, status = start("12_gpt2_small", *small, "--text_file", text, "--leap_gain", 0)
+    out, status = start("11_gpt2_small", *small, "--text_file", text, "--leap_gain", 0)
     assert status == 1 and "NOT  leaps were made" in out and "NOT  every phase was reached" in out
 
 
@@ -109,7 +109,7 @@ def test_gpt2_says_what_does_not_hold(start, tmp_path):
 def test_help(name, start):
     out, status = start(name, "--help")
     assert status == 0
-    own = {"02": "--learning_rates", "03": "--ways", "04": "--die", "11": "--least_agreement", "12": "--n_layer"}
+    own = {"02": "--learning_rates", "03": "--ways", "04": "--die", "10": "--least_agreement", "11": "--n_layer"}
     assert own[name[:2]] in out and "--max_steps" in out
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NEEDS = {"06_lora": "peft", "07_qlora": "bitsandbytes", "08_sft_trl": "trl", "09_dpo_trl": "trl"}
+NEEDS = {"06_lora": "peft", "07_sft_trl": "trl", "08_dpo_trl": "trl"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -62,7 +62,7 @@ def run(name, base, monkeypatch, capsys, folder, **more):
     assert summary["leaps"]
     before, after = map(float, re.search(r"evaluation loss\s+(\d+\.\d+) -> (\d+\.\d+)", out).groups())
     # Twelve steps of two pairs move the preference loss, and are too few to say where to.
-    assert after < before if name != "09_dpo_trl" else after != before
+    assert after < before if name != "08_dpo_trl" else after != before
     return out
 
 
@@ -83,19 +83,21 @@ def test_lora(method, base, monkeypatch, capsys, tmp_path):
 def test_qlora(base, monkeypatch, capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES.parent / "README.md").read_text() * 3)
-    out = run("07_qlora", base, monkeypatch, capsys, tmp_path, block_size="48", text_file=str(text))
+    pytest.importorskip("bitsandbytes")
+    more = {"block_size": "48", "text_file": str(text), "four_bits": "True"}
+    out = run("06_lora", base, monkeypatch, capsys, tmp_path, **more)
     assert 0.5 < float(re.search(r"base in 4 bits\s+(\d+\.\d) MiB", out).group(1)) < 4.0
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_sft(base, monkeypatch, capsys, tmp_path):
-    out = run("08_sft_trl", base, monkeypatch, capsys, tmp_path, max_length="48", packing="True")
+    out = run("07_sft_trl", base, monkeypatch, capsys, tmp_path, max_length="48", packing="True")
     assert re.search(r"token accuracy\s+0\.\d+ -> 0\.\d+", out)
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_dpo(base, monkeypatch, capsys, tmp_path):
-    out = run("09_dpo_trl", base, monkeypatch, capsys, tmp_path, max_length="48", lora_rank="4")
+    out = run("08_dpo_trl", base, monkeypatch, capsys, tmp_path, max_length="48", lora_rank="4")
     assert re.search(r"held-out pairs\s+\d+% in the preferred order", out)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
@@ -106,7 +108,7 @@ def test_help_lists_our_options_and_theirs(name, monkeypatch, capsys, tmp_path):
         start(name, "--help", monkeypatch=monkeypatch, capsys=capsys, folder=tmp_path)
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    own = {"06_lora": "--method", "07_qlora": "--rank", "08_sft_trl": "--packing", "09_dpo_trl": "--loss_type"}[name]
+    own = {"06_lora": "--four_bits", "07_sft_trl": "--packing", "08_dpo_trl": "--loss_type"}[name]
     assert all(option in text for option in ("--enable_predict", "--model_name_or_path", "--learning_rate", own))
 
 

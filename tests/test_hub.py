@@ -538,4 +538,4 @@ def test_example_pushes_a_card_with_its_baseline(scenario):
     card = scenario["example"]["card"]
     assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"
     assert "Compared with Trainer, one run each" in card and "| evaluation loss |" in card
-    assert "10_push_to_hub.py --repo_id tester/example" in section(card, "Command")
+    assert "09_push_to_hub.py --repo_id tester/example" in section(card, "Command")

@@ -2,13 +2,13 @@
 Supervised fine-tuning on conversations with TRL, in phases; about a minute on two CPU cores.
 
     pip install "hf-hybrid[trl]"
-    python examples/08_sft_trl.py
-    python examples/08_sft_trl.py --packing True
+    python examples/07_sft_trl.py
+    python examples/07_sft_trl.py --packing True
 
 Nothing is downloaded: the conversations are questions about Python's documentation, the model is the small Llama of
 06_lora.py. With a model and a data set from the Hub:
 
-    python examples/08_sft_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/Capybara \\
+    python examples/07_sft_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/Capybara \\
         --learning_rate 2e-5 --num_train_epochs 1 --max_steps -1 --use_cpu False --bf16 True
 
 To start from it, change two lines of your own script: `SFTTrainer` to `HybridSFTTrainer`, `SFTConfig` to

@@ -1,8 +1,8 @@
 """
 A direction of your own for the leaps, and a plugin that follows the phases; under half a minute on two idle CPU cores.
 
-    python examples/11_custom_direction.py
-    python examples/11_custom_direction.py --least_agreement 0 --leap_gain 2
+    python examples/10_custom_direction.py
+    python examples/10_custom_direction.py --least_agreement 0 --leap_gain 2
 
 `Agreement` leaps once more along Adam's last step, but only with weights whose gradients kept their sign. It is here to
 show what a direction is made of, not because it is good: the script compares it with the default one. `PhaseClock` is a

@@ -2,13 +2,13 @@
 Preference optimisation (DPO) with TRL, in phases; about a minute on two CPU cores.
 
     pip install "hf-hybrid[trl]"
-    python examples/09_dpo_trl.py
-    python examples/09_dpo_trl.py --loss_type ipo --lora_rank 8
+    python examples/08_dpo_trl.py
+    python examples/08_dpo_trl.py --loss_type ipo --lora_rank 8
 
 Nothing is downloaded: preferred is a passage of Python's documentation, rejected are its words in another order; the
 model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
 
-    python examples/09_dpo_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+    python examples/08_dpo_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 --num_train_epochs 1 --max_steps -1 \\
         --use_cpu False --bf16 True
 

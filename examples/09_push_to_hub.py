@@ -1,8 +1,8 @@
 """
 Train a small Llama, write its model card from the run, and push both to the Hub; under a minute on two CPU cores.
 
-    python examples/10_push_to_hub.py
-    python examples/10_push_to_hub.py --repo_id your-name/small-llama --dry_run False
+    python examples/09_push_to_hub.py
+    python examples/09_push_to_hub.py --repo_id your-name/small-llama --dry_run False
 
 The first writes the folder and the card and needs no account: read `out/push_to_hub/README.md`. The second pushes
 them; log in before with `hf auth login`, or set HF_TOKEN. `--hub_private_repo True` makes the repository private,

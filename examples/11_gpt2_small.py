@@ -2,13 +2,13 @@
 GPT-2 small (124M parameters, random weights) through all phases: does it train, and what does it hold? About a minute
 on two idle CPU cores, and 4 GiB of memory.
 
-    python examples/12_gpt2_small.py
-    python examples/12_gpt2_small.py --memory stream --max_steps 8
+    python examples/11_gpt2_small.py
+    python examples/11_gpt2_small.py --memory stream --max_steps 8
 
 Nothing is downloaded: the text is Python's documentation. The defaults make a dozen steps of 64 tokens, which shows
 that everything works at this size and says nothing about speed. On a GPU, with a corpus of yours:
 
-    python examples/12_gpt2_small.py --text_file corpus.txt --block_size 1024 --per_device_train_batch_size 16 \\
+    python examples/11_gpt2_small.py --text_file corpus.txt --block_size 1024 --per_device_train_batch_size 16 \\
         --gradient_accumulation_steps 4 --max_steps 2000 --bf16 True --direction orthogonal --leap_worth 0.2 \\
         --compare_with_trainer True
 
