@@ -14,8 +14,8 @@ to Python's documentation. With a model from the Hub and your own text:
 Only the adapters are trained, so only they leap. docs/peft_and_trl.md says whether that pays.
 
 With `--four_bits True` bitsandbytes quantises the base to nf4, on CPUs too. Create the trainer before you evaluate or
-generate with such a model: on some CPUs bitsandbytes packs 4-bit weights at the first evaluation in a way that cannot be
-trained, and HybridTrainer prevents that.
+generate with such a model: on some CPUs bitsandbytes packs 4-bit weights at the first evaluation in a way that cannot
+be trained, and HybridTrainer prevents that.
 """
 
 from __future__ import annotations

@@ -78,7 +78,10 @@ def trained(tmp_path_factory) -> HybridTrainer:
 
 
 def test_card_says_what_the_run_recorded(trained):
-    card, summary = card_of(trained, language="en", license="apache-2.0", dataset="Python's help"), trained.hybrid_summary()
+    card, summary = (
+        card_of(trained, language="en", license="apache-2.0", dataset="Python's help"),
+        trained.hybrid_summary(),
+    )
     fields = metadata_of(card)
     assert fields["library_name"] == "transformers" and fields["pipeline_tag"] == "text-generation"
     assert fields["license"] == "apache-2.0" and fields["language"] == "en" and fields["model_name"] == "small"

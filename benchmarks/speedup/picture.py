@@ -13,8 +13,8 @@ import statistics
 from pathlib import Path
 
 from benchmarks.results import Results
-from benchmarks.speedup.run import KEY
 from benchmarks.speedup.report import COLOURS, mean_curve, table_of
+from benchmarks.speedup.run import KEY
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "speedup.png"
 TITLES = {"code": "from scratch, source code", "docs": "fine-tuning, documentation"}
