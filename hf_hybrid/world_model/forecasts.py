@@ -236,11 +236,6 @@ class Calibration:
             self.errors[k][index] += abs(realised - expected)
         self.scored[k] += 1
 
-    def coverage(self, probability: float, k: int) -> float | None:
-        """Share of realised losses inside their central interval of this probability; `None` before the first."""
-        inside = [abs(place - 0.5) <= probability / 2 for place in self.places[k]]
-        return sum(inside) / len(inside) if inside else None
-
     def mean_errors(self, k: int) -> tuple[float, float, float] | None:
         """Mean absolute error in log loss of forecasts, persistence and power law; `None` before the first."""
         return tuple(error / self.scored[k] for error in self.errors[k]) if self.scored[k] else None

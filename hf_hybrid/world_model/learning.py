@@ -122,6 +122,7 @@ def rssm_loss(model: RSSM, batch: Batch, generator: torch.Generator) -> tuple[di
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean of `values` by `weights` of the same shape; 0 where all weights are 0."""
     return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 

@@ -7,8 +7,8 @@ it jumps to is decided by a direction, one class per method. The life of a direc
 1. Real steps (Warmup, Full, Correct) call `observe_gradients` between clipping and the optimizer's step, and
    `observe_step` after it. Here a direction learns: it averages gradients, or keeps copies of the weights.
 2. A leap calls `prepare` once, then `displacement` for every parameter. It may ask several times: a leap over the cap
-   is formed again with a smaller gain, a probed leap is tried at other gains, and streamed weights are displaced each
-   time a layer is brought to the device. This is why `displacement` must give the same answer each time.
+   is formed again with a smaller gain, a probed leap is tried again at half the gain, and streamed weights are
+   displaced each time a layer is brought to the device. Therefore `displacement` must give the same answer each time.
 3. `block_begins` follows when the leap is kept or undone. A block is the real steps from one leap to the next.
    `leap_judged` follows when Correct is over and the leap can no longer be undone.
 

@@ -18,9 +18,9 @@ which is what this direction does with AdamW; `gain` is AdEMAMix's `alpha`. `m2`
 
 Under another optimizer "the same preconditioner" means that optimizer's own rule (preconditioners.py): a leap then is
 the step that the optimizer would make if the slow average were its gradient. Where the rule is unknown (Lion, 8-bit
-states, Schedule-Free ...), only its scale can be matched. Each tensor of the average is scaled to the distance that
-its weights really moved in the last block, per unit of learning rate. The distance is estimated from at most 4096
-evenly spaced weights, copied when the block begins, so that it costs no second copy of the model.
+states, ...), only its scale can be matched: each tensor of the average is scaled to the distance that its weights moved
+in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly spaced weights, which
+are copied when the block begins, so that it costs no second copy of the model.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class GradientMemory(Direction):
     name = "gradient_memory"
     gain, gain_power = 4.0, 2.0
     papers = (("The AdEMAMix Optimizer: Better, Faster, Older", "https://arxiv.org/abs/2409.03137"),)
-    ORTHOGONALISING: tuple[Preconditioner, ...] = (muon,)
-    """Rules that cost matrix products."""
 
     def __init__(self, context: DirectionContext):
         super().__init__(context)
@@ -118,7 +116,7 @@ class GradientMemory(Direction):
 
     def flops(self) -> float:
         found = [(self._preconditioner(index), p.shape) for index, p in enumerate(self.context.parameters)]
-        return sum(orthogonalisation_flops(shape) for rule, shape in found if rule in self.ORTHOGONALISING)
+        return sum(orthogonalisation_flops(shape) for rule, shape in found if rule is muon)
 
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]
