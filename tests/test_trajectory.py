@@ -47,13 +47,16 @@ class Toy:
         return [p.detach().clone() for _, p in self.named]
 
     def leap(self, gain):
-        """A leap that is kept and can still be undone."""
-        trajectory = self.trajectory
-        leap = Leap(step=0, real_steps=trajectory.clock.steps_in_block)
-        with trajectory.trial(leap):
-            trajectory.leap(gain)
-            trajectory.keep()
-        return leap
+        return kept_leap(self.trajectory, gain)
+
+
+def kept_leap(trajectory, gain):
+    """A leap that is kept and can still be undone."""
+    leap = Leap(step=0, real_steps=trajectory.clock.steps_in_block)
+    with trajectory.trial(leap):
+        trajectory.leap(gain)
+        trajectory.keep()
+    return leap
 
 
 def reference_memory(history, memory_steps=4):

@@ -13,6 +13,7 @@ from benchmarks.directions.drift import Drift, Snoo
 from benchmarks.directions.extrapolation import Linear, ReducedRank
 from benchmarks.directions.nino import NiNo, Nowcaster, parameter_kind
 from hf_hybrid import HybridTrainer
+from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ from test_directions import (  # noqa: E402
     check_second_leap,
     check_values_per_weight,
 )
-from test_trajectory import Toy  # noqa: E402
+from test_trajectory import Toy, kept_leap  # noqa: E402
 
 PUBLISHED = ROOT.parent / "shared" / "nino"
 NAMES = ("drift", "snoo", "linear", "rre", "nino")
@@ -102,7 +103,7 @@ def test_linear_is_exact_on_a_straight_line():
         way += rate
         course.step((rate, 2 * rate), start + way * slope, start[:2] + 2 * way * slope[:2])
     before, lr_sum = course.weights(), course.trajectory.clock.lr_sums[0]
-    assert course.trajectory.leap(3.0).norm > 0
+    assert kept_leap(course.trajectory, 3.0).relative_norm > 0
     torch.testing.assert_close(course.weights()[0], before[0] + 3 * lr_sum * slope, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(course.weights()[1], before[1] + 6 * lr_sum * slope[:2], rtol=1e-5, atol=1e-5)
 
@@ -117,13 +118,12 @@ def test_linear_fits_real_steps_alone():
         rates.append(float(rng.uniform(0.1, 1.0)))
         course.step((rates[-1],), course.weights()[0] + torch.tensor(moves[-1]).float())
         if step in (5, 11):
-            course.trajectory.leap(2.0)
-            course.trajectory.settle()
-            course.trajectory.forget()
+            kept_leap(course.trajectory, 2.0)
+            course.trajectory.accept()
     places, ways = np.cumsum([np.zeros(5), *moves], axis=0)[-4:], np.cumsum([0.0, *rates])[-4:]
     slope = np.polyfit(ways, places, 1)[0]
     before = course.weights()[0]
-    course.trajectory.leap(1.0)
+    kept_leap(course.trajectory, 1.0)
     expected = before + torch.tensor(slope * sum(rates[-2:])).float()
     torch.testing.assert_close(course.weights()[0], expected, rtol=1e-3, atol=1e-3)
 
@@ -136,7 +136,7 @@ def test_rre_finds_the_fixed_point_of_a_linear_iteration():
         x = fixed + matrix @ (x - fixed)
         course.step((0.1, 0.2), x[:2], x[2:])
     assert (x - fixed).norm() > 0.3
-    course.trajectory.leap(1.0)
+    kept_leap(course.trajectory, 1.0)
     torch.testing.assert_close(torch.cat(course.weights()), fixed, rtol=1e-3, atol=1e-3)
 
 
@@ -146,7 +146,7 @@ def test_rre_damped_to_the_end_is_an_average_of_the_states():
     places = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     for place in places:
         course.step((0.1,), place)
-    course.trajectory.leap(1.0)
+    kept_leap(course.trajectory, 1.0)
     torch.testing.assert_close(course.weights()[0], places[-4:-1].mean(0), rtol=1e-4, atol=1e-4)
 
 
@@ -163,9 +163,8 @@ def test_snoo_follows_the_published_recursion():
         displacement = fast - slow
         momentum = 0.6 * momentum + displacement
         slow = slow + 0.7 * (0.6 * momentum + displacement)
-        course.trajectory.leap(1.0)
-        course.trajectory.settle()
-        course.trajectory.forget()
+        kept_leap(course.trajectory, 1.0)
+        course.trajectory.accept()
         torch.testing.assert_close(torch.cat(course.weights()), slow, rtol=1e-4, atol=1e-5)
 
 
@@ -200,7 +199,7 @@ def course_of_states(path, states, progress, split, monkeypatch):
 def test_nino_equals_a_plain_loop(progress, ahead, checkpoint, monkeypatch):
     states = torch.randn(8, 30, generator=torch.Generator().manual_seed(0))
     course = course_of_states(checkpoint, states, progress, 20, monkeypatch)
-    course.trajectory.leap(1.0)
+    kept_leap(course.trajectory, 1.0)
     expected = [nowcast(checkpoint, states[-5:, part], 4, ahead) for part in (slice(0, 20), slice(20, 30))]
     for weight, reference in zip(course.weights(), expected):  # vectors called `weight` belong to a norm
         torch.testing.assert_close(weight, reference, rtol=1e-4, atol=1e-5)
@@ -212,7 +211,7 @@ def test_nino_with_the_published_networks(name, monkeypatch):
     states = 0.02 * torch.randn(1, 24, generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 1, 5)[:, None]
     course = course_of_states(str(PUBLISHED / name), states, 0.0, 14, monkeypatch)
     before = course.weights()
-    course.trajectory.leap(0.2)
+    kept_leap(course.trajectory, 0.2)
     for weight, old, part in zip(course.weights(), before, (slice(0, 14), slice(14, 24))):
         forecast = nowcast(PUBLISHED / name, states[:, part], 4, 40)
         torch.testing.assert_close(weight, old + 0.2 * (forecast - old), rtol=1e-4, atol=1e-5)
@@ -243,7 +242,7 @@ def test_drift_leap_equals_its_formula():
     for _ in range(3):
         toy.real_step()
     end = toy.weights()
-    toy.trajectory.leap(0.5)
+    toy.leap(0.5)
     for index, (a, b, (_, parameter)) in enumerate(zip(start, end, toy.named)):
         lr = 1e-2 if index == 0 else 2e-2
         # The memory was empty: its weight is the block's share of the steps seen so far.
@@ -287,11 +286,13 @@ def test_steps_after_a_leap_that_was_undone_are_not_history(name, checkpoint):
     for toy, undone in zip(toys, (True, False)):
         advance(toy, 7)
         before = toy.weights()
-        toy.trajectory.leap(0.5)
         if undone:
-            toy.trajectory.settle()
+            toy.leap(0.5)
             advance(toy, 3)
-        toy.trajectory.roll_back()
+            toy.trajectory.roll_back()
+        else:
+            with toy.trajectory.trial(Leap(0, 6)):
+                toy.trajectory.leap(0.5)
         assert all(torch.equal(a, b) for a, b in zip(before, toy.weights()))
     (first, first_values), (second, second_values) = (toy.trajectory.state_dict() for toy in toys)
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)

@@ -83,7 +83,6 @@ class Trajectory:
             makes it.
         memory_steps (`int`): Length of the direction's averages in real steps.
         max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
-        matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them by themselves.
         matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them differently.
         host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
         store (`WeightStore`): Where the weights are stored.
