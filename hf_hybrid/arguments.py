@@ -17,43 +17,18 @@ from numbers import Real
 from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 # What a preset decides unless the option is given: how far leaps go, how many steps they replace, when they stop.
+_BY_PRESET = {
+    "gain_factor": (0.5, 1.0, 2.0, 0.0),
+    "leap_worth": (0.1, 0.2, 0.3, 0.0),
+    "full_phase_steps": (8, 4, 2, 2),
+    "correct_phase_steps": (4, 2, 1, 1),
+    "confidence_threshold": (0.6, 0.5, 0.3, 0.3),
+    "divergence_threshold": (4.0, 5.0, 6.0, 6.0),
+    "muon_momentum": (0.95, 0.95, 0.95, 0.85),
+}
 PRESETS: dict[str, dict[str, float | int]] = {
-    "conservative": {
-        "gain_factor": 0.5,
-        "leap_worth": 0.1,
-        "full_phase_steps": 8,
-        "correct_phase_steps": 4,
-        "confidence_threshold": 0.6,
-        "divergence_threshold": 4.0,
-        "muon_momentum": 0.95,
-    },
-    "balanced": {
-        "gain_factor": 1.0,
-        "leap_worth": 0.2,
-        "full_phase_steps": 4,
-        "correct_phase_steps": 2,
-        "confidence_threshold": 0.5,
-        "divergence_threshold": 5.0,
-        "muon_momentum": 0.95,
-    },
-    "aggressive": {
-        "gain_factor": 2.0,
-        "leap_worth": 0.3,
-        "full_phase_steps": 2,
-        "correct_phase_steps": 1,
-        "confidence_threshold": 0.3,
-        "divergence_threshold": 6.0,
-        "muon_momentum": 0.95,
-    },
-    "fast": {
-        "gain_factor": 0.0,
-        "leap_worth": 0.0,
-        "full_phase_steps": 2,
-        "correct_phase_steps": 1,
-        "confidence_threshold": 0.3,
-        "divergence_threshold": 6.0,
-        "muon_momentum": 0.85,
-    },
+    preset: {name: values[column] for name, values in _BY_PRESET.items()}
+    for column, preset in enumerate(("conservative", "balanced", "aggressive", "fast"))
 }
 
 _LIMITS = {

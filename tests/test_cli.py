@@ -94,6 +94,15 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
     assert config.disable_tqdm is True and config.dataloader_pin_memory is False
 
 
+def test_the_yaml_file_is_read_once(folder, tmp_path, monkeypatch):
+    reads, load = [], yaml.safe_load
+    monkeypatch.setattr(yaml, "safe_load", lambda text: reads.append(1) or load(text))
+    line = CommandLine(["--config", str(folder / "run.yaml"), "--cpu", "--output_dir", str(tmp_path)])
+    line.set_environment()
+    line.check_required()
+    assert line.options().config.max_steps == line.values.max_steps == 30 and len(reads) == 1
+
+
 def test_values_of_yaml_are_read_as_on_the_command_line(folder, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
