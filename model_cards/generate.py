@@ -24,8 +24,6 @@ USER = "your-name"
 QUICKSTART = "examples/01_quickstart.py --compare_with_trainer False --push_to_hub True --hub_model_id"
 COMMANDS = {
     "quickstart": f"{QUICKSTART} {USER}/quickstart",
-    "quickstart-gradient-memory": f"{QUICKSTART} {USER}/quickstart-gradient-memory --direction gradient_memory "
-    "--learning_rate 1e-3 --max_steps 150",
     "quickstart-streamed": f"{QUICKSTART} {USER}/quickstart-streamed --memory stream --gradient_accumulation_steps 2 "
     "--max_steps 60",
     "small-llama": f"examples/09_push_to_hub.py --repo_id {USER}/small-llama --dry_run False --license apache-2.0",

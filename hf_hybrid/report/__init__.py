@@ -1,1 +1,1 @@
-"""Where the memory of a run went: the profiler that writes it down, and reports made from what it wrote."""
+"""What a run says of itself: progress, summary, memory profile, report pages and plots, and the model card."""

@@ -4,8 +4,8 @@
 A run is cut into *records*. Each covers the time since the last one, so that nothing falls between two: the record of a
 step holds its data, its leap, forward, backward and update. At its end the profiler reads three sources, none of which
 waits for a device: torch's allocator, the driver (NVML) and the kernel (resident memory of the process). Each keeps a
-high-water mark, which is reset for the next record, so that a peak within a step is seen although nobody looked at that
-moment.
+high-water mark, which is reset for the next record. So a peak within a step is caught even though nothing was read at
+that moment.
 
 A peak alone explains nothing. From time to time, when gradients are whole and before the update, every live tensor is
 counted: each storage once, under weights, gradients, optimizer states, buffers of leaps or buffers of the model. On a

@@ -183,7 +183,7 @@ class Profile:
 
 @dataclass
 class Run:
-    """A run as its folder tells it."""
+    """A run, as far as its folder shows it."""
 
     folder: Path
     logs: list[dict]

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the summary of a run that shows itself in notebooks. Standard library only."""
+"""Numbers as people read them, and the summary of a run that displays itself in notebooks. Standard library only."""
 
 from __future__ import annotations
 
