@@ -222,8 +222,8 @@ def is_repo_id(name: object) -> bool:
 def model_facts(trainer, finetuned_from: str | None, tasks: str | list[str] | None) -> dict[str, Any]:
     """
     What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
-    loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is the
-    id of a model whose configuration alone was used.
+    loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is
+    the id of a model whose configuration alone was used.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
