@@ -187,7 +187,7 @@ def test_lora_over_an_int8_base(tmp_path, train_set):
 def test_int8_base_stays_packed_where_it_does_not_fit(tmp_path, train_set, monkeypatch, caplog):
     model = lora(tiny_model(num_hidden_layers=LAYERS, hidden_size=64))
     trainer = make_streamed(tmp_path, train_set, model, base_precision="int8", max_steps=4)
-    monkeypatch.setattr("hf_hybrid.setup.host_memory", lambda: 1000)
+    monkeypatch.setattr(trainer.memory, "host_memory", lambda: 1000)
     trainer.train()
     assert "stays packed" in caplog.text
     adapters = {name: w for name, w in weights(trainer.model).items() if "lora" in name}
