@@ -1,14 +1,14 @@
 """
-Train a small Llama from scratch with HybridTrainer and compare it with plain Trainer; two minutes on two CPU cores.
+Train a small Llama from scratch with HybridTrainer, and compare with plain Trainer; two minutes on two CPU cores.
 
     python examples/01_quickstart.py
     python examples/01_quickstart.py --direction gradient_memory --max_steps 600
 
-On two processes of the CPU (`accelerate launch --cpu` starts only one, whatever `--num_processes` says):
+On two CPU processes (`accelerate launch --cpu` starts only one, whatever `--num_processes` says):
 
     accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/01_quickstart.py --use_cpu
 
-Nothing is downloaded: the text is the source of Python's standard library, the tokenizer is trained on it on the spot.
+Nothing is downloaded: the text is the source of Python's standard library, and the tokenizer is trained on it first.
 The same script fine-tunes a real model on your text; every option of HybridConfig and TrainingArguments is a flag:
 
     python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 \\
@@ -60,7 +60,7 @@ class ScriptArguments:
 
 
 def python_source() -> list[str]:
-    """Source files of the standard library, the text that every Python ships with."""
+    """Read the source files of the standard library, a text that every Python ships with."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
     files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
@@ -68,7 +68,7 @@ def python_source() -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained in seconds."""
+    """Train a byte-level BPE tokenizer; this takes seconds."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -83,7 +83,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedToken
 
 
 def small_llama(tokenizer) -> LlamaForCausalLM:
-    """A million parameters with random weights."""
+    """Build a Llama of a million parameters with random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -120,7 +120,7 @@ def load_texts(script: ScriptArguments) -> Dataset:
 
 
 def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -> str:
-    """The run as a short table."""
+    """Format the run as a short table."""
     phases = summary["steps_by_phase"]
     lines = [
         "",
@@ -148,7 +148,7 @@ def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -
 
 
 def plain_trainer(model, args: HybridConfig, steps: int, **data) -> Trainer:
-    """Plain Trainer with the same settings and a schedule of its own over `steps` steps."""
+    """Make a plain Trainer with the same settings, and its own schedule over `steps` steps."""
     names = (
         "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "learning_rate",
         "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "optim",
@@ -186,7 +186,7 @@ def main() -> None:
             set_seed(args.seed)
             return small_llama(tokenizer)
 
-    with args.main_process_first(desc="tokenising"):  # the others read what it cached
+    with args.main_process_first(desc="tokenising"):  # the other processes read its cache
         sequences = blocks(texts, tokenizer, script.block_size, script.text_column)
     split = sequences.train_test_split(script.eval_share, seed=args.seed)
     evaluation = split["test"].select(range(min(len(split["test"]), 256)))
@@ -211,7 +211,7 @@ def main() -> None:
         print(report(summary, losses, seconds))
         if script.compare_with_trainer:
             print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
-    trainer.accelerator.wait_for_everyone()  # a process that leaves early looks to the others as if it had died
+    trainer.accelerator.wait_for_everyone()  # to the others, a process that leaves early looks dead
     trainer.accelerator.end_training()
 
 

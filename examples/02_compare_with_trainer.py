@@ -5,19 +5,19 @@ minute on two idle CPU cores.
     python examples/02_compare_with_trainer.py
     python examples/02_compare_with_trainer.py --arms trainer hybrid --learning_rates 1e-3 2e-3 4e-3 --seeds 0 1 2
 
-Nothing is downloaded: a Llama of 160,000 parameters learns the bytes of Python's documentation. To compare on a task of
-yours put your model and data into `small_llama` and `byte_blocks`, and search learning rates until the best one is
-inside the list: against a baseline whose rate was not searched everything looks fast.
+Nothing is downloaded: a Llama of 160,000 parameters learns the bytes of Python's documentation. To compare on your own
+task, put your model and data into `small_llama` and `byte_blocks`, and search learning rates until the best one is
+inside the list. Against a baseline whose rate was not searched, everything looks fast.
 
-What the arms are:
+The arms:
 
     trainer   plain Trainer
     hybrid    HybridTrainer with default options
-    frozen    the same, with leaps that go nowhere: what is skipped is skipped for nothing
+    frozen    the same, with leaps that go nowhere: the control
     muon      HybridTrainer with optim="muon" and without leaps
 
-Every arm makes `max_steps` steps; hybrid and frozen skip some of them. "fewer" is plain Trainer again, with a schedule
-of its own over as many steps as the best hybrid run had backward passes. docs/evaluation.md has real measurements.
+Every arm makes `max_steps` steps; hybrid and frozen skip some of them. "fewer" is plain Trainer again, with its own
+schedule over as many steps as the best hybrid run had backward passes. docs/evaluation.md has real measurements.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ScriptArguments:
 
 
 def byte_blocks(length: int) -> tuple[TensorDataset, TensorDataset]:
-    """English text as bytes, in blocks: to train on, and to evaluate on."""
+    """Cut English text into blocks of bytes; return a training set and an evaluation set."""
     text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // length * length]
     blocks = blocks.view(-1, length).long()

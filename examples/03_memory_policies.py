@@ -1,15 +1,15 @@
 """
-The same training with its bytes in different places, and whether it is still the same; under a minute on two idle CPU
-cores.
+Train the same model with its bytes in different places, and check that the result is the same; under a minute on two
+idle CPU cores.
 
     python examples/03_memory_policies.py
     python examples/03_memory_policies.py --layers 12 --width 256 --ways resident streamed half_kept
     python examples/03_memory_policies.py --enable_predict True
 
-Nothing is downloaded. Each way trains the same model on the same batches; the table has the bytes that were held on
-device and host at the end of the last step, the seconds of a step, and how far the final weights are from those of
+Nothing is downloaded. Each way trains the same model on the same batches. The table has the bytes that were held on
+device and host at the end of the last step, the seconds of a step, and the distance of the final weights from those of
 the first way. On a CPU "device" and "host" are the same memory: bytes and equality carry over to a GPU, times do not.
-docs/memory.md describes the options; every other one of HybridConfig is a flag.
+docs/memory.md describes the options; every other option of HybridConfig is a flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_hybrid import HybridConfig, HybridTrainer
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 
-# It had another name in transformers 5.17.
+# transformers 5.17 has another name for it.
 CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(HybridConfig, name)
 )
@@ -60,7 +60,7 @@ class ScriptArguments:
 
 
 def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[str, torch.Tensor], str]:
-    """One run: its weights, and its line of the table."""
+    """Run one way; return its weights and its line of the table."""
     options = dict(WAYS[way])
     if options.get("resident_layers") == "half":
         options["resident_layers"] = script.layers // 2
@@ -77,7 +77,7 @@ def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[s
     held = trainer.memory_summary()["held"]["total"]
     device, host = held["device"] / 2**20, held["host"] / 2**20
     if not trainer.memory.streams:
-        device, host = device + host, 0.0  # on a CPU, where nothing tells the two apart
+        device, host = device + host, 0.0  # on a CPU, where the two are the same memory
     weights = {name: parameter.detach().float() for name, parameter in trainer.model.named_parameters()}
     return weights, f"{way:13s} {device:8.2f} {host:8.2f} {seconds:8.3f}"
 

@@ -1,13 +1,13 @@
 """
-Kill a run in the middle of a Predict phase, resume it, and compare with a run that nobody killed; under a minute on
-two idle CPU cores.
+Kill a run in the middle of a Predict phase, resume it, and compare with an uninterrupted run; under a minute on two
+idle CPU cores.
 
     python examples/04_resume.py
     python examples/04_resume.py --save_steps 5 --max_steps 80
 
-The script starts itself in a process of its own, which is killed with SIGKILL as soon as a checkpoint of a step inside
-a Predict phase is whole, and resumes from it. What is then compared, weight by weight and bit by bit, is the model at
-the end. Your own script needs nothing but `trainer.train(resume_from_checkpoint=True)`.
+The script starts itself in another process. That process kills itself with SIGKILL after it has written a checkpoint
+inside a Predict phase; the script then resumes from this checkpoint. The final models are compared weight by weight and
+bit by bit. Your own script needs only `trainer.train(resume_from_checkpoint=True)`.
 
 Nothing is downloaded; every option of HybridConfig is a flag.
 """
@@ -41,7 +41,7 @@ class ScriptArguments:
 
 
 class DieInPredict(TrainerCallback):
-    """SIGKILL, which no program can catch, after a checkpoint of a step inside a Predict phase."""
+    """Send SIGKILL, which no program can catch, after a checkpoint inside a Predict phase."""
 
     def on_save(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,5 +1,5 @@
 """
-What a run holds, phase by phase: MemoryProfilerCallback on a small Llama; half a minute on two idle CPU cores.
+Profile the memory of a small run, phase by phase, with MemoryProfilerCallback; half a minute on two idle CPU cores.
 
     python examples/05_profile_memory.py
     python examples/05_profile_memory.py --memory stream
@@ -22,7 +22,7 @@ from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback
 
 
 def byte_blocks(length: int) -> TensorDataset:
-    """English text as bytes, in blocks."""
+    """Cut English text into blocks of bytes."""
     text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // length * length]
     return TensorDataset(blocks.view(-1, length).long())

@@ -103,7 +103,7 @@ def make_adapters(model, script: ScriptArguments):
 
 
 def load_blocks(script: ScriptArguments, tokenizer, seed: int):
-    """Training and evaluation sequences."""
+    """Load training and evaluation sequences."""
     texts = [Path(script.text_file).read_text()] if script.text_file else list(topics.topics.values())
     data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
     split = data.train_test_split(0.1, seed=seed)
@@ -111,7 +111,7 @@ def load_blocks(script: ScriptArguments, tokenizer, seed: int):
 
 
 def report(trainer, before: float, after: float) -> str:
-    """The run in a few lines."""
+    """Format the run in a few lines."""
     summary = trainer.hybrid_summary()
     phases = "  ".join(f"{name} {count}" for name, count in summary["steps_by_phase"].items())
     verdicts = "  ".join(f"{name} {count}" for name, count in sorted(summary["leaps_by_verdict"].items())) or "none"

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# It had another name in transformers 5.17.
+# transformers 5.17 has another name for it.
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if hasattr(HybridSFTConfig, name))
 
@@ -52,7 +52,7 @@ class ScriptArguments:
 
 
 def conversations() -> Dataset:
-    """Questions about topics of Python's documentation; a paragraph of it is the answer."""
+    """Make conversations: questions about topics of Python's documentation, answered by one of its paragraphs."""
     rows = []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n")[:12]:

@@ -5,15 +5,15 @@ Preference optimisation (DPO) with TRL, in phases; about a minute on two CPU cor
     python examples/08_dpo_trl.py
     python examples/08_dpo_trl.py --loss_type ipo --lora_rank 8
 
-Nothing is downloaded: preferred is a passage of Python's documentation, rejected are its words in another order; the
-model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
+Nothing is downloaded: the preferred text is a passage of Python's documentation, the rejected text has its words in
+another order, and the model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
 
     python examples/08_dpo_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 --num_train_epochs 1 --max_steps -1 \\
         --use_cpu False --bf16 True
 
 To start from it, change two lines of your own script: `DPOTrainer` to `HybridDPOTrainer`, `DPOConfig` to
-`HybridDPOConfig`. Leaps are verified on the preference loss of pairs that are held out of the training set.
+`HybridDPOConfig`. Leaps are tested on the preference loss of pairs that are held out of the training set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# It had another name in transformers 5.17.
+# transformers 5.17 has another name for it.
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if hasattr(HybridDPOConfig, name))
 
@@ -49,7 +49,7 @@ class ScriptArguments:
 
 
 def preferences(seed: int = 0) -> Dataset:
-    """Passages of Python's documentation, and the same words shuffled."""
+    """Make preferences: passages of Python's documentation over the same words shuffled."""
     shuffle, rows = random.Random(seed).shuffle, []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n")[:12]:

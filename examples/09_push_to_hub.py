@@ -4,8 +4,8 @@ Train a small Llama, write its model card from the run, and push both to the Hub
     python examples/09_push_to_hub.py
     python examples/09_push_to_hub.py --repo_id your-name/small-llama --dry_run False
 
-The first writes the folder and the card and needs no account: read `out/push_to_hub/README.md`. The second pushes
-them; log in before with `hf auth login`, or set HF_TOKEN. `--hub_private_repo True` makes the repository private,
+The first command writes the folder and the card and needs no account: read `out/push_to_hub/README.md`. The second
+pushes them; log in first with `hf auth login`, or set HF_TOKEN. `--hub_private_repo True` makes the repository private,
 `--push_to_hub True` pushes while training as well, and every other option of HybridConfig is a flag too.
 """
 
@@ -44,7 +44,7 @@ class ScriptArguments:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 1,024 words."""
+    """Train a byte-level BPE tokenizer of 1,024 words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def small_llama(tokenizer, seed: int) -> LlamaForCausalLM:
-    """Half a million parameters with random weights."""
+    """Build a Llama of half a million parameters with random weights."""
     set_seed(seed)
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -1,11 +1,11 @@
 """
-A direction of your own for the leaps, and a plugin that follows the phases; under half a minute on two idle CPU cores.
+Write your own direction for the leaps, and a plugin that follows the phases; under half a minute on two idle CPU cores.
 
     python examples/10_custom_direction.py
     python examples/10_custom_direction.py --least_agreement 0 --leap_gain 2
 
-`Agreement` leaps once more along Adam's last step, but only with weights whose gradients kept their sign. It is here to
-show what a direction is made of, not because it is good: the script compares it with the default one. `PhaseClock` is a
+`Agreement` repeats Adam's last step, but only for weights whose gradients kept their sign. It shows the parts of a
+direction; it is not a good one, and the script compares it with the default. `PhaseClock` is a
 plugin. Nothing is downloaded; every option of HybridConfig is a flag.
 """
 
@@ -27,7 +27,7 @@ compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.p
 
 class Agreement(Direction):
     """
-    Adam's last step, for weights whose gradients agree about the sign.
+    Repeats Adam's last step for weights whose gradients agree about the sign.
 
     Args:
         context (`DirectionContext`): Parameters, optimizer and where buffers belong.
@@ -41,7 +41,7 @@ class Agreement(Direction):
     def __init__(self, context, least: float):
         super().__init__(context)
         self.least = least
-        # What must outlive a checkpoint goes into `buffers`: one tensor per parameter, saved and restored by itself.
+        # Put into `buffers` what a checkpoint must keep, one tensor per parameter; they are saved and restored for you.
         self.buffers["signs"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
 
     @property
@@ -68,7 +68,7 @@ class Agreement(Direction):
 
 
 class PhaseClock(PhasePlugin):
-    """Seconds and forward passes in each phase; part of every checkpoint by its `state_dict`."""
+    """Counts seconds and forward passes in each phase; its `state_dict` is part of every checkpoint."""
 
     name = "phase_clock"
 

@@ -185,7 +185,8 @@ def check_hf_hybrid(words: list[str], folder: Path) -> None:
     (folder / "run.yaml").write_text("max_steps: 3\n")
     (folder / "hybrid_config.json").write_text('{"max_steps": 3}')
     stand_in = {"run.yaml": "run.yaml", "out/gpt2/hybrid_config.json": "hybrid_config.json"}
-    options.CommandLine([str(folder / stand_in[word]) if word in stand_in else word for word in rest]).values
+    line = options.CommandLine([str(folder / stand_in[word]) if word in stand_in else word for word in rest])
+    assert line.values
 
 
 def check_launcher(words: list[str]) -> None:
