@@ -220,7 +220,7 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     report = on_from(uninterrupted, tmp_path).hybrid_summary()["resumed"]
     checkpoint = uninterrupted[0] / "checkpoint-50"
     saved = json.loads((checkpoint / "hybrid_state.json").read_text())
-    engine, restored = saved["engine"], report["restored"]
+    engine, restored = saved["run"], report["restored"]
     assert report["checkpoint"] == str(checkpoint) and report["step"] == 50
     assert report["changed_options"] == {} and report["warnings"] == [] and not ours(caplog, logging.WARNING)
     assert restored["phase"] == engine["controller"]["phase"] and restored["data"] == saved["feed"]

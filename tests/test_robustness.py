@@ -135,7 +135,7 @@ def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
     written = json.loads((tmp_path / VALUES_NAME).read_text())
     changed = {**written, "schema_version": version} if version else {"engine": written["engine"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `1`"):
+    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `2`"):
         load_hybrid_state(tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_optimizers_that_leaps_are_tested_with(tmp_path, optim):
     if optim.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
         model = tiny_model(num_hidden_layers=1, hidden_size=64, intermediate_size=128)  # smaller ones stay in fp32
-    leaps = {"leap_gain": 0.5, "leap_budget": 100.0, "leap_worth": 1.0, "probe_budget": 0.0}
+    leaps = {"leap_gain": 0.05, "leap_budget": 100.0, "leap_worth": 1.0, "probe_budget": 0.0}
     rate = 0.1 if optim == "sgd" else 1e-3
     config = hybrid_config(tmp_path, optim=optim, max_steps=12, learning_rate=rate, **leaps)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(400))
