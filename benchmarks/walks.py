@@ -45,7 +45,7 @@ class Tracer(TrainerCallback):
             return
         if event == "call":
             self.stack.append(frame)
-            self.events.append((name[len(ROOT):], len(self.stack), frame.f_code.co_name))
+            self.events.append((name[len(ROOT) :], len(self.stack), frame.f_code.co_name))
         elif event == "return" and self.stack and self.stack[-1] is frame:
             self.stack.pop()
 
@@ -61,19 +61,47 @@ class Tracer(TrainerCallback):
 
 def measure():
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-                                         num_key_value_heads=2, max_position_embeddings=64, use_cache=False))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            use_cache=False,
+        )
+    )
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as out:
-        args = HybridConfig(out, max_steps=60, per_device_train_batch_size=4, learning_rate=3e-3, save_strategy="no", report_to="none",
-                            disable_tqdm=True, use_cpu=True, logging_steps=1000, probe_budget=0.2, leap_budget=100.0)
+        args = HybridConfig(
+            out,
+            max_steps=60,
+            per_device_train_batch_size=4,
+            learning_rate=3e-3,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            logging_steps=1000,
+            probe_budget=0.2,
+            leap_budget=100.0,
+        )
         trainer = HybridTrainer(model, args, train_dataset=Rows(400), callbacks=[tracer])
         trainer.train()
     leaps = trainer.hybrid_summary()["leaps"]
     probed = {leap["step"] for leap in leaps if leap["loss_before"] is not None}
     with_leap = {leap["step"] for leap in leaps}
-    real = [step for step in tracer.steps if step > 10 and step not in with_leap and any("training_step" == e[2] for e in tracer.steps[step])]
-    return {"real step": _figures([tracer.steps[s] for s in real]), "step with a probed leap": _figures([tracer.steps[s] for s in probed if s in tracer.steps])}
+    real = [
+        step
+        for step in tracer.steps
+        if step > 10 and step not in with_leap and any("training_step" == e[2] for e in tracer.steps[step])
+    ]
+    return {
+        "real step": _figures([tracer.steps[s] for s in real]),
+        "step with a probed leap": _figures([tracer.steps[s] for s in probed if s in tracer.steps]),
+    }
 
 
 def _figures(steps):
@@ -83,9 +111,13 @@ def _figures(steps):
         return len(set(files)), changes, len(events), max((depth for _, depth, _ in events), default=0)
 
     columns = list(zip(*[figures(events) for events in steps]))
-    return dict(zip(("files", "file_changes", "calls", "depth"), [statistics.median(c) for c in columns])) | {"n": len(steps)}
+    return dict(zip(("files", "file_changes", "calls", "depth"), [statistics.median(c) for c in columns])) | {
+        "n": len(steps)
+    }
 
 
 if __name__ == "__main__":
     found = measure()
-    print(json.dumps(found) if "--json" in sys.argv else "\n".join(f"{name}: {values}" for name, values in found.items()))
+    print(
+        json.dumps(found) if "--json" in sys.argv else "\n".join(f"{name}: {values}" for name, values in found.items())
+    )

@@ -22,7 +22,6 @@ _BY_PRESET = {
     "leap_worth": (0.1, 0.2, 0.3, 0.0),
     "full_phase_steps": (8, 4, 2, 2),
     "correct_phase_steps": (4, 2, 1, 1),
-    "confidence_threshold": (0.6, 0.5, 0.3, 0.3),
     "divergence_threshold": (4.0, 5.0, 6.0, 6.0),
     "muon_momentum": (0.95, 0.95, 0.95, 0.85),
 }
@@ -108,12 +107,6 @@ class HybridArguments:
     )
     max_predict_steps: Optional[int] = option(
         None, "Most steps that one leap may replace. Default: 5%% of the run, 1 to 10.", at_least=1
-    )
-    confidence_threshold: Optional[float] = option(
-        None,
-        "Confidence below which no leap is made. Default: from the preset (0.6, 0.5, 0.3, 0.3).",
-        at_least=0,
-        at_most=1,
     )
 
     direction: Literal["orthogonal", "gradient_memory", "none"] = option(

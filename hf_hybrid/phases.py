@@ -60,21 +60,19 @@ class PhaseController:
     MAX_CONSECUTIVE_LEAPS = 5
     """Leaps that may follow each other without a Full block in between."""
 
-    def __init__(self, lengths: PhaseLengths, confidence_threshold: float):
+    def __init__(self, lengths: PhaseLengths):
         self.lengths = lengths
-        self.confidence_threshold = confidence_threshold
         self.phase = Phase.WARMUP if lengths.warmup > 0 else Phase.FULL
         self.remaining = lengths.warmup or lengths.full
         self.steps_in_phase = 0
         self.consecutive_leaps = 0
         self.leap_due = False
 
-    def finish_step(self, *, confidence: float, leap_allowed: bool) -> Phase:
+    def finish_step(self, *, leap_allowed: bool) -> Phase:
         """
         Count the step that just ended and choose the phase of the next one.
 
         Args:
-            confidence (`float`): Trust in the next leap, in `[0, 1]`.
             leap_allowed (`bool`): `False` while rejected leaps back off or nothing could be gained.
         """
         self.remaining -= 1
@@ -86,7 +84,7 @@ class PhaseController:
         elif self.phase is Phase.WARMUP:
             self._enter(Phase.FULL, self.lengths.full)
         else:
-            self._leap_or_full(leap_allowed and confidence >= self.confidence_threshold)
+            self._leap_or_full(leap_allowed)
         return self.phase
 
     def _leap_or_full(self, leap: bool) -> None:

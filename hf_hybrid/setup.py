@@ -85,7 +85,7 @@ def _build_run(trainer) -> LeapRun:
     rescue = rescue_is_on(args, options)
     device = args.device
     return LeapRun(
-        controller=PhaseController(phase_lengths(options, max_steps), options.preset_value("confidence_threshold")),
+        controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
         gains=_gain_planner(trainer, stride, trajectory),
         trust=Trust(options.probe_budget, max_steps),

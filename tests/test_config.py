@@ -51,7 +51,7 @@ def test_help_is_complete_and_cheap():
         "print(parser.format_help())\n"
     )
     text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "--confidence_threshold" in text and "5% of" in text
+    assert "--leap_worth" in text and "5% of" in text
     assert "Must be at least 0 and less than 1." in text
 
 
@@ -79,7 +79,7 @@ def test_every_option_is_read_by_something():
         ("lr_rescue", "yes", "`lr_rescue` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),
-        ("confidence_threshold", 1.5, "`confidence_threshold` must be between 0 and 1, got 1.5"),
+        ("probe_budget", 1.5, "`probe_budget` must be between 0 and 1, got 1.5"),
         ("probe_budget", -0.1, "`probe_budget` must be between 0 and 1, got -0.1"),
         ("leap_budget", 0.0, "`leap_budget` must be greater than 0, got 0.0"),
         ("muon_momentum", 1.0, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),

@@ -85,7 +85,7 @@ def test_bouncing_loss_is_a_caution():
     m = monitor()
     for step in range(80):
         verdict = m.judge_step(2.0 + 0.1 * (-1) ** step, 1.0, predicted_loss=None, leap_open=False)
-    assert (verdict.level, verdict.action) == (Level.CAUTION, Action.NONE)
+    assert (verdict.level, verdict.action) == (Level.CAUTION, Action.SHORTEN)
 
 
 def test_a_loss_that_grows_step_by_step_is_noticed():

@@ -28,7 +28,7 @@ class Upwards(Direction):
 def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, correct_gain=False, **options):
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=options.pop("rate", 1.0))
     return LeapRun(
-        controller=PhaseController(PhaseLengths(1, 2, 2, options.pop("max_predict", 3)), confidence_threshold=0.0),
+        controller=PhaseController(PhaseLengths(1, 2, 2, options.pop("max_predict", 3))),
         trajectory=Trajectory(named, optimizer, direction=direction, memory_steps=2, max_relative_norm=math.inf),
         gains=GainPlanner(gain, 0.0, worth),
         trust=trust or Trust(probe_budget=1.0, max_steps=1000),
@@ -81,13 +81,20 @@ def test_a_leap_that_goes_too_far_is_halved():
     assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.5, 0.5)
 
 
+def test_a_leap_that_goes_much_too_far_is_halved_until_it_lowers_the_loss():
+    world = World(minimum=0.1)
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.125, 0.125)
+    assert leap.loss_after < leap.loss_before and world.run.record.forward_only_passes == 2 * 5
+
+
 def test_a_leap_that_only_hurts_is_undone_and_written_down_as_it_was_asked_for():
     world = World(minimum=-1.0)
     leap = world.leap()
     assert (leap.verdict, leap.gain, world.weight.item()) == ("rejected", 1.0, 0.0)
     assert leap.loss_after - leap.loss_before == pytest.approx(3.0)
     assert world.run.trajectory.open is None and world.run.phase is Phase.FULL
-    assert world.run.record.forward_only_passes == 6, "before, at the leap, at its half; two batches each"
+    assert world.run.record.forward_only_passes == 2 * 7, "before, at the leap, at five halves of it"
 
 
 def test_a_loss_that_is_not_finite_counts_as_worse():
@@ -199,6 +206,21 @@ def test_rejections_back_off_exponentially_and_are_forgotten():
         trust.observe_step(Level.NORMAL)
     assert trust.confidence(None) == pytest.approx(fresh, abs=0.01)
     assert trust.confidence(0.5) == pytest.approx(fresh / 2, abs=0.01), "the planner's belief counts"
+
+
+def test_a_level_shortens_leaps_and_recovers_with_those_that_are_kept():
+    world = World(minimum=1e3)
+    world.run.trust.shorten()
+    assert world.leap().gain == 0.5
+    world.run.trajectory.accept()
+    world.run.trust.leap_was_kept(probed=True)
+    assert world.leap(20).gain == pytest.approx(0.55)
+    for _ in range(20):
+        world.run.trust.shorten()
+    assert world.run.trust.level == 1 / 64
+    for _ in range(100):
+        world.run.trust.leap_was_kept(probed=False)
+    assert world.run.trust.level == 1.0
 
 
 # Corrected gains.

@@ -510,7 +510,7 @@ def test_a_config_is_read_back(tmp_path):
         (HybridSFTConfig, {"leap_gain": float("nan")}, "`leap_gain` must be at least 0, got nan"),
         (HybridDPOConfig, {"preset": "bold"}, "`preset` must be one of"),
         (HybridSFTConfig, {"bf16": False, "fp16": True}, "`fp16=True` cannot be combined with predicted steps"),
-        (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is how streamed layers travel"),
+        (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is for streamed layers"),
         (HybridSFTConfig, {"chunked_loss": "on"}, "`chunked_loss=on` changes the head.*in chunks already"),
         (HybridSFTConfig, {"memory": "stream", "stream_embeddings": True}, "`stream_embeddings=True` keeps the head"),
         (HybridDPOConfig, {"memory": "stream"}, "`memory=stream` streams the layers of one model"),

@@ -84,7 +84,6 @@ def hybrid_trainer(model: PreTrainedModel, folder: str) -> Trainer:
         full_phase_steps=2,
         correct_phase_steps=1,
         max_predict_steps=2,
-        confidence_threshold=0.0,  # always predict: this is about the mechanism, not about the quality of a leap
         leap_worth=0.5,  # steps granted per real step; the default grants none within so few steps
     )
     return HybridTrainer(model=model, args=config, train_dataset=samples())

@@ -22,6 +22,8 @@ class Action(str, enum.Enum):
     """The recovery ladder, mildest first."""
 
     NONE = "none"
+    SHORTEN = "shorten"
+    """Halve the next leaps."""
     FORCE_FULL = "force_full"
     """No leaps for a while."""
     BACK_OFF = "back_off"
@@ -154,7 +156,9 @@ class DivergenceMonitor:
     def _action(self, level: Level, leap_open: bool) -> Action:
         if level is Level.CRITICAL:
             return Action.ROLL_BACK if leap_open else Action.FORCE_FULL
-        return Action.FORCE_FULL if level is Level.WARNING else Action.NONE
+        if level is Level.WARNING:
+            return Action.FORCE_FULL
+        return Action.SHORTEN if level is Level.CAUTION else Action.NONE
 
     def _loss_deviation(self, loss: float) -> tuple[Level, str]:
         if len(self.losses) < self.MIN_HISTORY:

@@ -18,12 +18,13 @@ imagines the run with and without leaps. Its worth is credit: `worth` steps per 
 steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on held-out sequences before and after (probe.py). It stays
-unless it is clearly worse, because a good leap often looks neutral at first; one that is worse is halved once, then
-undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the divergence
-monitor (divergence.py) compares the training loss with the trend before the leap, and the snapshot is there until then.
+unless it is clearly worse, because a good leap often looks neutral at first. One that is worse is halved until it lowers
+the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is
+watched in Correct, where the divergence monitor (divergence.py) compares the training loss with the trend before the
+leap, and the snapshot is there until then.
 
-Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and the
-confidence in leaps must reach a threshold.
+Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
+level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
 
 The trainer calls `begin_step`; for a real step `count`, `before_update` and `after_update`; and `end_step`. All
 decisions follow from state that is saved, so that a resumed run takes the same ones, and from numbers that are equal on
@@ -79,8 +80,11 @@ class Trust:
 
     1. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps. After two rejections in a row
        every leap is probed, so that the probe budget limits what leaps cost that do not help.
-    2. Confidence: the posterior share of leaps that are kept, times the stability of the run, times the planner's
-       probability that leaping pays, where it has one. The phase controller asks for a threshold.
+    2. Level: a factor on every gain. A roll-back, a lasting rise of the loss and a caution of the divergence monitor
+       halve it; each leap that is kept raises it by a tenth, up to 1.
+
+    What was learnt is also told as a confidence, one of the signals: the posterior share of leaps that are kept, times
+    the stability of the run, times the planner's probability that leaping pays, where it has one.
 
     Args:
         probe_budget (`float`): Share of the run's compute for probes.
@@ -96,6 +100,7 @@ class Trust:
     rejections_in_a_row: int = 0
     blocks_to_skip: int = 0
     probes_made: int = 0
+    level: float = 1.0
 
     PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
     EVIDENCE_HALF_LIFE = 50.0
@@ -133,11 +138,16 @@ class Trust:
         self.kept += 1.0 if probed else 0.25
         if probed:
             self.rejections_in_a_row = 0
+        self.level = min(1.0, self.level * 1.1)
 
     def leap_was_rejected(self) -> None:
         self.rejected += 1.0
         self.rejections_in_a_row += 1
         self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
+
+    def shorten(self) -> None:
+        """Halve the leaps from here on, until leaps that are kept raise the level again."""
+        self.level = max(self.level / 2, 1.0 / 64.0)
 
 
 # The run.
@@ -175,6 +185,8 @@ class LeapRun:
 
     MARGIN, Z = 1.0, 2.0
     """A probed leap may raise the held-out loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
+    HALVINGS = 5
+    """How often a probed leap that is clearly worse is halved before it is undone."""
     STATISTICS_EVERY = 8
     """Real steps between measurements of the optimizer's moments: they cost a pass over its states."""
 
@@ -304,10 +316,11 @@ class LeapRun:
             trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
         # A block grown long while leaps backed off must not be repaid in one go.
         longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
-        return self.gains.gain(trajectory.clock.progress) * min(1.0, longest / leap.real_steps)
+        gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
+        return gain * min(1.0, longest / leap.real_steps)
 
     def _probe(self, leap: Leap, gain: float) -> None:
-        """Leap, and compare held-out losses before and after: the leap is kept, halved, or rejected."""
+        """Leap, and compare held-out losses before and after: the leap is kept, halved until it helps, or rejected."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
         probe.choose()
@@ -317,10 +330,13 @@ class LeapRun:
         self._look(leap, gain, before)
         leap.verdict = "kept"
         if is_clearly_worse(leap.decrease, leap.standard_error, margin=self.MARGIN * self.slope, z=self.Z):
-            refused = replace(leap)
-            self._look(leap, gain / 2, before)
-            leap.verdict = "shrunk" if leap.decrease > 0 else "rejected"
-            if leap.verdict == "rejected":  # what is written down is the leap that was asked for
+            refused, leap.verdict = replace(leap), "rejected"
+            for halving in range(1, self.HALVINGS + 1):
+                self._look(leap, gain / 2**halving, before)
+                if leap.decrease > 0:
+                    leap.verdict = "shrunk"
+                    break
+            else:  # what is written down is the leap that was asked for
                 vars(leap).update(vars(refused), verdict="rejected")
         leap.probe_cost_steps = probe.cost_steps - spent
         if self.slope > 0:
@@ -452,11 +468,11 @@ class LeapRun:
         self.trust.observe_step(verdict.level)
         self.steps_since_leap += 1
         self.record.steps_by_phase[phase.value] += 1
-        if verdict.level is not Level.NORMAL:
+        if verdict.action is not Action.NONE:
             self._react(step, verdict)
         block_ends = self.controller.remaining <= 1 and phase is not Phase.PREDICT
         allowed = block_ends and self._may_leap(step + 1)
-        self.controller.finish_step(confidence=self.confidence, leap_allowed=allowed)
+        self.controller.finish_step(leap_allowed=allowed)
         # The controller has left Correct: the leap is judged now, while its snapshot is still there.
         if phase is Phase.CORRECT and self.controller.phase is not Phase.CORRECT and self.trajectory.open is not None:
             verdict = self._judge_leap(self.trajectory.open)
@@ -542,8 +558,11 @@ class LeapRun:
             logger.warning("Step %d: %s; %s.", step, verdict.reason, action.value.replace("_", " "))
         if action is Action.ABORT:
             raise TrainingDivergedError(f"Training diverged at step {step}: {verdict.reason}.")
+        if action is Action.SHORTEN:
+            self.trust.shorten()
         if action is Action.BACK_OFF:
             self.trust.leap_was_rejected()
+            self.trust.shorten()
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
@@ -562,6 +581,7 @@ class LeapRun:
         self.record.roll_backs += 1
         leap.verdict = "rolled_back"
         self.trust.leap_was_rejected()
+        self.trust.shorten()
         self.credit -= leap.worth  # what was granted for it has to be earned again
         self.monitor.errors.clear()
 
@@ -655,7 +675,7 @@ class LeapRun:
     _PARTS = ("controller", "monitor", "signals", "record", "windows")
     _OPTIONAL = ("probe", "rescue", "correction")
     _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap")
-    _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made")
+    _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
 
     def state_dict(self) -> tuple[dict, dict]:
         """Tensors and JSON values from which a resumed run continues bit for bit."""
