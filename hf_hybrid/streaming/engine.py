@@ -161,13 +161,15 @@ class Streamed(Resident):
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that steps a layer when that layer is streamed."""
-        if not isinstance(optimizer, LazyOptimizer):
-            optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
-            if self.steps_on_device:
-                self.streamer.on_load = self._noting(self.streamer.on_load)
-                self.streamer.before_forward = self._noting(self.streamer.before_forward)
-        self.optimizer = optimizer
-        return optimizer
+        made = getattr(optimizer, "optimizer", optimizer)  # a second run comes with what accelerate made of the first's
+        if isinstance(made, LazyOptimizer):
+            self.optimizer = made
+            return optimizer
+        self.optimizer = LazyOptimizer(optimizer, self.streamer, on_device=self.steps_on_device)
+        if self.steps_on_device:
+            self.streamer.on_load = self._noting(self.streamer.on_load)
+            self.streamer.before_forward = self._noting(self.streamer.before_forward)
+        return self.optimizer
 
     def begin(self) -> None:
         self.streamer.attach()
