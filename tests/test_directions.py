@@ -308,7 +308,9 @@ class Steady(GradientMemory):
     gain, gain_power, memory_steps, values_per_weight = 0.5, 0.0, 7, 3.0
 
 
-@pytest.mark.parametrize("direction", [Steady, partial(Steady), lambda context: Steady(context)], ids=str)
+@pytest.mark.parametrize(
+    "direction", [Steady, partial(Steady), lambda context: Steady(context)], ids=["class", "partial", "function"]
+)
 def test_attributes_of_a_direction_count(direction, tmp_path, train_set):
     """Its own gain, whatever the options' direction; before it is built only those of a class are known."""
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=train_set, direction=direction)
