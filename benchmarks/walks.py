@@ -1,5 +1,12 @@
-#!/usr/bin/env python3
-"""How many files of hf_hybrid one training step enters: a real step with everything at its default, and a step with a probed leap.
+"""
+How many files of hf_hybrid one step enters: a real step with everything at its default, and a step with a probed leap.
+
+    python benchmarks/walks.py [--json]
+
+A tiny Llama on the CPU. Counts calls into the files of the package with `sys.setprofile`, from the end of one step to the
+end of the next. No name inside the package is used, only public results.
+"""
+How many files of hf_hybrid one step enters: a real step with everything at its default, and a step with a probed leap.
 
 Run with the package installed: python benchmarks/walks.py [--json]. A tiny Llama on the CPU; counts calls into the package's files with
 sys.setprofile, from the end of one step to the end of the next. No name inside the package is used, only public results.

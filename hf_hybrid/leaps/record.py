@@ -23,8 +23,8 @@ class Leap:
         gain (`float`): How far it went, in units of the real steps since the last leap, after the cap; 0 until the
             weights have moved.
         real_steps (`int`): Real steps since the last leap.
-        verdict (`str`): `unprobed`, `kept`, `shrunk` (a half, a quarter ... of it was kept), `rejected`, or `rolled_back` where Correct
-            undid it.
+        verdict (`str`): `unprobed`, `kept`, `shrunk` (a half, a quarter ... of it was kept), `rejected`, or
+            `rolled_back` where Correct undid it.
         horizon (`int`): Steps that were skipped for it.
         worth (`float`): Steps that it was credited with.
         relative_norm (`float`): Its norm over the norm of the weights.
