@@ -1,15 +1,11 @@
+#!/usr/bin/env python3
 """
 How many files of hf_hybrid one step enters: a real step with everything at its default, and a step with a probed leap.
 
     python benchmarks/walks.py [--json]
 
-A tiny Llama on the CPU. Counts calls into the files of the package with `sys.setprofile`, from the end of one step to the
-end of the next. No name inside the package is used, only public results.
-"""
-How many files of hf_hybrid one step enters: a real step with everything at its default, and a step with a probed leap.
-
-Run with the package installed: python benchmarks/walks.py [--json]. A tiny Llama on the CPU; counts calls into the package's files with
-sys.setprofile, from the end of one step to the end of the next. No name inside the package is used, only public results.
+A tiny Llama on the CPU. Calls into the files of the package are counted with `sys.setprofile`, from the end of one step
+to the end of the next. No name inside the package is used, only public results.
 """
 
 import json

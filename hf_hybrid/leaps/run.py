@@ -19,9 +19,9 @@ steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on held-out sequences before and after (probe.py). It stays
 unless it is clearly worse, because a good leap often looks neutral at first. One that is worse is halved until it
-lowers the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is
-watched in Correct, where the divergence monitor (divergence.py) compares the training loss with the trend before the
-leap, and the snapshot is there until then.
+lowers the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what probes cost. Every
+leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss with the trend
+before the leap, and the snapshot is there until then.
 
 Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
 level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
