@@ -89,7 +89,7 @@ def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: 
         at = folder / f"checkpoint-{checkpoint}"
         seen = [entry for entry in history if entry["step"] <= checkpoint]
         write(at / "trainer_state.json", {"global_step": checkpoint, "max_steps": 100, "log_history": seen})
-        write(at / "hybrid_state.json", {"schema_version": 1, "options": {"direction": "gradient_memory"}, "engine": {
+        write(at / "hybrid_state.json", {"schema_version": 2, "options": {"direction": "gradient_memory"}, "run": {
             "record": saved, "planner": {"gains": {}}}})  # fmt: skip
     if finished:
         memory = {"held": {"weights": {"device": 0, "host": 4096}, "total": {"device": 0, "host": 4096}}}
@@ -119,7 +119,6 @@ def step_record(step: int, phase: str, *, device: bool = True, seconds: float | 
         "measured": 12 * GIB,
         "held": held if step % 10 == 0 else None,
         "unexplained": 6 * GIB if step % 10 == 0 else None,
-        "moments": None,
     }
     if not device:
         found |= {"device": None, "nvml": None}

@@ -11,10 +11,10 @@ from run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.report.findings import PROFILER_HINT, findings, wilson_interval
+from hf_hybrid.report.findings import PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_folder import load_run, phases_by_step, stretches_of
+from hf_hybrid.report.run_folder import load_run, phases_by_step
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_plain_trainer(tmp_path):
     plain_run(tmp_path)
     found = findings(load_run(tmp_path))
     assert found["headline"]["steps"]["real"] == 100 and found["headline"]["backward_passes"]["done"] is None
-    assert found["leaps"] is None and found["phases"] == [] and found["calibration"] == {}
+    assert found["leaps"] is None and found["phases"] == [] and found["displacement"] == []
     files = {path.name for path in write_report(tmp_path)}
     assert "leaps.csv" not in files and {"loss.png", "rate.png", "report.html", "steps.csv"} <= files
-    assert not {"memory.png", "calibration.png", "bytes.png"} & files
+    assert "memory.png" not in files
 
 
 @pytest.mark.parametrize("content", [None, "empty", "config", "garbage"])
@@ -141,8 +141,7 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path, undrawn):
     files = write_report(tmp_path)
     found = json.loads(files[1].read_text())
     assert found["headline"]["final_loss"]["training"] == pytest.approx(3.0)
-    assert found["leaps"]["made"] == 2 and len(found["calibration"]["decrease"]) == 1
-    assert "displacement" not in found["calibration"]
+    assert found["leaps"]["made"] == 2 and found["displacement"] == []
 
 
 # Memory.
@@ -197,7 +196,7 @@ def test_what_comes_from_files_is_no_formula(tmp_path, undrawn):
     assert rows[0]["verdict"] == "'=HYPERLINK(1)" and rows[1]["e"] == "-2.0"
 
 
-# Phases and calibration.
+# Phases and forecasts.
 
 
 def test_phases_of_steps_come_from_the_best_source(tmp_path):
@@ -208,48 +207,19 @@ def test_phases_of_steps_come_from_the_best_source(tmp_path):
     assert from_record == real
     profile(tmp_path, [step_record(step, phase) for step, phase in known.items()] + [step_record(100, "evaluate")])
     assert phases_by_step(load_run(tmp_path)) == known
-    assert stretches_of({1: "a", 2: "a", 3: "b", 4: "a"}) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
 
 
-def test_calibration_shows_what_the_record_supports(tmp_path):
-    made = [leap(12 + 4 * k, "kept" if k % 4 else "rejected") for k in range(16)]
-    hybrid_run(tmp_path, leaps=made)
-    found = findings(load_run(tmp_path))["calibration"]
-    assert found["decrease"][0] == {
-        "step": 12, "predicted": 0.03, "realised": pytest.approx(0.02), "standard_error": 0.005, "accepted": False,
-    }  # fmt: skip
-    assert len(found["forecast"]) == 16 and found["displacement"][0]["cosine"] == 0.5
-    assert sum(row["leaps"] for row in found["confidence"]) == 16
-    kept = sum(row["share_kept"] * row["leaps"] for row in found["confidence"])
-    assert kept == pytest.approx(12)
-    assert all(row["low"] <= row["share_kept"] <= row["high"] for row in found["confidence"])
-    assert "world_model_errors" not in found and "world_model_coverage" not in found
-
-
-def test_few_leaps_say_nothing_of_the_confidence(tmp_path):
+def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
     hybrid_run(tmp_path)
-    assert "confidence" not in findings(load_run(tmp_path))["calibration"]
-
-
-def test_wilson_interval_of_known_numbers():
-    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson_interval(0, 5)[0] == 0.0 and wilson_interval(5, 5)[1] == pytest.approx(1.0)
-
-
-def test_the_world_model_is_scored_from_summary_and_checkpoint(tmp_path):
-    hybrid_run(tmp_path, steps=80, finished=False)
-    path = tmp_path / "checkpoint-80" / "hybrid_state.json"
-    state = json.loads(path.read_text())
-    places = [0.05, 0.3, 0.5, 0.6, 0.95, 0.7]
-    calibration = {"1": [1.0, 9.0, 9.0, places, [0.6, 1.2, 0.9], 6], "5": [1.0, 9.0, 9.0, [], [0.0] * 3, 0]}
-    state["engine"]["planner"]["gains"] = {"choices": [{"progress": 0.5}], "dynamics": {"calibration": calibration}}
-    path.write_text(json.dumps(state))
-    found = findings(load_run(tmp_path))["calibration"]
-    assert found["world_model_errors"]["1"] == pytest.approx({"model": 0.1, "persistence": 0.2, "power_law": 0.15})
-    assert list(found["world_model_errors"]) == ["1"], "nothing was scored five windows ahead"
-    (coverage,) = found["world_model_coverage"]
-    assert coverage["windows_ahead"] == 1 and coverage["forecasts"] == 6
-    assert coverage["inside"][coverage["levels"].index(0.5)] == pytest.approx(4 / 6)
+    found = findings(load_run(tmp_path))
+    assert (
+        found["displacement"] == [{"group": "model.norm.weight", "leaps": 3, "cosine": 0.5, "norm_ratio": 1.1}]
+        and found["forecast_errors"] == {}
+    )
+    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
+    errors = {"1": {"model": 0.1, "persistence": 0.2, "power_law": 0.15}}
+    write(tmp_path / "hybrid_summary.json", {**summary, "planner": {"errors": errors}})
+    assert findings(load_run(tmp_path))["forecast_errors"] == errors
 
 
 # Two runs.
@@ -289,7 +259,7 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     path = tmp_path / "profile" / "steps.jsonl"
     path.write_bytes(path.read_bytes()[:-20])  # as a kill leaves it
     files = {path.name for path in write_report(tmp_path)}
-    assert {"memory.png", "loss.png", "rate.png", "bytes.png", "leaps.csv"} <= files
+    assert {"memory.png", "loss.png", "rate.png", "leaps.csv"} <= files
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     assert not found["finished"] and found["headline"]["steps"]["planned"] == 30
     assert found["headline"]["steps"]["total"] >= 25 and found["headline"]["peak_memory"]["where"] == "host"

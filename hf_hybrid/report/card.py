@@ -101,12 +101,7 @@ def options_table(options: dict[str, object]) -> Markdown:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """
-    The whole card.
-
-    Args:
-        facts (`dict`): See [`card_facts`]; `metadata` becomes the YAML block at the top.
-    """
+    """The whole card from [`card_facts`], of which `metadata` becomes the YAML block at the top."""
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
     )
@@ -130,16 +125,7 @@ def card_facts(
     """
     Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
-    Args:
-        trainer (`Trainer`): Has `hybrid_summary()` and `hybrid_args`.
-        given (`dict`): Metadata that the caller knows: `language`, `license`, `tags`, `datasets` (ids), `dataset_names`
-            (for people) and `dataset_args`.
-        baseline (`dict`, *optional*): What another run reached: `name`, `eval_loss`, `backward_passes`, `seconds`,
-            `note`.
-        name (`str`, *optional*): Of the model. Default: the name of the output folder.
-        finetuned_from (`str`, *optional*): The model that training began with. Default: where the model says it was
-            loaded from.
-        tasks (`str` or `list[str]`, *optional*): The Hub's name of what the model does. Default: from its class.
+    `given` and the other arguments are those of [`PublishingMixin.create_model_card`], checked.
     """
     args, log, summary = trainer.args, trainer.state.log_history, trainer.hybrid_summary()
     model = model_facts(trainer, finetuned_from, tasks)
@@ -181,7 +167,7 @@ def card_facts(
         "settings": {key: clean(value, secrets) for key, value in settings.items()},
         "hybrid_options": {key: clean(value, secrets) for key, value in changed.items() if key in hybrid},
         "summary": summary,
-        "phases": phase_rows(summary),
+        "phases": [(name.capitalize(), *cells) for name, *cells in summary.phase_rows()],
         "direction": summary.get("direction"),
         "leaps": [(VERDICTS.get(key, key), n) for key, n in (summary.get("leaps_by_verdict") or {}).items() if n],
         "learning_rate_scale": None if math.isclose(scale, 1.0) else f"{scale:.3g}",
@@ -486,16 +472,6 @@ def _is_telling(option: str) -> bool:
     # Where files go and what is shown meanwhile says nothing about the model.
     silent = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "disable_tqdm", "report_to")
     return option not in silent and "hub" not in option
-
-
-def phase_rows(summary: dict) -> list[tuple[str, str, str]]:
-    """Steps and time of each phase; none for runs without phases."""
-    steps, seconds = summary.get("steps_by_phase") or {}, summary.get("seconds_by_phase") or {}
-    return [
-        (name.capitalize(), format_number(count), format_seconds(seconds.get(name) if count else None))
-        for name, count in steps.items()
-        if sum(steps.values())
-    ]
 
 
 def memory_of(trainer, summary: dict) -> dict[str, Any] | None:

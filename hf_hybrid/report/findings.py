@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import math
 from datetime import datetime, timezone
 
 from hf_hybrid.report.run_folder import PHASES, Run, as_dict, number, peak_of, phases_by_step, reading
@@ -14,20 +12,13 @@ PROFILER_HINT = (
     "Memory was not recorded. With `from hf_hybrid import MemoryProfilerCallback` and "
     "`callbacks=[MemoryProfilerCallback()]` in the trainer, the next report has it over time, by phase and by category."
 )
-LEAST_LEAPS, LEAST_FORECASTS = 8, 5
-"""Fewer leaps show nothing of the confidence, and fewer forecasts nothing of their intervals, but chance."""
 
 
 def findings(run: Run) -> dict:
     """
-    Everything in `report.json`.
+    Everything in `report.json`, from a run that [`load_run`] read.
 
-    Args:
-        run (`Run`): See [`load_run`].
-
-    Returns:
-        `dict`: `headline`, `phases`, `leaps`, `memory`, `recoveries`, `calibration`, `events`, `options`,
-        `environment`, `notes`. What was not recorded is `None` or empty.
+    What was not recorded is `None` or empty.
     """
     return {
         "schema_version": 1,
@@ -46,7 +37,8 @@ def findings(run: Run) -> dict:
         "leaps": _leap_summary(run),
         "memory": _memory(run),
         "recoveries": run.recoveries,
-        "calibration": _calibration(run),
+        "displacement": _displacement(run),
+        "forecast_errors": as_dict(as_dict(run.record.get("planner")).get("errors")),
         "events": [as_dict(event) for event in run.record.get("divergence_events") or []],
         "options": {**run.options, **run.config},
         "environment": _environment(run.profile.run),
@@ -136,13 +128,9 @@ def _seconds(run: Run) -> dict:
 
 def used_memory(entry: dict, device_total: float | None = None) -> tuple[float | None, float | None, str | None]:
     """
-    Bytes in use, bytes there are, and their source, from a step's record.
+    Bytes in use, bytes there are, and their source, from a line of `steps.jsonl`.
 
     The first that was read of: the whole device by NVML, torch's allocator, the resident memory of the process.
-
-    Args:
-        entry (`dict`): A line of `steps.jsonl`.
-        device_total (`float`, *optional*): Bytes of the device, for the allocator, which does not know them.
     """
     if reading(entry, "nvml.used") is not None:
         return reading(entry, "nvml.used"), reading(entry, "nvml.total"), "device (NVML)"
@@ -263,70 +251,6 @@ def _leap_summary(run: Run) -> dict | None:
     }
 
 
-# Predicted against realised.
-
-
-def _calibration(run: Run) -> dict:
-    """What the record supports. The keys of other forecasts are absent."""
-    found = {
-        "decrease": _decreases(run),
-        "forecast": _forecast_errors(run),
-        "confidence": _confidence(run),
-        "displacement": _displacement(run),
-        "world_model_errors": run.world_model.get("errors"),
-        "world_model_coverage": _coverage(run),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def _decreases(run: Run) -> list[dict]:
-    """First-order predicted fall of the training loss and the probed fall of the held-out loss, leap by leap."""
-    rows = []
-    for leap in run.leaps:
-        names = ("predicted_decrease", "loss_before", "loss_after", "standard_error")
-        predicted, before, after, error = (number(leap.get(name)) for name in names)
-        if None not in (predicted, before, after):
-            row = {"step": leap["step"], "predicted": predicted, "realised": before - after, "standard_error": error}
-            rows.append({**row, "accepted": accepted(leap)})
-    return rows
-
-
-def _forecast_errors(run: Run) -> list[dict]:
-    """Training loss in Correct minus the forecast of the trend before the leap."""
-    errors = [(leap, number(leap.get("forecast_error"))) for leap in run.leaps]
-    return [{"step": leap["step"], "error": e, "accepted": accepted(leap)} for leap, e in errors if e is not None]
-
-
-def _confidence(run: Run) -> list[dict]:
-    """Confidence as last logged before each leap, in groups of equal size, and the share of them that was kept."""
-    logged = run.series("hybrid/confidence")
-    steps, pairs = [step for step, _ in logged], []
-    for leap in run.leaps:
-        place = bisect.bisect_right(steps, leap["step"]) - 1
-        if place >= 0:
-            pairs.append((logged[place][1], accepted(leap)))
-    if len(pairs) < LEAST_LEAPS:
-        return []
-    pairs.sort()
-    groups, rows = min(5, len(pairs) // 4), []
-    bounds = [round(index * len(pairs) / groups) for index in range(groups + 1)]
-    for first, last in zip(bounds, bounds[1:]):
-        group = pairs[first:last]
-        kept = sum(stayed for _, stayed in group)
-        low, high = wilson_interval(kept, len(group))
-        row = {"confidence": sum(confidence for confidence, _ in group) / len(group), "leaps": len(group)}
-        rows.append({**row, "share_kept": kept / len(group), "low": low, "high": high})
-    return rows
-
-
-def wilson_interval(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927)."""
-    share = hits / count
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
 def _displacement(run: Run) -> list[dict]:
     """Mean cosine and norm ratio of leaps and the real steps after them, by kind of parameter."""
     rows = []
@@ -334,17 +258,6 @@ def _displacement(run: Run) -> list[dict]:
         values = {name: number(as_dict(residual).get(name)) for name in ("leaps", "cosine", "norm_ratio")}
         if None not in values.values():
             rows.append({"group": str(group), **values})
-    return rows
-
-
-def _coverage(run: Run) -> list[dict]:
-    """How often the world model's central intervals held the loss that came, by windows ahead."""
-    levels = [0.1 * k for k in range(1, 10)]
-    rows = []
-    for ahead, places in (run.world_model.get("places") or {}).items():
-        if len(places) >= LEAST_FORECASTS:
-            inside = [sum(abs(p - 0.5) <= level / 2 for p in places) / len(places) for level in levels]
-            rows.append({"windows_ahead": int(ahead), "forecasts": len(places), "levels": levels, "inside": inside})
     return rows
 
 

@@ -255,7 +255,6 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list[str]:
-    calibration = found["calibration"]
     return [
         f"<header><h1>{escape(found['name'])}</h1>",
         f'<p>{escape(found["status"])}</p><p class="muted"><code>{escape(found["folder"])}</code></p></header>',
@@ -266,8 +265,8 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
         _leaps(found["leaps"], leaps),
         _memory(found["memory"]),
         _recoveries(found["recoveries"]),
-        _displacement(calibration.get("displacement") or []),
-        _world_model(calibration.get("world_model_errors") or {}),
+        _displacement(found["displacement"]),
+        _world_model(found["forecast_errors"]),
         _events(found["events"]),
         _pairs("Environment", found["environment"]),
         _pairs("Options", found["options"]),
@@ -416,10 +415,9 @@ def _memory(memory: dict | None) -> str:
         if peak
     ]
     spikes = [
-        (*_cells(spike, ("step", "phase")), *(format_bytes(number(spike.get(key))) for key in ("bytes", "usual")),
-         _changes(as_dict(spike.get("changed"))))
+        (*_cells(spike, ("step", "phase")), *(format_bytes(number(spike.get(key))) for key in ("bytes", "usual")))
         for spike in memory.get("spikes") or []
-    ]  # fmt: skip
+    ]
     crashes = [
         (crash["step"], *_cells(crash, ("phase", "stage")), format_bytes(number(crash["requested"])),
          f"profile/{crash['folder']}", _cell(crash["error"]))
@@ -432,7 +430,7 @@ def _memory(memory: dict | None) -> str:
         *(_held(memory.get("categories_by_phase") or [], place) for place in ("device", "host")),
         _table(("", "device", "host"), end, title, caption=title),
         _table(("", "peak", "of", "step"), ranks, "Other processes", caption="Other processes"),
-        _table(("step", "phase", "peak", "usual", "what changed"), spikes, "Spikes", caption="Spikes", words=True),
+        _table(("step", "phase", "peak", "usual"), spikes, "Spikes", caption="Spikes", words=True),
         _table(columns, crashes, "Out-of-memory errors", caption="Out-of-memory errors", words=True),
     )
 
@@ -448,16 +446,6 @@ def _held(phases: Sequence[dict], place: str) -> str:
     cells = [(name, *map(format_bytes, counts)) for name, *counts in [*rows, ("sum", *sums)]] if rows else []
     headers = ("", *(f"{row['phase']}, step {row['step']}" for row in phases))
     return _table(headers, cells, f"Held on the {place}", caption=f"On the {place}, where a phase held most")
-
-
-def _changes(changed: dict) -> str:
-    """What changed before a spike: the part of the step, readings, categories."""
-    parts = [f"reached in {changed['moment']}"] if changed.get("moment") else []
-    counts = {name: number(value) for name, value in changed.items() if name != "since_step"}
-    for category, places in as_dict(changed.get("held")).items():
-        counts |= {f"{category} ({place})": number(value) for place, value in as_dict(places).items()}
-    shown = {name: f"{'+' if count > 0 else '−'}{format_bytes(abs(count))}" for name, count in counts.items() if count}
-    return ", ".join([*parts, *(f"{name} {change}" for name, change in shown.items())])
 
 
 def _recoveries(events: Sequence[dict]) -> str:

@@ -1,5 +1,5 @@
 """
-The plots of a report: memory, loss and leaps, learning rate and gain, predicted against realised, bytes by category.
+The plots of a report: memory, loss and leaps, learning rate and gain.
 
 A *painter* draws one plot on an empty figure and returns `False` if the run has nothing to draw. [`draw`] writes it as
 PNG and as SVG for the page, which takes its colours from the page, so that light and dark both work. Phases have the
@@ -20,8 +20,8 @@ from html import escape
 from pathlib import Path
 
 from hf_hybrid.report.findings import ACCEPTED, accepted
-from hf_hybrid.report.run_folder import Run, number, phases_by_step, reading, stretches_of
-from hf_hybrid.report.summary import GIB, KIB, MIB, format_bytes
+from hf_hybrid.report.run_folder import Run, number, phases_by_step, reading
+from hf_hybrid.report.summary import GIB, MIB, format_bytes
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {
@@ -42,8 +42,8 @@ KEPT, LOST = PALETTE["predict"], PALETTE["bad"]
 """Colours of leaps that stayed in the weights, and of those that did not."""
 A, B = PALETTE["full"], PALETTE["predict"]
 """Colours of the first and the second run of a comparison."""
-MOST_BANDS, MOST_POINTS, MOST_MARKS = 80, 1500, 60
-"""More phases than that are not drawn behind lines, more points are thinned, more leaps are not marked on the loss."""
+MOST_POINTS = 1500
+"""More points than that are thinned."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,12 @@ def plots_available() -> bool:
 
 
 def run_plots(run: Run, found: dict, folder: Path) -> list[Plot]:
-    """
-    All plots of a run that its data support, as PNG in `folder` and as SVG.
-
-    Args:
-        run (`Run`): The run.
-        found (`dict`): See [`findings`].
-        folder (`Path`): Exists already.
-    """
-    by_category = "Bytes held by category and phase; the table has the numbers."
+    """All plots of a run, with its [`findings`], that its data support, as PNG in `folder` and as SVG."""
     plots = (
         ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
         ("loss", "Loss and leaps", _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
         ("rate", "Learning rate and gain", _rate_alt(run), lambda figure: paint_rate(figure, run)),
-        ("calibration", "Predicted against realised", _calibration_alt(found["calibration"]),
-         lambda figure: paint_calibration(figure, found["calibration"])),
-        ("bytes", "Bytes by category", by_category, lambda figure: paint_bytes(figure, found["memory"])),
-    )  # fmt: skip
+    )
     return [plot for plot in (draw(*plot, folder) for plot in plots) if plot is not None]
 
 
@@ -93,15 +82,7 @@ def comparison_plots(first: Run, second: Run, folder: Path) -> list[Plot]:
 
 
 def draw(name: str, title: str, alt: str, painter: Callable, folder: Path) -> Plot | None:
-    """
-    Draw a plot as PNG and SVG.
-
-    Args:
-        name (`str`), title (`str`), alt (`str`): See [`Plot`].
-        painter (`Callable`): Draws on an empty figure, and may change its height. It returns `False` if there is
-            nothing to draw, and then nothing is written.
-        folder (`Path`): Where `NAME.png` goes.
-    """
+    """`NAME.png` in `folder`, and the plot for the page. The painter may change the height of its figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -195,27 +176,14 @@ def _legend_above(axis, **options) -> None:
     axis.legend(**placed, **options)
 
 
-def phase_strip(axis, phases: dict[int, str]) -> None:
+def phase_strip(axis, phases: dict[int, str], bins: int = 600) -> None:
     """A band of phases along the steps. Where they change too often to be seen, it shows their shares of the steps."""
-    from matplotlib.patches import Patch
-
     axis.set_yticks([])
     axis.set_ylim(0, 1)
     _bare(axis)
-    stretches, known = stretches_of(phases), list(PALETTE)
+    known, first, last = list(PALETTE), min(phases), max(phases)
     order = sorted(set(phases.values()), key=lambda phase: (known.index(phase) if phase in known else 0, phase))
-    if len(stretches) <= 3 * MOST_BANDS:
-        for first, last, phase in stretches:
-            axis.axvspan(first - 1, last, color=phase_colour(phase), linewidth=0)
-    else:
-        _phase_shares(axis, phases, order)
-    handles = [Patch(facecolor=phase_colour(phase), linewidth=0) for phase in order]
-    labels = ["full or correct" if phase == "real" else phase for phase in order]
-    _legend_above(axis, handles=handles, labels=labels, handlelength=0.9, handletextpad=0.4)
-
-
-def _phase_shares(axis, phases: dict[int, str], order: Sequence[str], bins: int = 150) -> None:
-    first, last = min(phases), max(phases)
+    bins = min(bins, last - first + 1)
     width = (last - first + 1) / bins
     counts: list[dict[str, int]] = [{} for _ in range(bins)]
     for step, phase in phases.items():
@@ -224,33 +192,15 @@ def _phase_shares(axis, phases: dict[int, str], order: Sequence[str], bins: int 
     counts.append(counts[-1])  # a step plot needs its right edge
     edges = [first - 1 + index * width for index in range(bins + 1)]
     shares = [[bucket.get(phase, 0) / max(sum(bucket.values()), 1) for bucket in counts] for phase in order]
-    axis.stackplot(edges, shares, step="post", colors=[phase_colour(phase) for phase in order], linewidth=0)
+    labels = ["full or correct" if phase == "real" else phase for phase in order]
+    colours = [phase_colour(phase) for phase in order]
+    axis.stackplot(edges, shares, step="post", labels=labels, colors=colours, linewidth=0)
+    _legend_above(axis, handlelength=0.9, handletextpad=0.4)
 
 
-def faint_bands(axis, phases: dict[int, str]) -> None:
-    """Phases behind the lines, while there are few enough to tell them apart."""
-    stretches = stretches_of(phases)
-    if len(stretches) <= MOST_BANDS:
-        for first, last, phase in stretches:
-            axis.axvspan(first - 1, last, color=phase_colour(phase), alpha=0.09, linewidth=0, zorder=0)
-
-
-def lines(axis, series: Sequence[tuple[str, Sequence, str, dict]], *, envelope: bool = False) -> None:
-    """
-    Lines with their names above the plot.
-
-    Args:
-        series: Name, `(step, value)` pairs, colour and further options of each line.
-        envelope: Draw a line with more points than can be seen as the highest of each stretch, shaded down to the
-            lowest.
-    """
+def lines(axis, series: Sequence[tuple[str, Sequence, str, dict]]) -> None:
+    """Lines with their names above the plot: name, `(step, value)` pairs, colour and further options of each."""
     for name, points, colour, options in series:
-        size = -(-len(points) // 400) if envelope and len(points) > MOST_POINTS else 1
-        if size > 1:
-            stretches = [points[start : start + size] for start in range(0, len(points), size)]
-            lows = [min(value for _, value in stretch) for stretch in stretches]
-            points = [(stretch[0][0], max(value for _, value in stretch)) for stretch in stretches]
-            axis.fill_between(*zip(*points), lows, color=colour, alpha=0.18, linewidth=0)
         axis.plot(*zip(*thinned(points)), color=colour, label=name, **{"solid_capstyle": "round", **options})
     _legend_above(axis)
 
@@ -262,14 +212,6 @@ def _smooth(axis, name: str, points: Sequence, colour: str, **options) -> tuple[
     axis.plot(*zip(*thinned(points)), color=colour, alpha=0.22, linewidth=0.7)
     width = max(10, len(points) // 50)
     return f"{name}, mean of {width}", running_mean(points, width), colour, options
-
-
-def plain_ticks(axis, which: str = "xy") -> None:
-    """Numbers as they are, `0.003` and `3e-05`, without an offset or a power beside the axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    for name in which:
-        getattr(axis, f"{name}axis").set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -294,24 +236,10 @@ def running_mean(points: Sequence[tuple[float, float]], width: int) -> list[tupl
     return found
 
 
-def byte_unit(values: Sequence[float]) -> tuple[int, str]:
-    """The unit in which the largest of these numbers of bytes is easiest to read."""
-    most = max(values, default=0)
-    return next(((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if most >= unit), (1, "B"))
-
-
 def _phases(run: Run) -> dict[int, str]:
     """Phases of the steps, where there is more than one."""
     phases = phases_by_step(run)
     return phases if len(set(phases.values())) > 1 else {}
-
-
-def _by_fate(rows: Sequence[dict]) -> Iterator[tuple[bool, list[dict], str, str, float]]:
-    """Rows of leaps that stayed and of those that did not, each with marker, colour and size."""
-    for stayed, marker, colour, size in ((True, "o", KEPT, 3.5), (False, "X", LOST, 5)):
-        chosen = [row for row in rows if row["accepted"] is stayed]
-        if chosen:
-            yield stayed, chosen, marker, colour, size
 
 
 # Memory.
@@ -339,11 +267,11 @@ def _points(run: Run, name: str) -> list[tuple[int, float]]:
 
 def _draw_bytes(axis, place: str, series: Sequence[tuple[str, list, str, dict]]) -> None:
     most = max(value for _, points, _, _ in series for _, value in points)
-    unit, name = byte_unit([most])
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     axis.set_ylim(0, 1.12 * most / unit)
     axis.set_ylabel(f"{place}, {name}")
     scaled = [(label, [(step, value / unit) for step, value in points], *rest) for label, points, *rest in series]
-    lines(axis, scaled, envelope=True)
+    lines(axis, scaled)
 
 
 def paint_memory(figure, run: Run) -> bool | None:
@@ -358,7 +286,6 @@ def paint_memory(figure, run: Run) -> bool | None:
     phases = _phases(run)
     axes = stacked(figure, [10] * len(places) + ([0.9] if phases else []), 0.9 + 2.4 * len(places))
     for axis, (place, series) in zip(axes, places.items()):
-        faint_bands(axis, phases)
         _draw_bytes(axis, place, series)
         for crash in run.profile.out_of_memory:
             axis.axvline(crash["step"], color=LOST, linewidth=1.0, linestyle=(0, (3, 2)))
@@ -398,7 +325,6 @@ def paint_loss(figure, run: Run) -> bool | None:
         options = {"marker": "o", "markersize": 3.2} if len(held_out) < 60 else {}
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
     axes[0].set_ylabel("loss (nats)")
-    _mark_leaps(axes[0], run, trained or held_out)
     lines(axes[0], series)
     if rows:
         _rug(axes[1], rows)
@@ -416,23 +342,6 @@ def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
     for label, (_, _, colour) in zip(axis.get_yticklabels(), rows):
         label.set_color(colour)
     _bare(axis)
-
-
-def _mark_leaps(axis, run: Run, points: Sequence[tuple[int, float]]) -> None:
-    """Marks on the line of the loss, while the leaps are few."""
-    if len(run.leaps) > MOST_MARKS:
-        return
-    rows = [{"step": leap["step"], "accepted": accepted(leap)} for leap in run.leaps]
-    for _, chosen, marker, colour, size in _by_fate(rows):
-        places = [(row["step"], _interpolated(row["step"], points)) for row in chosen]
-        axis.plot(*zip(*places), marker, color=colour, markersize=size, markeredgewidth=0, zorder=4)
-
-
-def _interpolated(at: float, points: Sequence[tuple[float, float]]) -> float:
-    before = max((point for point in points if point[0] <= at), default=points[0])
-    after = min((point for point in points if point[0] >= at), default=points[-1])
-    share = (at - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
-    return before[1] + share * (after[1] - before[1])
 
 
 def _loss_alt(run: Run, found: dict) -> str:
@@ -459,14 +368,15 @@ def paint_rate(figure, run: Run) -> bool | None:
         axes[0].plot(*zip(*thinned(rates)), color=PALETTE["ink"])
         axes[0].set_title("learning rate")
         axes[0].set_ylim(0, 1.1 * max(rate for _, rate in rates) or 1.0)
-        plain_ticks(axes[0], "y")
+        axes[0].yaxis.set_major_formatter("{x:g}")  # `3e-05`, without an offset or a power beside the axis
     if gains:
         axis, values = axes[panels - 1], [row["gain"] for row in gains]
         axis.set_title("gain of each leap")
-        for stayed, chosen, marker, colour, size in _by_fate(gains):
-            label = f"{len(chosen)} {'accepted' if stayed else 'rejected or rolled back'}"
-            points = [(row["step"], row["gain"]) for row in chosen]
-            axis.plot(*zip(*points), marker, color=colour, markersize=size, label=label, mew=0)
+        fates = ((True, "accepted", "o", KEPT, 3.5), (False, "rejected or rolled back", "X", LOST, 5))
+        for stayed, name, marker, colour, size in fates:
+            points = [(row["step"], row["gain"]) for row in gains if row["accepted"] is stayed]
+            if points:
+                axis.plot(*zip(*points), marker, color=colour, markersize=size, label=f"{len(points)} {name}", mew=0)
         axis.set_ylim(min(0, 1.15 * min(values)), 1.15 * max(*values, 1e-9))
         axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
     if phases:
@@ -478,201 +388,6 @@ def _rate_alt(run: Run) -> str:
     rates = run.series("learning_rate")
     told = f" Highest {max(rate for _, rate in rates):.3g}, last {rates[-1][1]:.3g}." if rates else ""
     return f"Learning rate by step, and the gain of {len(run.leaps)} leaps.{told}"
-
-
-# Bytes.
-
-
-def paint_bytes(figure, memory: dict | None) -> bool | None:
-    """Bytes of each category on device and host: a bar for each phase, or for the end of training without a profile."""
-    rows = [(row["phase"], _with_unexplained(row)) for row in (memory or {}).get("categories_by_phase") or []]
-    if not rows and (memory or {}).get("held_at_the_end"):
-        rows = [("end of training", memory["held_at_the_end"])]
-    names = dict.fromkeys(category for _, held in rows for category in held)
-    present = {
-        place: [name for name in names if any(held.get(name, {}).get(place) for _, held in rows)]
-        for place in ("device", "host")
-    }
-    present = {place: found for place, found in present.items() if found}
-    if not present:
-        return False
-    figure.set_figheight(1.15 + max(map(len, present.values())) * max(0.26, 0.085 * len(rows)))
-    for axis, (place, categories) in zip(figure.subplots(1, len(present), squeeze=False)[0], present.items()):
-        _category_bars(axis, rows, categories, place)
-    if len(rows) > 1:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=len(rows), handlelength=0.9)
-    return None
-
-
-def _with_unexplained(row: dict) -> dict:
-    """The categories of a phase, and what was measured and is in none of them."""
-    count = row["unexplained"]
-    rest = {"unexplained": {row["unexplained_place"]: count}} if count and count > 0 else {}
-    return {**row["categories"], **rest}
-
-
-def _category_bars(axis, rows: list, categories: list[str], place: str) -> None:
-    most = [max(held.get(category, {}).get(place, 0) for _, held in rows) for category in categories]
-    unit, name = byte_unit(most)
-    height = 0.8 / len(rows)
-    for index, (phase, held) in enumerate(rows):
-        counts = [held.get(category, {}).get(place, 0) / unit for category in categories]
-        tops = [k - 0.4 + (index + 0.5) * height for k in range(len(categories))]
-        axis.barh(tops, counts, height * 0.9, color=phase_colour(phase), label=phase)
-    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
-    for k, count in enumerate(most):
-        axis.annotate(format_bytes(count), (count / unit, k), **beside)
-    axis.set_title(f"{place}, {name}")
-    axis.set_yticks(range(len(categories)), categories)
-    axis.set_ylim(len(categories) - 0.5, -0.5)
-    axis.set_xlim(0, 1.25 * max(most) / unit)
-    axis.grid(False, axis="y")
-    axis.grid(True, axis="x")
-    axis.spines["left"].set_visible(False)
-    axis.tick_params(axis="y", colors=PALETTE["ink"])
-
-
-# Predicted against realised: a panel for each kind of forecast that the run recorded.
-
-MOST_GROUPS, MOST_NAME = 12, 26
-
-
-def paint_calibration(figure, found: dict) -> bool | None:
-    """
-    Panels beside each other.
-
-    Args:
-        found (`dict`): `calibration` of [`findings`].
-    """
-    panels = [(painter, found[key]) for key, (_, painter) in _PANELS.items() if found.get(key)]
-    if not panels:
-        return False
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure.set_figheight(2.7 * rows)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (painter, values) in zip(axes, panels):
-        painter(axis, values)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    return None
-
-
-def _calibration_alt(found: dict) -> str:
-    return "Panels: " + "; ".join(text for key, (text, _) in _PANELS.items() if found.get(key)) + "."
-
-
-def _diagonal(axis, high: float = 1.0) -> None:
-    axis.plot([0, high], [0, high], color=PALETTE["muted"], linewidth=0.8, linestyle=(0, (4, 3)))
-
-
-def _paint_decrease(axis, rows: Sequence[dict]) -> None:
-    for _, chosen, marker, colour, size in _by_fate(rows):
-        columns = zip(*((row["predicted"], row["realised"], row["standard_error"] or 0.0) for row in chosen))
-        axis.errorbar(*columns, fmt=marker, color=colour, markersize=size, elinewidth=0.6, markeredgewidth=0)
-    sizes = sorted(abs(row[name]) for row in rows for name in ("predicted", "realised"))
-    _diagonal(axis, max(max(row["predicted"], row["realised"]) for row in rows))
-    # Logarithmic from the median on, where one leap, often the first, would leave the others no room.
-    if (middle := sizes[len(sizes) // 2]) > 0 and sizes[-1] > 10 * middle:
-        for scale in (axis.set_xscale, axis.set_yscale):
-            scale("symlog", linthresh=10 ** math.ceil(math.log10(middle)))
-        plain_ticks(axis)
-    axis.axhline(0, color=PALETTE["muted"], linewidth=0.6)
-    axis.set_title(f"Fall of the loss by a leap, n = {len(rows)}")
-    axis.set_xlabel("predicted to first order, training (nats)")
-    axis.set_ylabel("probed, held out, ± SE")
-
-
-def _paint_forecast(axis, rows: Sequence[dict]) -> None:
-    axis.axhline(0, color=PALETTE["muted"], linewidth=0.6)
-    for _, chosen, marker, colour, size in _by_fate(rows):
-        points = [(row["step"], row["error"]) for row in chosen]
-        axis.plot(*zip(*points), marker, color=colour, markersize=size, markeredgewidth=0)
-    mean = sum(row["error"] for row in rows) / len(rows)
-    axis.axhline(mean, color=KEPT, linewidth=0.8, linestyle=(0, (4, 3)))
-    axis.set_title("Loss after leaps minus its forecast")
-    axis.set_xlabel(f"step; dashed: mean, {mean:+.3g}")
-    axis.set_ylabel("nats; above 0: worse than the trend")
-
-
-def _paint_confidence(axis, rows: Sequence[dict]) -> None:
-    shares = [row["share_kept"] for row in rows]
-    # Rounding may put a share outside of its interval by a bit.
-    spread = [
-        [max(0.0, row["share_kept"] - row["low"]) for row in rows],
-        [max(0.0, row["high"] - row["share_kept"]) for row in rows],
-    ]
-    confidences = [row["confidence"] for row in rows]
-    axis.errorbar(confidences, shares, yerr=spread, fmt="o", color=PALETTE["line"], markersize=4, elinewidth=0.8)
-    _diagonal(axis)
-    axis.set_xlim(0, 1)
-    axis.set_ylim(0, 1.04)
-    axis.set_title(f"Share of leaps that stayed, n = {sum(row['leaps'] for row in rows)}")
-    axis.set_xlabel("confidence as last logged")
-    axis.set_ylabel("share, 95 % interval")
-
-
-def _paint_displacement(axis, rows: Sequence[dict]) -> None:
-    rows = sorted(rows, key=lambda row: row["cosine"])
-    left_out = max(0, len(rows) - MOST_GROUPS)
-    rows = rows[: MOST_GROUPS // 2] + rows[len(rows) - MOST_GROUPS // 2 :] if left_out else rows
-    places = range(len(rows))
-    axis.plot([row["cosine"] for row in rows], places, "o", color=PALETTE["correct"], markersize=4)
-    axis.axvline(0, color=PALETTE["muted"], linewidth=0.6)
-    axis.set_yticks(places, [_short(row["group"]) for row in rows], fontsize=6.5)
-    axis.set_xlim(min(-0.05, 1.1 * rows[0]["cosine"]), 1.0)
-    axis.grid(False, axis="y")
-    axis.grid(True, axis="x")
-    axis.set_title("Leap against real steps after it" + (f" ({left_out} more)" if left_out else ""))
-    axis.set_xlabel("mean cosine; 1: they went on along it")
-
-
-def _short(group: str) -> str:
-    """Without what the names of layers have in common, and without the middle of what is still too long."""
-    group = group.removesuffix(".weight").replace("model.layers.*.", "")
-    return group if len(group) <= MOST_NAME else f"{group[:8]}…{group[9 - MOST_NAME :]}"
-
-
-def _paint_errors(axis, errors: dict[str, dict]) -> None:
-    kinds = {
-        "model": ("world model", "line"),
-        "persistence": ("persistence", "warmup"),
-        "power_law": ("power law", "evaluate"),
-    }
-    horizons = sorted(errors, key=int)
-    for index, (key, (label, colour)) in enumerate(kinds.items()):
-        places = [k + (index - 1) * 0.26 for k in range(len(horizons))]
-        axis.bar(places, [errors[h].get(key, 0.0) for h in horizons], 0.24, color=PALETTE[colour], label=label)
-    axis.set_xticks(range(len(horizons)), horizons)
-    axis.set_title("Error of loss forecasts")
-    axis.set_xlabel("windows ahead")
-    axis.set_ylabel("mean absolute, log loss")
-    axis.set_ylim(0, 1.35 * max(max(values.values()) for values in errors.values()))
-    axis.legend(loc="upper left")
-
-
-def _paint_coverage(axis, rows: Sequence[dict]) -> None:
-    _diagonal(axis)
-    for row, colour in zip(rows, (PALETTE["line"], PALETTE["predict"], PALETTE["correct"])):
-        label = f"{row['windows_ahead']} ahead, n = {row['forecasts']}"
-        axis.plot(row["levels"], row["inside"], "o-", color=colour, markersize=3, linewidth=0.9, label=label)
-    axis.set_xlim(0, 1)
-    axis.set_ylim(0, 1.04)
-    axis.set_title("Intervals of the forecasts")
-    axis.set_xlabel("level of the central interval")
-    axis.set_ylabel("share of losses inside")
-    axis.legend(loc="lower right")
-
-
-_PANELS: dict[str, tuple[str, Callable]] = {
-    "decrease": ("fall of the loss predicted along each leap against the probed fall", _paint_decrease),
-    "forecast": ("loss after leaps against its forecast", _paint_forecast),
-    "confidence": ("confidence against the share of leaps that stayed", _paint_confidence),
-    "displacement": ("cosine of leaps with what real steps then did, by kind of parameter", _paint_displacement),
-    "world_model_errors": ("error of the world model's forecasts beside two baselines", _paint_errors),
-    "world_model_coverage": ("how often the world model's intervals held the loss that came", _paint_coverage),
-}
 
 
 # Two runs.

@@ -16,7 +16,7 @@ there.
 
 Counting takes time in proportion to the number of tensors. It is done as often as it takes a quarter of a percent of
 the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
-is a *spike*, reported with what changed since the last record.
+is a *spike*.
 
 docs/profiling.md describes the files that a profile consists of; `run_folder.RunLog` writes them.
 """
@@ -150,12 +150,7 @@ class HostMemory:
 
 
 class MemoryProbes:
-    """
-    All that can be read on this machine.
-
-    Args:
-        device (`torch.device`): Device that the model is trained on. Only CUDA devices have an allocator that is read.
-    """
+    """All that can be read on this machine. Of devices, only CUDA's have an allocator that is read."""
 
     def __init__(self, device: torch.device):
         on_gpu = device.type == "cuda"
@@ -163,19 +158,13 @@ class MemoryProbes:
         self.driver = DriverMemory(device) if on_gpu else None
         self.host = HostMemory()
 
-    def read(self) -> dict[str, dict[str, int] | None]:
-        """Everything: `device`, `nvml` and `host`; `None` for what this machine lacks."""
+    def read(self, *, with_driver: bool = True) -> dict[str, dict[str, int] | None]:
+        """`device`, `nvml` and `host`; `None` for what this machine lacks. Without the driver it is quicker."""
         return {
             "device": None if self.device is None else self.device.read(),
-            "nvml": None if self.driver is None else self.driver.read(),
+            "nvml": None if self.driver is None or not with_driver else self.driver.read(),
             "host": self.host.read(),
         }
-
-    def glance(self) -> dict[str, int | None]:
-        """Within a step: `allocated` and `peak_allocated` on the device, `rss` and `peak_rss`; the peaks so far."""
-        device, host = {} if self.device is None else self.device.read(), self.host.read()
-        found = {name: device.get(name) for name in ("allocated", "peak_allocated")}
-        return {**found, "rss": host["rss"], "peak_rss": host["peak_rss"]}
 
     def reset_peaks(self) -> None:
         """Count peaks from now on."""
@@ -185,13 +174,7 @@ class MemoryProbes:
 
 
 def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
-    """
-    Bytes of all live tensors, by category and place.
-
-    Args:
-        trainer: Its buffers of leaps and its streamed layers are counted too; `None` for a model alone.
-        model (`nn.Module`), optimizer (`torch.optim.Optimizer`, *optional*): As a callback is given them.
-    """
+    """Bytes of all live tensors, by category and place; buffers of leaps and streamed layers of a `trainer` too."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not hasattr(trainer, "memory"):  # not one of ours
         return measure_held(model, optimizer)
@@ -237,8 +220,6 @@ class PhaseTotals:
         self._unexplained = self._measured = 0
         self._peaks: deque[float] = deque(maxlen=self.WINDOW)
         self._is_high = False
-        self._last: dict | None = None
-        self._last_accounted: dict | None = None
 
     def rises(self, peak: float) -> bool:
         """Whether this peak would begin a spike."""
@@ -259,12 +240,9 @@ class PhaseTotals:
         if self.rises(peak):
             usual = statistics.median(self._peaks)
             spike = {"step": record["step"], "phase": record["phase"], "where": where, "bytes": peak, "usual": usual}
-            spike["changed"] = self._changes(record, peak, where)
         self._is_high = self._stands_out(peak)
         self._peaks.append(peak)
-        self._last = record
         if record.get("held") is not None:
-            self._last_accounted = record
             self.accounted += 1
             self._unexplained += record["unexplained"]
             self._measured += record["measured"]
@@ -273,26 +251,6 @@ class PhaseTotals:
                 for place, count in places.items():
                     sums[place] += count
         return spike
-
-    def _changes(self, record: dict, peak: float, where: str) -> dict:
-        """Against the last record, and against the last one whose tensors were counted."""
-        before = (record.get("moments") or {}).get("after_backward")
-        reached = before and before["peak_allocated" if where == "device" else "peak_rss"] >= peak
-        changed: dict = {"moment": before and ("forward and backward" if reached else "update")}
-        for name in ("allocated", "reserved", "rss", "pinned"):
-            now, earlier = (reading(one, READINGS[name]) for one in (record, self._last))
-            if now is not None and earlier is not None:
-                changed[name] = now - earlier
-        counted = self._last_accounted
-        if record.get("held") is not None and counted is not None:
-            changed["since_step"] = counted["step"]
-            changed["held"] = {
-                category: {place: count - counted["held"][category][place] for place, count in places.items()}
-                for category, places in record["held"].items()
-                if places != counted["held"][category]
-            }
-            changed["unexplained"] = record["unexplained"] - counted["unexplained"]
-        return changed
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
@@ -410,13 +368,7 @@ def listen(report: Callable[[int], None]) -> bool:
     Call a method with the bytes that were asked for, whenever torch's CUDA allocator is about to raise.
 
     Torch cannot detach an observer. So there is one for the whole process, which calls whoever listened last and still
-    lives.
-
-    Args:
-        report (`Callable[[int], None]`): A bound method, kept by a weak reference.
-
-    Returns:
-        `bool`: Whether this build of torch can tell.
+    lives: `report` is a bound method, kept by a weak reference. Returns whether this build of torch can tell.
     """
     global _listener, _attached
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -555,14 +507,13 @@ class MemoryProfilerCallback(TrainerCallback):
         self._evaluating, self._steps, self._step = False, 0, state.global_step
         self._phase, self._stage = self._current_phase(), "before the first step"
         self._accounted_at: dict[str, int] = {}
-        self._held: tuple[ByteTable, dict] | None = None
-        self._moments: dict[str, dict] = {}
+        self._held: tuple[ByteTable, dict | None] | None = None
         self._logged_peaks: dict[str, int] = {}
         held = held_bytes(self.trainer, model, optimizer)
         # What the process holds besides the run: libraries, data, whatever else the script has made.
         self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
         self._run = self._describe(args, state, model)
-        self._log.write_run(self._run)
+        self._log.write("run.json", self._run)
         if args.device.type == "cuda":
             if not listen(self._about_to_raise):
                 logger.info("This build of torch does not announce out-of-memory errors, so none will be recorded.")
@@ -575,7 +526,7 @@ class MemoryProfilerCallback(TrainerCallback):
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
         global _listener
-        self._log.write_summary(self.summary())
+        self._log.write("summary.json", self.summary())
         _listener = None
         if self.memory_history and args.device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -619,15 +570,11 @@ class MemoryProfilerCallback(TrainerCallback):
 
     @_while_running
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        glance = self._moments["after_backward"] = self._probes.glance()
+        readings = self._probes.read(with_driver=False)
         self._stage = "update"
         # The first update makes the optimizer's states. Before it the table would lack them.
-        if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due(glance):
-            self._account(model, optimizer, glance)
-
-    @_while_running
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._moments["after_update"] = self._probes.glance()
+        if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due(readings):
+            self._account(model, optimizer, readings)
 
     @_while_running
     def on_step_end(self, args, state, control, **kwargs):
@@ -649,7 +596,7 @@ class MemoryProfilerCallback(TrainerCallback):
     @_while_running
     def on_save(self, args, state, control, **kwargs):
         self._close("save")
-        self._log.write_summary(self.summary())
+        self._log.write("summary.json", self.summary())
 
     def _close(self, phase: str) -> dict:
         """The record of everything since the last one."""
@@ -665,7 +612,6 @@ class MemoryProfilerCallback(TrainerCallback):
             "measured": peak if where == "device" else peak - self._baseline,
             "held": None,
             "unexplained": None,
-            "moments": self._moments or None,
         }
         if self._held is not None:
             record["held"], record["unexplained"] = self._explain(record["measured"])
@@ -674,41 +620,40 @@ class MemoryProfilerCallback(TrainerCallback):
         for place, key in (("device", "peak_allocated"), ("host", "peak_rss")):
             if record[place] is not None:
                 self._logged_peaks[key] = max(self._logged_peaks.get(key, 0), record[place][key])
-        self._moments, self._held = {}, None
+        self._held = None
         self._probes.reset_peaks()
         self._section_begun = now
         return record
 
-    def _accounting_is_due(self, glance: dict) -> bool:
+    def _accounting_is_due(self, readings: dict) -> bool:
         last = self._accounted_at.get(self._phase)
-        peak = glance["peak_rss"] if glance["peak_allocated"] is None else glance["peak_allocated"]
-        if last is None or self._totals.phase(self._phase).rises(peak):
+        if last is None or self._totals.phase(self._phase).rises(peak_of(readings)[0]):
             return True
         if self.account_every is not None:
             return self._steps - last >= self.account_every
         return self._accounting_seconds <= self.ACCOUNTING_SHARE * (time.perf_counter() - self._begun)
 
-    def _account(self, model, optimizer, glance: dict) -> None:
+    def _account(self, model, optimizer, readings: dict) -> None:
         start = time.perf_counter()
         held = held_bytes(self.trainer, model, optimizer)
-        self._held, self._accounted_at[self._phase] = (held, glance), self._steps
+        self._held, self._accounted_at[self._phase] = (held, readings["device"]), self._steps
         if self._floor is None and held.get("gradients", "device") + held.get("gradients", "host") > 0:
             # What full training must hold between the steps of a window.
             parts = {name: {at: held.get(name, at) for at in PLACES} for name in ("weights", "gradients", "states")}
             device, host = (sum(part[place] for part in parts.values()) for place in PLACES)
             total = device if self._probes.device is not None else device + host
             self._floor = self._run["floor"] = {"bytes": total, "device": device, "host": host, "held": parts}
-            self._log.write_run(self._run)
+            self._log.write("run.json", self._run)
         self._accounting_seconds += time.perf_counter() - start
 
     def _explain(self, measured: int) -> tuple[dict, int]:
         """Bytes by category, and the measured ones that are in none."""
-        counted, glance = self._held
-        held = {category: {"device": device, "host": host} for category, device, host in counted.rows()}
-        if glance["allocated"] is None:
+        counted, device = self._held
+        held = {category: {"device": there, "host": host} for category, there, host in counted.rows()}
+        if device is None:
             return held, measured - counted.total("device") - counted.total("host")
         # What forward and backward needed at their peak beyond what was still there when they ended.
-        held["activations"]["device"] += glance["peak_allocated"] - glance["allocated"]
+        held["activations"]["device"] += device["peak_allocated"] - device["allocated"]
         return held, measured - sum(places["device"] for places in held.values())
 
     # What users see.
@@ -794,5 +739,5 @@ class MemoryProfilerCallback(TrainerCallback):
         with_snapshot = self.memory_history and self._probes.device is not None
         dump = torch.cuda.memory._dump_snapshot if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
         self._snapshots += self._log.write_out_of_memory(self._step, values, dump) is not None
-        self._log.write_summary(self.summary())
+        self._log.write("summary.json", self.summary())
         return folder

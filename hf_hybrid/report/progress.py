@@ -26,9 +26,7 @@ def short_logs(logs: dict) -> dict:
     """
     The part of a log entry that is printed; `log_history` and trackers get the whole entry.
 
-    Args:
-        logs (`dict`): As `Trainer.log` takes it. Its `hybrid/*` and `memory/*` values are left out, and `phase`,
-            `leaps` and `predicted` (steps) stand for them.
+    `phase`, `leaps` and `predicted` (steps) stand for its `hybrid/*` and `memory/*` values.
     """
     shown = {name: value for name, value in logs.items() if not name.startswith(("hybrid/", "memory/"))}
     if "hybrid/phase" in logs:
@@ -53,12 +51,7 @@ class PositionBar(tqdm):
 
 
 class HybridProgressCallback(ProgressCallback):
-    """
-    Trainer's bar, followed by phase, last real loss and memory in use; log entries are printed short.
-
-    Args:
-        trainer (`HybridTrainerMixin`): Its `run_position()` is shown.
-    """
+    """Trainer's bar, followed by phase, last real loss and memory in use; log entries are printed short."""
 
     def __init__(self, trainer):
         super().__init__()
@@ -92,10 +85,7 @@ def install_progress(trainer) -> None:
 def notebook_callback(notebook) -> type[TrainerCallback]:
     """
     Trainer's table in notebooks with two more columns, `Phase` and `Skipped` (backward passes avoided so far), and the
-    position of the run beside the bar.
-
-    Args:
-        notebook (`module`): `transformers.utils.notebook`. The classes are made here, because their bases need IPython.
+    position of the run beside the bar. The classes are made here, because their bases need IPython.
     """
 
     class PhaseTracker(notebook.NotebookTrainingTracker):

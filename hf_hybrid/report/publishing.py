@@ -81,30 +81,24 @@ class PublishingMixin:
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / REPOCARD_NAME
-        languages = _checked(
-            "`language`",
-            _listed(language),
-            _LANGUAGE.fullmatch,
-            "hold ISO codes, `code` or `multilingual`",
-            "English, for example, is `en`.",
-        )
-        licenses = _checked(
-            "`license`",
-            _listed(license),
-            _LICENSE.fullmatch,
-            "be an identifier of the Hub's, in lower case",
-            "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`.",
-        )
-        ids = _checked(
-            "`dataset_tags` and `dataset_name`",
-            [*_listed(dataset_tags), *_listed(dataset_name)],
-            is_repo_id,
-            "hold ids of data sets on the Hub",
-            "Describe data that is elsewhere with `dataset`.",
-        )
+        languages, licenses = _listed(language), _listed(license)
+        ids = unique([*_listed(dataset_tags), *_listed(dataset_name)])
+        # Refused here, because the Hub would refuse the card when it arrives.
+        for option, values, accepts, must, remedy in (
+            ("`language`", languages, _LANGUAGE.fullmatch, "hold ISO codes, `code` or `multilingual`",
+             "English, for example, is `en`."),
+            ("`license`", licenses, _LICENSE.fullmatch, "be an identifier of the Hub's, in lower case",
+             "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`."),
+            ("`dataset_tags` and `dataset_name`", ids, is_repo_id, "hold ids of data sets on the Hub",
+             "Describe data that is elsewhere with `dataset`."),
+        ):  # fmt: skip
+            if wrong := [value for value in values if not accepts(value)]:
+                raise ValueError(
+                    f"{option} must {must}, got `{wrong[0]}`: the Hub refuses cards with other values. {remedy}"
+                )
         given = {
-            "language": languages if isinstance(language, list) else (languages or [None])[0],
-            "license": (licenses or [None])[0],
+            "language": unique(languages) if isinstance(language, list) else language,
+            "license": license,
             "tags": _tags(self, _listed(tags), path),
             "datasets": ids,
             "dataset_names": _listed(dataset),
@@ -187,14 +181,6 @@ def report_failed_push(trainer, error: BaseException) -> None:
 
 def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def _checked(option: str, values: list[str], accepts, must: str, remedy: str) -> list[str]:
-    """Refuse here what the Hub would refuse when the card arrives."""
-    for value in values:
-        if not accepts(value):
-            raise ValueError(f"{option} must {must}, got `{value}`: the Hub refuses cards with other values. {remedy}")
-    return unique(values)
 
 
 def _class_tags(trainer) -> list[str]:

@@ -35,11 +35,6 @@ class RunLog:
     Every line is handed to the system at once, so that a killed run keeps all of them. A new run moves what lies there
     to a folder of the same name with `-previous` behind it; a resumed one appends, and marks its first lines. Other
     processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
-
-    Args:
-        folder (`str` or `Path`): Made if it is not there.
-        rank (`int`): Of this process.
-        resumed (`bool`): Append.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
@@ -53,13 +48,10 @@ class RunLog:
         self._files: dict[str, BinaryIO] = {}
         self.broken = False
 
-    def write_run(self, values: dict) -> None:
-        """Replace `run.json`."""
-        self._write("run.json", values)
-
-    def write_summary(self, values: dict) -> None:
-        """Replace `summary.json`."""
-        self._write("summary.json", values)
+    def write(self, name: str, values: dict) -> None:
+        """Replace `run.json` or `summary.json`."""
+        if self.rank == 0:
+            self._try(name, lambda: _write_json(self.folder / name, values))
 
     def add_step(self, record: dict) -> None:
         """Add a line to `steps.jsonl`."""
@@ -80,15 +72,8 @@ class RunLog:
 
     def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> Path | None:
         """
-        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step.
-
-        Args:
-            step (`int`): The step under way.
-            values (`dict`): What is known.
-            dump (`Callable[[str], None]`, *optional*): Writes the snapshot to a path.
-
-        Returns:
-            `Path`: The snapshot, if it was written now.
+        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step by calling `dump`
+        with its path. Returns the snapshot, if it was written now.
         """
         folder = self.out_of_memory_folder(step)
         snapshot = folder / "cuda_snapshot.pickle"
@@ -107,10 +92,6 @@ class RunLog:
         """Close the files."""
         while self._files:
             self._files.popitem()[1].close()
-
-    def _write(self, name: str, values: dict) -> None:
-        if self.rank == 0:
-            self._try(name, lambda: _write_json(self.folder / name, values))
 
     def _append(self, name: str, entry: dict) -> None:
         if self.resumed and name not in self._files:
@@ -198,8 +179,6 @@ class Run:
     profile: Profile
     recoveries: list[dict]
     """What was done each time that memory ran out and the run went on."""
-    world_model: dict
-    """`errors`, `places` and `choices` of the dynamics planner, as its checkpoint calibrated it; or empty."""
     last_step: int
     max_steps: int | None
     finished: bool
@@ -258,10 +237,7 @@ def as_dict(value: object) -> dict:
 
 def load_run(folder: str | Path) -> Run:
     """
-    Read a run's output folder, or one of its checkpoints.
-
-    Args:
-        folder (`str` or `Path`): `output_dir` of a `HybridTrainer` or `Trainer`.
+    Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
 
     Raises:
         ValueError: If there is no such folder, or nothing in it that a report could show.
@@ -291,7 +267,6 @@ def load_run(folder: str | Path) -> Run:
         options=as_dict(saved.get("options")),
         profile=profile,
         recoveries=_recoveries(record, checkpoint, notes),
-        world_model=_world_model(record, saved),
         last_step=last_step,
         max_steps=int(max_steps) if max_steps and max_steps > 0 else None,
         finished=ended or any("train_runtime" in entry for entry in logs) or bool(max_steps and last_step >= max_steps),
@@ -387,7 +362,7 @@ def _steps_of(record: dict) -> int:
 def _newest_record(folder: Path, checkpoint: Path | None, saved: dict, notes: list[str]):
     """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
     summary = as_dict(_read(folder / "hybrid_summary.json", notes))
-    found = as_dict(as_dict(saved.get("engine")).get("record"))
+    found = as_dict(as_dict(saved.get("run")).get("record"))
     if summary and _steps_of(summary) >= _steps_of(found):
         return summary, "hybrid_summary.json"
     if found:
@@ -401,27 +376,6 @@ def _recoveries(record: dict, checkpoint: Path | None, notes: list[str]) -> list
     if not isinstance(events, list) and checkpoint is not None:
         events = as_dict(_read(checkpoint / "out_of_memory.json", notes)).get("events")
     return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
-
-
-def _world_model(record: dict, saved: dict) -> dict:
-    """Choices and errors from the summary, or what the checkpoint holds of them; calibration is in checkpoints only."""
-    gains = as_dict(as_dict(as_dict(saved.get("engine")).get("planner")).get("gains"))
-    calibration = as_dict(as_dict(gains.get("dynamics")).get("calibration"))
-    told = as_dict(record.get("planner"))
-    errors, places = as_dict(told.get("errors")), {}
-    for ahead, parts in calibration.items():
-        if not (isinstance(parts, list) and len(parts) == 6 and ahead.isdigit()):
-            continue
-        _, _, _, transforms, sums, scored = parts
-        if isinstance(transforms, list):
-            places[ahead] = [place for place in transforms if number(place) is not None]
-        if not errors.get(ahead) and number(scored) and isinstance(sums, list) and len(sums) == 3:
-            names = ("model", "persistence", "power_law")
-            errors[ahead] = {name: total / scored for name, total in zip(names, sums) if number(total) is not None}
-    choices = told.get("choices") or gains.get("choices")
-    if not errors and not choices:
-        return {}
-    return {"errors": errors, "places": places, "choices": choices if isinstance(choices, list) else []}
 
 
 # Logs and profile.
@@ -515,15 +469,4 @@ def phases_by_step(run: Run) -> dict[int, str]:
         for step in range(first, first + int(number(leap.get("horizon")) or 0)):
             if step in found:
                 found[step] = "predict"
-    return found
-
-
-def stretches_of(values: dict[int, str]) -> list[tuple[int, int, str]]:
-    """Stretches of equal values: first step, last step, value."""
-    found: list[tuple[int, int, str]] = []
-    for step, value in sorted(values.items()):
-        if found and found[-1][2] == value:
-            found[-1] = (found[-1][0], step, value)
-        else:
-            found.append((step, step, value))
     return found

@@ -98,10 +98,14 @@ class HybridSummary(dict):
         ("roll-backs", "roll_backs"),
     )
 
-    def _phases(self) -> list[tuple[str, str, str]]:
-        seconds = self.get("seconds_by_phase") or {}
-        steps = self.get("steps_by_phase") or {}
-        return [(phase, format_number(count), format_seconds(seconds.get(phase))) for phase, count in steps.items()]
+    def phase_rows(self) -> list[tuple[str, str, str]]:
+        """Name, steps and time of each phase; none for runs without phases."""
+        steps, seconds = self.get("steps_by_phase") or {}, self.get("seconds_by_phase") or {}
+        return [
+            (phase, format_number(count), format_seconds(seconds.get(phase) if count else None))
+            for phase, count in steps.items()
+            if any(steps.values())
+        ]
 
     def _rows(self) -> list[tuple[str, str]]:
         """Everything that fits on a line, by name."""
@@ -124,10 +128,10 @@ class HybridSummary(dict):
         return rows
 
     def __str__(self) -> str:
-        phases = self._phases()
+        phases = self.phase_rows()
         lines = [f"{phase:<10}{steps:>10} steps  {seconds}" for phase, steps, seconds in phases]
         return "\n".join(lines + [f"{label}: {value}" for label, value in self._rows()])
 
     def _repr_html_(self) -> str:
-        phases = html_table(("phase", "steps", "time"), self._phases(), "Phases") if self._phases() else ""
+        phases = html_table(("phase", "steps", "time"), self.phase_rows(), "Phases") if self.phase_rows() else ""
         return f"<div>{phases}{html_table((), self._rows(), 'Run')}</div>"
