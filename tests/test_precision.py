@@ -9,7 +9,6 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phase_memory.precision import (
-    Precisions,
     WeightPrecision,
     held_precision,
     parse_precision,
@@ -57,13 +56,13 @@ def test_refuses_what_it_cannot_read(text, message):
 @pytest.mark.parametrize(
     "text, situation, expected",
     [
-        ("auto", {"weights": "fp32"}, Precisions(by_phase(*4 * ["fp32"]), "off")),
-        ("auto", {"weights": "bf16", "device": "cuda"}, Precisions(by_phase(*4 * ["bf16"]), "auto")),
-        ("auto", {"weights": "fp32", "autocast": "bf16"}, Precisions(by_phase(*4 * ["fp32"]), "off")),
-        ("bf16", {"weights": "bf16"}, Precisions(by_phase(*4 * ["bf16"]), "off")),
-        ("bf16", {"weights": "fp32", "autocast": "bf16"}, Precisions(by_phase(*4 * ["bf16"]), "off")),
-        ("predict=int8", {"weights": "fp32"}, Precisions(by_phase(*4 * ["fp32"]), "on")),
-        ("predict=fp16", {"weights": "fp32"}, Precisions(by_phase("fp32", "fp32", "fp16", "fp32"), "off")),
+        ("auto", {"weights": "fp32"}, (by_phase(*4 * ["fp32"]), "off")),
+        ("auto", {"weights": "bf16", "device": "cuda"}, (by_phase(*4 * ["bf16"]), "auto")),
+        ("auto", {"weights": "fp32", "autocast": "bf16"}, (by_phase(*4 * ["fp32"]), "off")),
+        ("bf16", {"weights": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
+        ("bf16", {"weights": "fp32", "autocast": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
+        ("predict=int8", {"weights": "fp32"}, (by_phase(*4 * ["fp32"]), "on")),
+        ("predict=fp16", {"weights": "fp32"}, (by_phase("fp32", "fp32", "fp16", "fp32"), "off")),
     ],
 )
 def test_resolves(text, situation, expected):

@@ -10,6 +10,7 @@ confidences ought to have been.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from hf_hybrid.world_model.forecasts import (
     power_law,
     student_t_cdf,
     student_t_nll,
-    student_t_quantile,
 )
 from hf_hybrid.world_model.learning import (
     CHANGE_LIMIT,
@@ -45,6 +45,23 @@ from hf_hybrid.world_model.learning import (
 from hf_hybrid.world_model.rssm import FEATURES, LINEAR_HORIZON, MIN_SCALE, RSSM, State
 
 Tensor = torch.Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def student_t_quantile(probability: float) -> float:
+    """
+    Inverse of [`student_t_cdf`], by bisection.
+
+    Raises:
+        ValueError: If the probability is not between 0 and 1.
+    """
+    if not 0.0 < probability < 1.0:
+        raise ValueError(f"`probability` must be between 0 and 1, both excluded, got {probability}.")
+    low, high = -1e3, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_t_cdf(middle) < probability else (low, middle)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from benchmarks.world_model.records import (
     save_weights,
     score_records,
     sequences_of,
+    student_t_quantile,
     train_on_records,
 )
 from hf_hybrid.world_model.forecasts import TOLERANCE, history_of, platt_scaled, student_t_cdf
@@ -44,6 +45,13 @@ def test_weights_round_trip(tmp_path):
     load_weights(other, tmp_path / "start.safetensors")
     for ours, theirs in zip(model.state_dict().values(), other.state_dict().values()):
         assert torch.equal(ours, theirs)
+
+
+def test_quantiles_invert_the_distribution_function():
+    assert student_t_quantile(0.95) == pytest.approx(2.015, abs=1e-3)
+    assert student_t_cdf(student_t_quantile(0.3)) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="`probability`"):
+        student_t_quantile(1.0)
 
 
 def test_gradient_reaches_every_parameter():

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ class ActivationCheckpointing(PhasePlugin):
             raise ValueError(f"`phases` holds `{wrong[0]}`, which has no backward pass. Choose from `{real}`.")
         self.phases = frozenset(Phase(phase) for phase in phases)
         self.offload, self.min_bytes = offload, min_bytes
-        self.stats = OffloadStats()  # of the last run
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._boundaries: BoundaryOffload | None = None
         self._on = False
@@ -80,7 +78,7 @@ class ActivationCheckpointing(PhasePlugin):
             _enable(model)
         self._on = True
         if boundaries is not None:
-            self._boundaries, self.stats = boundaries.__enter__(), boundaries.stats
+            self._boundaries = boundaries.__enter__()
         self._follow(Phase.WARMUP)
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
@@ -148,16 +146,6 @@ def _enable(model: PreTrainedModel) -> None:
         model.enable_input_require_grads()
 
 
-@dataclass
-class OffloadStats:
-    """What a [`BoundaryOffload`] did so far. `waits`: layer inputs whose copy back was not started ahead of time."""
-
-    tensors: int = 0
-    bytes_offloaded: int = 0
-    peak_host_bytes: int = 0
-    waits: int = 0
-
-
 class BoundaryOffload:
     """
     Context manager that keeps the inputs of checkpointed layers on the host until the backward pass needs them.
@@ -181,7 +169,6 @@ class BoundaryOffload:
         for kind in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
             if not hasattr(torch.get_device_module(kind), "Stream"):
                 raise ValueError(f"`offload=True` needs a device with streams, not `{kind}`. Leave it out.")
-        self.stats = OffloadStats()
         self._ways: dict[torch.device, tuple[Transfers, HostBuffers]] = {}
         self._own: set[int] = set()
         self._replaced: list[tuple[nn.Module, Callable]] = []
@@ -229,17 +216,12 @@ class BoundaryOffload:
             self._ways[tensor.device] = transfers, HostBuffers(pin=transfers.beside)
         parked = _Boundary(tensor.detach(), *self._ways[tensor.device], previous=self._newest)
         self._newest = weakref.ref(parked)
-        self.stats.tensors += 1
-        self.stats.bytes_offloaded += tensor.nbytes
-        held = sum(buffers.nbytes for _, buffers in self._ways.values())
-        self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, held)
         return parked
 
     def _fetch(self, packed: _Boundary | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if packed.on_device is None:
-            self.stats.waits += 1
             packed.start_back()
         tensor = packed.take()
         previous = packed.previous()

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
-from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
+from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import host_tensor
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,6 @@ class NoiseMeter:
         self.int8 = False
         self.noises: list[float] = []
         self.hold = 0
-        self.extra_passes = 0  # forward passes for measuring, on top of the probe's own
         self.looked = False  # a batch was evaluated since the last real step
         self._pairs: dict[int, list[tuple[Losses, Losses]]] = {}
 
@@ -127,7 +126,6 @@ class NoiseMeter:
 
     def add(self, key: int, full: Losses, int8: Losses) -> None:
         """The same batch (`key`), at the same weights, in both precisions."""
-        self.extra_passes += 1
         self._pairs.setdefault(key, []).append((full, int8))
 
     def close_look(self) -> None:
@@ -149,10 +147,10 @@ class NoiseMeter:
 
     def state_dict(self) -> dict:
         self.close_look()
-        return {name: getattr(self, name) for name in ("int8", "noises", "hold", "extra_passes")}
+        return {name: getattr(self, name) for name in ("int8", "noises", "hold")}
 
     def load_state_dict(self, state: dict) -> None:
-        self.int8, self.hold, self.extra_passes = state["int8"], state["hold"], state["extra_passes"]
+        self.int8, self.hold = state["int8"], state["hold"]
         self.noises = [float(noise) for noise in state["noises"]]  # an infinity is saved as a string
 
 
@@ -166,9 +164,6 @@ class Int8Predict(PhasePlugin):
     Args:
         mode (`str`): `"on"`, or `"auto"`: only while int8 is measured to add little noise to the paired differences.
             That needs [`probe_losses`] around what evaluates a probe's batch; without it `"auto"` never uses int8.
-        engine (`str`): `"torch"` expands each matrix to the dtype of the computation while it is used: only the weights
-            are rounded. `"bitsandbytes"` multiplies int8 by int8, so the inputs of every layer are rounded as well:
-            for hardware with fast int8 units; noisier by an order of magnitude.
         offload_master (`bool`): Park the weights in host memory during the probe; without it int8 comes on top of them.
         min_features (`int`): Matrices narrower than this on either side stay as they are.
         noise_limit (`float`): Added variance below which `"auto"` uses int8, relative to the probe's own.
@@ -180,19 +175,15 @@ class Int8Predict(PhasePlugin):
         self,
         mode: str = "auto",
         *,
-        engine: str = "torch",
         offload_master: bool = True,
         min_features: int = 256,
         noise_limit: float = 0.1,
     ):
-        for name, value, choices in (("mode", mode, ("auto", "on")), ("engine", engine, ("torch", "bitsandbytes"))):
-            if value not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
+        if mode not in ("auto", "on"):
+            raise ValueError(f"`mode` must be one of auto, on, got `{mode}`.")
         if not noise_limit > 0:
             raise ValueError(f"`noise_limit` must be greater than 0, got `{noise_limit}`; 0.1 is 10 % more variance.")
         self.mode, self.offload_master, self.min_features = mode, offload_master, min_features
-        multiply = None if engine == "torch" else bitsandbytes_functional().int8_linear_matmul
-        self._forward = _expanded_linear if multiply is None else partial(_int8_linear, multiply)
         self.meter = NoiseMeter(noise_limit)
         self._linears: list[nn.Linear] = []
         self._parked: list[tuple[nn.Parameter, Tensor]] = []
@@ -205,12 +196,6 @@ class Int8Predict(PhasePlugin):
                 f'`Int8Predict(mode="on")` found no `nn.Linear` of at least `min_features={self.min_features}` in the '
                 "layers of the model. Lower `min_features`, or train without it."
             )
-
-    def stored_bytes(self) -> tuple[int, int]:
-        """Bytes of the quantised modules' weights as they are stored for a probe, and as they would be in bf16."""
-        weights = {id(module.weight): module.weight for module in self._linears}.values()
-        stored = sum(weight.numel() + 4 * weight.shape[0] for weight in weights)
-        return stored, sum(2 * weight.numel() for weight in weights)
 
     def probe_losses(self, evaluate: Callable[[object], Losses]) -> Callable[[object], Losses]:
         """Wrap what evaluates one batch to a loss per sequence: while measuring it runs twice and returns the full."""
@@ -265,7 +250,7 @@ class Int8Predict(PhasePlugin):
                 stored[id(weight)] = quantize_rows(weight)
                 if self.offload_master:
                     self._park(weight)
-            module.forward = partial(self._forward, module, *stored[id(weight)])
+            module.forward = partial(_expanded_linear, module, *stored[id(weight)])
 
     def _park(self, weight: nn.Parameter) -> None:
         host = host_tensor(weight.data, pin=weight.device.type == "cuda").copy_(weight.data)
@@ -274,22 +259,9 @@ class Int8Predict(PhasePlugin):
         weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that `F.linear` would compute in: a replaced forward must return what the real one returns."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    weight = torch.empty(codes.shape, dtype=_compute_dtype(x), device=codes.device)
+    """In the dtype that `F.linear` would compute in: a replaced forward returns what the real one returns."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     return F.linear(x, dequantize_rows(codes, scales, weight), module.bias)
-
-
-def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    dtype = _compute_dtype(x)
-    # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
-    inputs, steps = quantize_rows(x.to(dtype).reshape(-1, x.shape[-1]))
-    out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
-    if module.bias is not None:
-        out += module.bias
-    return out.to(dtype).view(*x.shape[:-1], -1)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -68,18 +67,9 @@ def _refuse(kind: str, word: str, choices, text: str) -> None:
     raise ValueError(f"`{word}` in `{text}` is not a {kind}: choose one of {', '.join(choices)}.{hint}")
 
 
-@dataclass(frozen=True)
-class Precisions:
-    """A request, resolved for one model: a precision per phase, and whether probes go through int8."""
-
-    by_phase: dict[Phase, str]
-    int8: str
-    """`"off"`, `"on"`, or `"auto"`: where measured noise allows it, else `by_phase[Phase.PREDICT]` holds."""
-
-
 def resolve(
     precisions: Mapping[Phase, str], *, weights: str, autocast: str | None = None, device: str = "cpu"
-) -> Precisions:
+) -> tuple[dict[Phase, str], str]:
     """
     Turn a request into a choice for weights that are held in `weights`.
 
@@ -91,6 +81,10 @@ def resolve(
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast.
         device (`str`): Type of the device that the weights are on.
 
+    Returns:
+        `tuple[dict[Phase, str], str]`: A precision per phase; and whether probes go through int8: `"off"`, `"on"`, or
+        `"auto"`, where measured noise allows it.
+
     Raises:
         ValueError: If a precision would need other weights or another autocast; the message says which.
     """
@@ -101,7 +95,7 @@ def resolve(
             int8 = {"int8": "on", "auto": "off" if device == "cpu" else "auto"}.get(asked, "off")
         by_phase[phase] = weights if asked in ("auto", "int8") else asked
         _check(phase, by_phase[phase], weights, autocast)
-    return Precisions(by_phase, int8)
+    return by_phase, int8
 
 
 def _check(phase: Phase, precision: str, weights: str, autocast: str | None) -> None:
@@ -135,12 +129,12 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
     """
     device = next(model.parameters()).device.type
     weights = held_precision(model)
-    chosen = resolve(parse_precision(text), weights=weights, autocast=autocast, device=device)
+    by_phase, int8 = resolve(parse_precision(text), weights=weights, autocast=autocast, device=device)
     plugins: list[PhasePlugin] = []
-    if any(precision != weights for precision in chosen.by_phase.values()):
-        plugins.append(WeightPrecision(chosen.by_phase, autocast=autocast))
-    if chosen.int8 != "off":
-        plugins.append(Int8Predict(chosen.int8))
+    if any(precision != weights for precision in by_phase.values()):
+        plugins.append(WeightPrecision(by_phase, autocast=autocast))
+    if int8 != "off":
+        plugins.append(Int8Predict(int8))
     return plugins
 
 
@@ -174,7 +168,7 @@ class WeightPrecision(PhasePlugin):
             ValueError: If a precision cannot be had with this model, this autocast or several processes.
         """
         held = held_precision(context.model)
-        chosen = resolve(self.precisions, weights=held, autocast=self.autocast).by_phase
+        chosen, _ = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
         if lower and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(

@@ -20,11 +20,8 @@ of a run without this plugin, but for the rounding of `"8bit"` and the loss of `
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,8 +31,6 @@ import torch
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
 from hf_hybrid.streaming.transfers import Fetched, Transfers, host_tensor, is_big
-
-logger = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 States = MutableMapping[Tensor, dict[str, Any]]
@@ -94,10 +89,6 @@ class QuantizedTensor:
             flat[start : start + CHUNK] = values.square_() if self.rooted else values
         return result
 
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.absmax.nbytes
-
 
 class QuantizedState(dict):
     """State of one parameter with tensors in 8 bits; a callback that reads one in Predict gets it restored."""
@@ -112,8 +103,6 @@ class QuantizedState(dict):
 
 class _Stay:
     """States stay where they are."""
-
-    bytes_moved = 0
 
     def send(self, states: States) -> None:
         """Predict begins."""
@@ -133,7 +122,7 @@ class _Host(_Stay):
     """
 
     def __init__(self, *, pinned: bool = False):
-        self.pinned, self.bytes_moved = pinned, 0
+        self.pinned = pinned
         self._home: dict[tuple[Tensor, str], torch.device] = {}
         self._transfers: dict[torch.device, Transfers] = {}
         self._buffers: dict[tuple[Tensor, str], Tensor] = {}
@@ -145,7 +134,6 @@ class _Host(_Stay):
             for key, tensor in list(state.items()):
                 if is_big(tensor) and not in_host_memory(tensor):
                     self._home[parameter, key] = tensor.device
-                    self.bytes_moved += tensor.nbytes
                     state[key] = self._to_host((parameter, key), tensor)
         for transfers in self._transfers.values():
             transfers.finish_sending()  # the memory that they leave is wanted now
@@ -165,7 +153,6 @@ class _Host(_Stay):
         for (parameter, key), device in self._home.items():
             if (parameter, key) not in self._coming:
                 state = states[parameter]
-                self.bytes_moved += state[key].nbytes
                 self._coming[parameter, key] = state, self._transfers[device].fetch(state[key])
         if not self.pinned:
             self.wait()
@@ -182,16 +169,10 @@ class _EightBit(_Stay):
 
     def send(self, states: States) -> None:
         for parameter, state in states.items():
-            states[parameter] = QuantizedState(
-                {
-                    key: QuantizedTensor.of(value) if self._is_moment(value, parameter) else value
-                    for key, value in state.items()
-                }
-            )
-
-    @staticmethod
-    def _is_moment(value: Any, parameter: Tensor) -> bool:
-        return is_big(value) and value.is_floating_point() and value.shape == parameter.shape
+            states[parameter] = QuantizedState(state)
+            for key, value in state.items():
+                if is_big(value) and value.is_floating_point() and value.shape == parameter.shape:
+                    states[parameter][key] = QuantizedTensor.of(value)
 
     def bring(self, states: States) -> None:
         for parameter, state in states.items():
@@ -223,10 +204,6 @@ class OptimizerStatePlacement(PhasePlugin):
     Args:
         placement (`str`): One of the above.
 
-    Attributes:
-        bytes_moved (`int`): Between device and host, both ways.
-        seconds (`float`): How long the run waited for it.
-
     Raises:
         ValueError: If `placement` is none of the above.
         ImportError: If `"8bit"` is asked for without bitsandbytes.
@@ -241,27 +218,18 @@ class OptimizerStatePlacement(PhasePlugin):
         if placement == "8bit":
             bitsandbytes_functional()
         self.placement = placement
-        self.seconds = 0.0
         self._strategy = _STRATEGIES[placement]()
         self._optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def bytes_moved(self) -> int:
-        return self._strategy.bytes_moved
 
     def on_train_begin(self, context: PluginContext) -> None:
         self._optimizer = context.optimizer
         self._strategy = _STRATEGIES[self.placement]()
-        self.seconds = 0.0
-        if self.placement in ("host", "pinned") and not torch.accelerator.is_available():
-            logger.debug("`placement=%s`: all states are in host memory already and stay there.", self.placement)
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
         if old is Phase.PREDICT:
             self._come_home()
         if new is Phase.PREDICT:
-            with self._clock():
-                self._strategy.send(self._optimizer.state)
+            self._strategy.send(self._optimizer.state)
 
     def after_backward(self, phase: Phase) -> None:
         self._strategy.wait()
@@ -274,11 +242,4 @@ class OptimizerStatePlacement(PhasePlugin):
 
     def _come_home(self) -> None:
         if self._optimizer is not None:
-            with self._clock():
-                self._strategy.bring(self._optimizer.state)
-
-    @contextmanager
-    def _clock(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - start
+            self._strategy.bring(self._optimizer.state)

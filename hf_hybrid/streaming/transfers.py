@@ -180,13 +180,10 @@ class HostBuffers:
 
     A tensor gets the smallest free buffer that holds it. Where all free ones are too small, one of them makes room for
     a new one: otherwise every sequence length would keep buffers of its own.
-
-    Attributes:
-        nbytes (`int`): Of all buffers, free or not.
     """
 
     def __init__(self, *, pin: bool):
-        self.pin, self.nbytes = pin, 0
+        self.pin = pin
         self.spare: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
@@ -197,7 +194,8 @@ class HostBuffers:
         if fitting:
             buffer = self.spare.pop(min(fitting, key=lambda index: self.spare[index].numel()))
         else:
-            self.nbytes += size - (self.spare.pop().numel() if self.spare else 0)
+            if self.spare:
+                self.spare.pop()
             buffer = host_buffer(size, pin=self.pin)
         self._lent[buffer.data_ptr()] = buffer
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)

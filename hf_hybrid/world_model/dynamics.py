@@ -51,6 +51,10 @@ Tensor = torch.Tensor
 
 BATCH_SIZE, STARTS = 4, 2
 """Chunks of an online gradient step, and windows of each chunk to imagine from."""
+LEARNING_RATE = 3e-4
+"""Of Adam, for online gradient steps."""
+_VALUES = ("windows", "updates", "seconds", "confidence", "learns_normalisation")
+"""Attributes that are saved as they are."""
 
 
 class DynamicsModel:
@@ -62,9 +66,7 @@ class DynamicsModel:
             features; without start weights it is learned from the run.
         model (`RSSM`, *optional*): The ensemble; by default one of the standard size.
         device (`str` or `torch.device`): Device of the ensemble.
-        learning_rate (`float`): Learning rate of Adam.
         learn_every (`int`): Windows from one call of [`learn`] to the next; 0: never.
-        updates (`int`): Gradient steps of each call.
         chunk (`int`), horizon (`int`): Windows of a chunk to observe, and windows to imagine.
         capacity (`int`): Windows to keep in the replay.
         seed (`int`): Seed of the generators.
@@ -79,22 +81,20 @@ class DynamicsModel:
         *,
         model: RSSM | None = None,
         device: str | torch.device = "cpu",
-        learning_rate: float = 3e-4,
         learn_every: int = 5,
-        updates: int = 1,
         chunk: int = 8,
         horizon: int = 20,
         capacity: int = 2048,
         seed: int = 0,
     ):
-        for name, value in {"updates": updates, "chunk": chunk, "horizon": horizon, "capacity": capacity}.items():
+        for name, value in {"chunk": chunk, "horizon": horizon, "capacity": capacity}.items():
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         self.model = (RSSM(seed=seed) if model is None else model).to(device)
         if start is not None:
             load_weights(self.model, start)
-        self.learn_every, self.updates_per_call, self.chunk, self.horizon = learn_every, updates, chunk, horizon
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate, fused=True)
+        self.learn_every, self.chunk, self.horizon = learn_every, chunk, horizon
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
         self.sampler = torch.Generator(device).manual_seed(seed)
         self.replay = Replay(self.model, capacity)
@@ -158,21 +158,15 @@ class DynamicsModel:
         variance += (difference * (self.observation[:FEATURES] - mean) - variance) / count
         scale.copy_(variance.sqrt().clamp_min(MIN_SCALE))
 
-    def learn(self) -> dict[str, float]:
-        """
-        Make a few gradient steps on chunks of the replay.
-
-        Returns:
-            `dict[str, float]`: The terms of `rssm_loss` in the last step; empty while there are too few windows.
-        """
-        observed, losses = min(self.chunk, len(self.replay) - 1), {}
-        for _ in range(self.updates_per_call if observed > 0 else 0):
+    def learn(self) -> None:
+        """Make a gradient step on chunks of the replay, if it holds two windows."""
+        observed = min(self.chunk, len(self.replay) - 1)
+        if observed > 0:
             batch = self.replay.chunks(BATCH_SIZE, observed, STARTS, self.horizon, self.generator)
             with torch.enable_grad():
                 losses, _ = rssm_loss(self.model, batch.to(self.observation.device), self.sampler)
                 descend(self.model, self.optimizer, losses["total"])
             self.updates += 1
-        return {name: value.item() for name, value in losses.items()}
 
     # Imagining.
 
@@ -208,13 +202,12 @@ class DynamicsModel:
         mean, disagreement = head.mean[:, 0].mean(0), head.mean[:, 0].std(0, unbiased=False)
         variance = VARIANCE * (2 * head.log_scale[:, 0]).exp().mean(0) + disagreement.square()
         raw = (variance / VARIANCE).sqrt().tolist()
-        factors = [self.calibration.factor(k) for k in range(1, len(raw) + 1)]
-        scale = [value * factor for value, factor in zip(raw, factors)]
+        scale = [value * self.calibration.factor(k) for k, value in enumerate(raw, 1)]
         forecast = Forecast(mean.tolist(), scale, disagreement.tolist())
         if keep:
             probability = forecast.probability_below(math.log1p(TOLERANCE), min(CONFIDENCE_HORIZON, len(scale)))
             self.confidence = platt_scaled(probability, *self.model.confidence_map.tolist())
-            self._keep(forecast, raw, factors)
+            self._keep(forecast, raw)
         return forecast
 
     def compare(self, actions_a, actions_b) -> tuple[Tensor, Tensor]:
@@ -274,10 +267,10 @@ class DynamicsModel:
 
     # Calibrating.
 
-    def _keep(self, forecast: Forecast, raw: list[float], factors: list[float]) -> None:
+    def _keep(self, forecast: Forecast, raw: list[float]) -> None:
         back, increments = power_law(self.observation[None, FEATURES:].cpu(), len(raw))
         law = (back + increments.cumsum(-1))[0].tolist()
-        kept = {str(k): [forecast.mean[k - 1], raw[k - 1], factors[k - 1], law[k - 1]] for k in SCORED if k <= len(raw)}
+        kept = {str(k): [forecast.mean[k - 1], raw[k - 1], law[k - 1]] for k in SCORED if k <= len(raw)}
         self._pending = [entry for entry in self._pending if entry["window"] != self.windows]
         self._pending.append({"window": self.windows, "log_loss": self.history.last, "kept": kept})
 
@@ -303,11 +296,7 @@ class DynamicsModel:
         tensors["observation"] = self.observation
         tensors["generator"], tensors["sampler"] = self.generator.get_state(), self.sampler.get_state()
         values = {
-            "windows": self.windows,
-            "updates": self.updates,
-            "seconds": self.seconds,
-            "confidence": self.confidence,
-            "learns_normalisation": self.learns_normalisation,
+            **{name: getattr(self, name) for name in _VALUES},
             "history": self.history.state_dict(),
             "calibration": self.calibration.state_dict(),
             "pending": [dict(entry) for entry in self._pending],
@@ -343,7 +332,7 @@ class DynamicsModel:
         self.observation = tensors["observation"].to(device, copy=True)
         self.generator.set_state(tensors["generator"].cpu())
         self.sampler.set_state(tensors["sampler"].cpu())
-        for name in ("windows", "updates", "seconds", "confidence", "learns_normalisation"):
+        for name in _VALUES:
             setattr(self, name, values[name])
         self.history.load_state_dict(values["history"])
         self.calibration.load_state_dict(values["calibration"])

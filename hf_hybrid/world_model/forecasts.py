@@ -17,9 +17,7 @@ is conformal prediction in spirit (Gibbs and Candes, 2021, arXiv 2106.00170), wi
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,23 +51,6 @@ def student_t_cdf(z: float) -> float:
     return 0.5 + (angle + sine * cosine + 2 / 3 * sine * cosine**3) / math.pi
 
 
-@functools.lru_cache(maxsize=64)
-def student_t_quantile(probability: float) -> float:
-    """
-    Inverse of [`student_t_cdf`], by bisection.
-
-    Raises:
-        ValueError: If the probability is not between 0 and 1.
-    """
-    if not 0.0 < probability < 1.0:
-        raise ValueError(f"`probability` must be between 0 and 1, both excluded, got {probability}.")
-    low, high = -1e3, 1e3
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_t_cdf(middle) < probability else (low, middle)
-    return (low + high) / 2
-
-
 def platt_scaled(probability: float, offset: float, slope: float) -> float:
     """The probability with the logit `offset + slope * logit(probability)` (Platt, 1999), bounded away from 0 and 1."""
     inside = min(max(probability, 1e-6), 1 - 1e-6)
@@ -90,10 +71,6 @@ class Forecast:
     scale: list[float]
     disagreement: list[float]
 
-    def quantile(self, probability: float, k: int) -> float:
-        """The change of the log loss `k` windows ahead that is not exceeded with this probability."""
-        return self.mean[k - 1] + self.scale[k - 1] * student_t_quantile(probability)
-
     def probability_below(self, change: float, k: int) -> float:
         """Probability that the log loss `k` windows ahead has changed by less than `change`."""
         return student_t_cdf((change - self.mean[k - 1]) / self.scale[k - 1])
@@ -109,7 +86,6 @@ class LossHistory:
 
     _RIDGE = 0.05
     """Pulls the exponent to 0 while there is little evidence."""
-    _STATE = ("windows", "weight", "u", "v", "uu", "uv", "last", "noise")
 
     def __init__(self):
         self.windows = 0
@@ -141,11 +117,10 @@ class LossHistory:
         return [change, residual, -slope, float(self.windows), self.noise]
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self._STATE}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict) -> None:
-        for name in self._STATE:
-            setattr(self, name, state[name])
+        vars(self).update(state)
 
 
 def history_of(losses: Sequence[float]) -> Tensor:
@@ -197,14 +172,11 @@ class Calibration:
 
     PRIOR = 8.0
     HALF_LIFE = 100.0
-    KEPT = 256
 
     def __init__(self):
         self.ratios = dict.fromkeys(SCORED, 1.0)
         self.counts = {k: self.PRIOR + k for k in SCORED}
         self.sums = dict(self.counts)
-        self.places: dict[int, deque[float]] = {k: deque(maxlen=self.KEPT) for k in SCORED}
-        """Probability integral transforms: the quantile of each realised loss in its predictive distribution."""
         self.errors = {k: [0.0, 0.0, 0.0] for k in SCORED}
         """Sums of absolute errors of the forecasts, of persistence and of the power law."""
         self.scored = dict.fromkeys(SCORED, 0)
@@ -216,13 +188,13 @@ class Calibration:
         share = math.log(k / below) / math.log(above / below) if above > below else 0.0
         return math.exp(0.5 * ((1 - share) * math.log(self.ratios[below]) + share * math.log(self.ratios[above])))
 
-    def score(self, k: int, realised: float, mean: float, raw_scale: float, factor: float, law: float) -> None:
+    def score(self, k: int, realised: float, mean: float, raw_scale: float, law: float) -> None:
         """
         Score a forecast that was made `k` windows ago.
 
         Args:
             realised (`float`), mean (`float`): Change of the log loss, and its forecast.
-            raw_scale (`float`), factor (`float`): The forecast's scale before calibration, and its factor then.
+            raw_scale (`float`): The forecast's scale before calibration.
             law (`float`): The forecast of the power law.
         """
         z2 = ((realised - mean) / raw_scale) ** 2
@@ -231,7 +203,6 @@ class Calibration:
         self.sums[k] = keep * self.sums[k] + weight * z2
         self.counts[k] = keep * self.counts[k] + 1.0
         self.ratios[k] = min(max(self.sums[k] / self.counts[k], 1e-3), 1e4)
-        self.places[k].append(student_t_cdf((realised - mean) / (raw_scale * factor)))
         for index, expected in enumerate((mean, 0.0, law)):
             self.errors[k][index] += abs(realised - expected)
         self.scored[k] += 1
@@ -242,12 +213,9 @@ class Calibration:
 
     def state_dict(self) -> dict:
         """One list by scored horizon; JSON has no integer keys."""
-        parts = (self.ratios, self.counts, self.sums, self.places, self.errors, self.scored)
-        return {str(k): [list(p[k]) if isinstance(p[k], (deque, list)) else p[k] for p in parts] for k in SCORED}
+        parts = (self.ratios, self.counts, self.sums, self.scored)
+        return {str(k): [*(part[k] for part in parts), *self.errors[k]] for k in SCORED}
 
     def load_state_dict(self, state: dict) -> None:
         for k in SCORED:
-            ratio, count, total, places, errors, scored = state[str(k)]
-            self.ratios[k], self.counts[k], self.sums[k], self.scored[k] = ratio, count, total, scored
-            self.places[k] = deque(places, maxlen=self.KEPT)
-            self.errors[k] = list(errors)
+            self.ratios[k], self.counts[k], self.sums[k], self.scored[k], *self.errors[k] = state[str(k)]

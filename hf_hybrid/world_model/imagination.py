@@ -65,8 +65,7 @@ class ImaginedGain(GainPlanner):
     ):
         super().__init__(peak, power, worth)
         self.dynamics, self.rate_at, self.window_share = dynamics, rate_at, window_share
-        self.multiple = 1.0
-        self.believed = 1.0
+        self.multiple = self.confidence = 1.0
         self.imagined_worth: float | None = None
         self.choices: list[dict] = []
         """After every window: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
@@ -81,11 +80,6 @@ class ImaginedGain(GainPlanner):
             return prior
         return min(max(self.imagined_worth * real_steps, 0.0), 2.0 * prior)
 
-    @property
-    def confidence(self) -> float:
-        """1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse."""
-        return self.believed
-
     def observe(self, window: Window) -> None:
         if not math.isfinite(window.loss):
             return
@@ -99,8 +93,10 @@ class ImaginedGain(GainPlanner):
             choice = self._choose(self._candidates(window, ahead))
         self.multiple = self.MULTIPLES[choice]
         self.dynamics.forecast(self._intended(window, ahead, self.multiple), keep=True)
-        values = {"multiple": self.multiple, "imagined_worth": self.imagined_worth, "confidence": self.believed}
-        self.choices.append({"progress": window.progress, **values})
+        self.choices.append({"progress": window.progress, **self._values()})
+
+    def _values(self) -> dict:
+        return {name: getattr(self, name) for name in ("multiple", "imagined_worth", "confidence")}
 
     def _candidates(self, window: Window, ahead: int) -> Tensor:
         """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
@@ -139,7 +135,8 @@ class ImaginedGain(GainPlanner):
             best = scheduled
         leap = best or scheduled
         better = self.dynamics.probability_better(candidates[leap], candidates[0], candidates.shape[1]).item()
-        self.believed = min(1.0, 2.0 * better)
+        # 1 while leaping is imagined to be at least as good as not leaping, 0 where it is surely worse.
+        self.confidence = min(1.0, 2.0 * better)
         # The loss that leaping is sure to gain over not leaping: less the disagreement of the members.
         gained = difference[0] - difference[leap] - disagreement[0]
         self.imagined_worth = self._worth(gained[-1].item(), candidates[0])
@@ -150,18 +147,10 @@ class ImaginedGain(GainPlanner):
         mean = [0.0, *self.dynamics.forecast(without).mean]
         stretch = min(self.LASTING, len(mean) - 1)
         fall = (mean[-1 - stretch] - mean[-1]) / stretch
-        if fall <= 0:
-            return None
-        return max(gained, 0.0) / fall / stretch
+        return max(gained, 0.0) / fall / stretch if fall > 0 else None
 
     def summary(self) -> dict:
-        """
-        The choices and their cost.
-
-        Returns:
-            `dict`: `choices` by window; `updates` and `seconds` of the world model; and `errors`: by windows ahead the
-            mean absolute error in log loss of its forecasts, of persistence and of the power law.
-        """
+        """The choices, what they cost, and by windows ahead the mean absolute error in log loss of three forecasts."""
         errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
         names = ("model", "persistence", "power_law")
         return {
@@ -175,12 +164,9 @@ class ImaginedGain(GainPlanner):
         return self.dynamics.state_dict()[0]
 
     def state_dict(self) -> dict:
-        values = {"multiple": self.multiple, "believed": self.believed, "imagined_worth": self.imagined_worth}
-        values["choices"] = list(self.choices)
-        return {**values, "dynamics": self.dynamics.state_dict()[1]}
+        return {**self._values(), "choices": list(self.choices), "dynamics": self.dynamics.state_dict()[1]}
 
     def load_state_dict(self, tensors: dict, state: dict) -> None:
-        for name in ("multiple", "believed", "imagined_worth"):
-            setattr(self, name, state[name])
+        vars(self).update({name: state[name] for name in self._values()})
         self.choices = list(state["choices"])
         self.dynamics.load_state_dict(tensors, state["dynamics"])

@@ -175,11 +175,10 @@ class Replay:
 
     def __init__(self, model: RSSM, capacity: int):
         self._split = (model.deterministic, model.stochastic)
-        for name in self._COLUMNS:
-            setattr(self, name, deque(maxlen=capacity))
+        self.rows: deque[tuple[Tensor, ...]] = deque(maxlen=capacity)
 
     def __len__(self) -> int:
-        return len(self.actions)
+        return len(self.rows)
 
     def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
         """
@@ -190,11 +189,8 @@ class Replay:
             observation (`Tensor`), action (`Tensor`), log_loss (`float`): `[69]`, `[4]`, and its loss.
             weights (`Tensor`): `[M]`, weight for each member of chunks that begin here.
         """
-        self.latents.append(torch.cat([part[:, 0].cpu() for part in before], -1))
-        self.observations.append(observation.cpu())
-        self.actions.append(action.cpu())
-        self.log_losses.append(torch.tensor(log_loss))
-        self.weights.append(weights)
+        latents = torch.cat([part[:, 0].cpu() for part in before], -1)
+        self.rows.append((observation.cpu(), action.cpu(), torch.tensor(log_loss), weights, latents))
 
     def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> Batch:
         """
@@ -210,13 +206,15 @@ class Replay:
         total = len(self)
         begins = torch.randint(total - observed, (count,), generator=generator)
         index = (begins[:, None] + torch.arange(observed + horizon)).clamp_max(total - 1).tolist()
-        latents = torch.stack([self.latents[begin] for begin in begins.tolist()], 1)
+        stretches = [[torch.stack(column) for column in zip(*(self.rows[i][:3] for i in row))] for row in index]
+        observations, actions, log_losses = map(torch.stack, zip(*stretches))
+        weights, latents = (torch.stack([self.rows[row[0]][column] for row in index], 1) for column in (3, 4))
         return Batch(
-            observations=torch.stack([torch.stack([self.observations[i] for i in row]) for row in index]),
-            actions=torch.stack([torch.stack([self.actions[i] for i in row]) for row in index]),
-            log_losses=torch.stack([torch.stack([self.log_losses[i] for i in row]) for row in index]),
+            observations=observations,
+            actions=actions,
+            log_losses=log_losses,
             lengths=(total - begins).clamp_max(observed + horizon),
-            weights=torch.stack([self.weights[begin] for begin in begins.tolist()], 1),
+            weights=weights,
             starts=torch.randint(observed, (count, starts), generator=generator),
             observed=observed,
             horizon=horizon,
@@ -225,10 +223,9 @@ class Replay:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, by column; empty before the first window."""
-        return {name: torch.stack(list(getattr(self, name))) for name in self._COLUMNS} if len(self) else {}
+        return {name: torch.stack(column) for name, column in zip(self._COLUMNS, zip(*self.rows))}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Restore what [`tensors`] returned."""
-        for name in self._COLUMNS:
-            getattr(self, name).clear()
-            getattr(self, name).extend(tensors[name].clone() if name in tensors else ())
+        self.rows.clear()
+        self.rows.extend(zip(*(tensors[name].clone() for name in self._COLUMNS if name in tensors)))

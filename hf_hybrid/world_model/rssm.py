@@ -305,9 +305,9 @@ class RSSM(nn.Module):
         """Normalised features read off states `[M, N, ...]`: `[M, N, 64]`."""
         return self.decoder_out(F.silu(self.decoder_hidden(torch.cat(states, -1))))
 
-    def predict_loss(self, start: State, imagined: State, observation: Tensor, actions: Tensor) -> LossHead:
+    def forecast(self, start: State, observation: Tensor, actions: Tensor) -> LossHead:
         """
-        Change of the log loss from the start to every imagined window.
+        Imagine, and predict the change of the log loss from the start to every imagined window.
 
         The heads also read the last observation: a few categoricals hold what matters in the long run, but not every
         feature that tells what a leap will do. The log scale combines two kinds of noise: that of a window itself,
@@ -315,12 +315,11 @@ class RSSM(nn.Module):
 
         Args:
             start (`State`): `[M, N, ...]`, the state that imagination began from.
-            imagined (`State`): `[M, N, K, ...]`.
             observation (`torch.Tensor`): `[N, 69]` at the start.
-            actions (`torch.Tensor`): `[N, K, 4]`, as imagined.
+            actions (`torch.Tensor`): `[N, K, 4]`, the actions of the future.
         """
         embedded = self.embed(observation)
-        latents = torch.cat(imagined, -1)
+        latents = torch.cat(self.imagine(start, actions), -1)
         hidden = self.loss_hidden(latents.flatten(1, 2)).unflatten(1, latents.shape[1:3])
         hidden = hidden + self.loss_context(F.silu(embedded))[:, :, None]
         out = self.loss_out(F.silu(hidden).flatten(1, 2)).unflatten(1, latents.shape[1:3])
@@ -333,10 +332,6 @@ class RSSM(nn.Module):
         mean = offset + steps.cumsum(-1) + self._linear_forecast(observation, actions)
         noise, walk = (2 * out[..., 2]).exp(), (2 * out[..., 3]).exp().cumsum(-1)
         return LossHead(mean, 0.5 * (noise + walk + 1e-8).log() + interpolated(self.scale_shift, actions.shape[1]))
-
-    def forecast(self, state: State, observation: Tensor, actions: Tensor) -> LossHead:
-        """Imagine and predict; see [`predict_loss`] for the arguments."""
-        return self.predict_loss(state, self.imagine(state, actions), observation, actions)
 
     def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
         """
