@@ -30,7 +30,7 @@ import platform
 import statistics
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -216,7 +216,7 @@ class PhaseTotals:
         self.records = self.accounted = 0
         self._values: dict[str, tuple[int, float, float, float]] = {}
         """By reading: count, sum, greatest, least."""
-        self._held: dict[str, dict[str, int]] = {}
+        self._held: dict[str, Counter] = {}
         self._unexplained = self._measured = 0
         self._peaks: deque[float] = deque(maxlen=self.WINDOW)
         self._is_high = False
@@ -247,9 +247,7 @@ class PhaseTotals:
             self._unexplained += record["unexplained"]
             self._measured += record["measured"]
             for category, places in record["held"].items():
-                sums = self._held.setdefault(category, dict.fromkeys(places, 0))
-                for place, count in places.items():
-                    sums[place] += count
+                self._held.setdefault(category, Counter()).update(places)
         return spike
 
     def to_dict(self) -> dict:
@@ -261,12 +259,8 @@ class PhaseTotals:
         accounted = None
         if n := self.accounted:
             held = {name: {place: count / n for place, count in sums.items()} for name, sums in self._held.items()}
-            accounted = {
-                "records": n,
-                "measured": self._measured / n,
-                "held": held,
-                "unexplained": self._unexplained / n,
-            }
+            accounted = {"records": n, "measured": self._measured / n, "held": held}
+            accounted["unexplained"] = self._unexplained / n
         return {"records": self.records, **spreads, "accounted": accounted}
 
 
