@@ -275,7 +275,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """A step begins: make the leap that is due, and fetch the batches unless the step is skipped."""
-        if self.run.begin_step(self.state.global_step, self._get_learning_rate()) is Phase.PREDICT:
+        if self.run.begin_step(self.state.global_step, self._get_learning_rate) is Phase.PREDICT:
             return self.run.feed.skip(num_batches)
         source = self.run.feed.source(epoch_iterator)
         batches, items = super().get_batch_samples(source, num_batches, device)

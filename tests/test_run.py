@@ -63,7 +63,7 @@ class World:
         """A leap is due before `step`, after one real step that moved nothing; returns it."""
         self.run.trajectory.observe_step([1.0])
         self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
-        self.run.begin_step(step, 1.0)
+        self.run.begin_step(step, lambda: 1.0)
         return self.run.record.leaps[-1]
 
 
@@ -138,7 +138,7 @@ def test_a_leap_that_is_survived_counts_as_rejected():
     world.probe.evaluate = fail
     world.run.trajectory.observe_step([1.0])
     world.run.controller.phase, world.run.controller.leap_due = Phase.PREDICT, True
-    assert world.run.begin_step(10, 1.0) is Phase.FULL
+    assert world.run.begin_step(10, lambda: 1.0) is Phase.FULL
     assert told == ["leap undone"] and world.weight.item() == 0.0
     assert world.run.trust.rejections_in_a_row == 1 and world.run.credit == 0.0
 
@@ -263,7 +263,7 @@ class Valleys:
         self.real_step(), self.real_step()
         self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
         before = weights(SimpleNamespace(named_parameters=lambda: self.named))
-        self.run.begin_step(step, self.RATE)
+        self.run.begin_step(step, lambda: self.RATE)
         moved = {name: (parameter.detach() - before[name]).mean().item() for name, parameter in self.named}
         self.real_step(), self.real_step()
         self.trajectory.open.losses.append(1.0)

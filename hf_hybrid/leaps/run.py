@@ -246,14 +246,14 @@ class LeapRun:
 
     # Before a step.
 
-    def begin_step(self, step: int, learning_rate: float) -> Phase:
+    def begin_step(self, step: int, learning_rate: Callable[[], float]) -> Phase:
         """
         Make the leap that is due before step `step` (0-based); returns the phase of the step.
 
-        `learning_rate` is the scheduled one.
+        `learning_rate` returns the scheduled one.
         """
         self._started = time.perf_counter()
-        self._losses, self._tokens, self.learning_rate = [], 0, learning_rate
+        self._losses, self._tokens, self.learning_rate = [], 0, learning_rate()
         self.phase = self.controller.phase
         if self.controller.leap_due:
             self._begin_leap(step)
@@ -738,7 +738,7 @@ class NoLeaps:
         self.feed = BatchFeed()
         self._summary = RunRecord().summary() if summary is None else summary
 
-    def begin_step(self, step: int, learning_rate: float) -> None:
+    def begin_step(self, step: int, learning_rate: Callable[[], float]) -> None:
         """Every step is real."""
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
