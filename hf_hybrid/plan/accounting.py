@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hf_hybrid.streaming.layers import ask
+
 Tensor = torch.Tensor
+Storage = tuple[torch.device, int]  # and its address there
 
 CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
 PLACES = ("device", "host")
@@ -35,18 +38,11 @@ def format_bytes(count: float) -> str:
 class ByteTable:
     """Bytes by category (weights, gradients, states, activations, drift, buffers) and place (device, host)."""
 
-    _bytes: dict[tuple[str, str], int] = field(
-        default_factory=lambda: {(category, place): 0 for category in CATEGORIES for place in PLACES}
-    )
+    _bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def add(self, category: str, place: str, count: float) -> None:
-        """
-        Count `count` more bytes; a fraction of a byte is rounded up.
-
-        Raises:
-            ValueError: If the category or the place is unknown, or the count is negative.
-        """
-        if (category, place) not in self._bytes or count < 0:
+        """Count `count` more bytes; a fraction of a byte is rounded up. Raises `ValueError` for unknown names."""
+        if category not in CATEGORIES or place not in PLACES or count < 0:
             raise ValueError(f"no table has `category={category}`, `place={place}` and `count={count}`.")
         self._bytes[category, place] += math.ceil(count)
 
@@ -78,7 +74,7 @@ class ByteTable:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages that `tensors` keep alive: whole storages, each counted once."""
-    seen: set[tuple[torch.device, int]] = set()
+    seen: set[Storage] = set()
     return sum(count for tensor in tensors for _, count in _new_storages(tensor, seen))
 
 
@@ -103,20 +99,16 @@ def measure_held(
         extra (`Mapping[str, Iterable[Tensor]]`, *optional*): More tensors by category.
         host_storages (`set[int]`, *optional*): The [`storage_address`] of every tensor that counts as host, where the
             accelerator is the CPU itself. Left out, tensors on the CPU are host.
-
-    Returns:
-        `ByteTable`: Bytes on the accelerator (`"device"`) and on the host.
     """
-    parameters = list(model.parameters()) if model is not None else []
+    model = nn.Module() if model is None else model
     found: list[tuple[str, Iterable[Tensor]]] = [
-        ("weights", parameters),
-        ("gradients", [p.grad for p in parameters if p.grad is not None]),
-        ("states", _tensors_in(optimizer.state) if optimizer is not None else ()),
-        ("buffers", model.buffers() if model is not None else ()),
+        ("weights", model.parameters()),
+        ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
+        ("states", () if optimizer is None else _tensors_in(optimizer.state)),
+        ("buffers", model.buffers()),
         *(extra or {}).items(),
     ]
-    table = ByteTable()
-    seen: set[tuple[torch.device, int]] = set()
+    table, seen = ByteTable(), set()
     for category, tensors in found:
         for tensor in tensors:
             for (device, address), count in _new_storages(tensor, seen):
@@ -146,14 +138,10 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 
-def _new_storages(
-    tensor: Tensor, seen: set[tuple[torch.device, int]]
-) -> Iterator[tuple[tuple[torch.device, int], int]]:
+def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage, int]]:
     for part in _dense_parts(tensor):
-        if part.device.type == "meta":  # a shape without memory
-            continue
         key = (part.device, storage_address(part))
-        if key not in seen:
+        if key not in seen and part.device.type != "meta":  # a shape without memory
             seen.add(key)
             yield key, part.untyped_storage().nbytes()
 
@@ -217,15 +205,15 @@ class ModelShape:
         Args:
             model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
             layer_names (`list[str]`): Dotted names of its decoder layers.
-            muon (`Iterable[nn.Parameter]`): Those of its trainable parameters that Muon moves.
-            leaps (`Iterable[nn.Parameter]`): Those that leaps orthogonalise.
+            muon (`Iterable[nn.Parameter]`), leaps (`Iterable[nn.Parameter]`): Trainable parameters that Muon moves, and
+                those that leaps orthogonalise.
 
         Raises:
             ValueError: If there are no layers, or the model does not tell its width and vocabulary.
         """
         if not layer_names:
             raise ValueError("`layer_names` is empty: name the decoder layers, for example `model.layers.0`.")
-        ends = [_module_from(model, question) for question in ("get_input_embeddings", "get_output_embeddings")]
+        ends = [ask(model, question) for question in ("get_input_embeddings", "get_output_embeddings")]
         weights = [getattr(end, "weight", None) for end in ends]
         config = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -266,13 +254,6 @@ class ModelShape:
         return list(layers), list(travelling), functools.reduce(Unit.join, stay + adapters, self.rest)
 
 
-def _module_from(model: nn.Module, question: str) -> nn.Module | None:
-    try:
-        return getattr(model, question)()
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int]) -> Unit:
     counts = [0, 0, 0]
     for parameter in module.parameters() if module is not None else ():
@@ -288,15 +269,11 @@ def _usual_size(parameters: list[nn.Parameter]) -> int:
     sizes: Counter[int] = Counter()
     for parameter in parameters:
         sizes[parameter.element_size()] += parameter.numel()
-    return max(sizes, key=sizes.__getitem__)
+    return sizes.most_common(1)[0][0]
 
 
 def device_memory(device: torch.device | str | int | None = None) -> int | None:
-    """
-    Bytes that this process can still allocate on a GPU: what is free, and what torch keeps without using it.
-
-    Add what the model already holds there ([`measure_held`]) to get the limit of a whole plan. `None` without a GPU.
-    """
+    """Bytes that this process can still allocate on a GPU: what is free, and what torch keeps unused. Else `None`."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -304,11 +281,7 @@ def device_memory(device: torch.device | str | int | None = None) -> int | None:
 
 
 def host_memory(root: str | Path = "/") -> int:
-    """
-    Bytes that can still be allocated on the host: what the system says is available, or what control groups leave.
-
-    Add what the model already holds there ([`measure_held`]) to get the limit of a whole plan. Processes share it.
-    """
+    """Bytes that can still be allocated on the host: what is available, or what control groups leave."""
     root = Path(root)
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -343,14 +316,10 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
 
 def measure_machine(seconds: float = 0.1) -> dict[str, float]:
     """
-    Rates of this machine: bytes per second of copies, and on a GPU bf16 operations per second of products.
+    Rates of this machine, each measured for so many seconds.
 
-    Args:
-        seconds (`float`): Time that each measurement takes, at least.
-
-    Returns:
-        `dict[str, float]`: `"dram"`, read and written by a copy in host memory; on a GPU also `"h2d"` and `"d2h"`
-        (pinned), and `"flops"` of products of large square matrices, which training does not exceed.
+    Bytes per second: `"dram"`, read and written by a copy in host memory, and on a GPU `"h2d"` and `"d2h"` (pinned).
+    bf16 operations per second: `"flops"` of products of large square matrices, which training does not exceed.
     """
     source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
     rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}

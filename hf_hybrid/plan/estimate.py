@@ -118,17 +118,12 @@ class Plan:
         return not self.shortfall
 
     @property
-    def decided(self) -> Setup:
-        """The setup, with everything that was left to the plan."""
-        if self.mode == "resident":
-            return replace(self.setup, memory="off", resident_layers=None, stream_embeddings=None)
-        kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
-        return replace(self.setup, memory="stream", **kept)
-
-    @property
     def options(self) -> dict[str, object]:
         """The fields of `HybridConfig` that carry the plan out."""
-        return self.decided.options()
+        if self.mode == "resident":
+            return replace(self.setup, memory="off").options()
+        kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
+        return replace(self.setup, memory="stream", **kept).options()
 
     def to_dict(self) -> dict:
         """Plain values for JSON: what was decided, and the peaks expected by category."""
@@ -196,31 +191,24 @@ def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
 
 
 class Estimator:
-    """
-    Plans of one model.
-
-    Args:
-        shape ([`ModelShape`]): Its sizes.
-        tracer ([`Tracer`], *optional*): Of the model. Without, activations are estimated from the sizes.
-    """
+    """Plans of one model, by its sizes and its tracer; without a tracer, activations are estimated from the sizes."""
 
     def __init__(self, shape: ModelShape, tracer: Tracer | None = None):
         self.shape, self.tracer = shape, tracer
 
     def plan(self, setup: Setup) -> Plan:
-        """
-        The first that fits: resident; streamed, with as many resident layers as possible; embeddings streamed too.
-
-        Raises:
-            PlanError: If nothing fits; with the bytes and the nearest plan that works.
-        """
+        """The best plan. Raises [`PlanError`], with the bytes and the nearest plan that works, if nothing fits."""
         found = self.best(setup)
         if not found.fits:
             raise self._refusal(found)
         return found
 
     def best(self, setup: Setup) -> Plan:
-        """The first candidate that fits, else the one that is over by least."""
+        """
+        The first that fits: resident; streamed, with as many resident layers as possible; embeddings streamed too.
+
+        If none does, the one that is over by least.
+        """
         return _first_that_fits(self._candidates(setup))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
@@ -261,12 +249,7 @@ class Estimator:
         return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, peak is not None)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
-        """
-        Layers on the host but for so many, and maybe embeddings and head.
-
-        Raises:
-            ValueError: If the model has no list of layers.
-        """
+        """Layers on the host but for so many, and maybe embeddings and head."""
         if self.tracer is not None and not self.tracer.excerpt.stands_for:
             raise ValueError("`memory=stream`: the model has no list of decoder layers. Set `memory=off`.")
         shape, per = self.shape, _PerWeight(self.shape, setup)
@@ -321,8 +304,7 @@ class Estimator:
                 table.add("drift", place, weights * per.leaps + scratch)
 
     def _activations(self, setup: Setup) -> Activations:
-        found = self._ask_tracer(lambda tracer: tracer.activations(setup))
-        return estimated_activations(self.shape, setup) if found is None else found
+        return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)
 
     def _ask_tracer(self, question: Callable[[Tracer], Answer]) -> Answer | None:
         if self.tracer is None:
@@ -370,7 +352,10 @@ class Estimator:
 
     def _refusal(self, refused: Plan) -> PlanError:
         nearest = self._nearest(refused.setup)
-        changes = _changes(refused.setup, nearest)
+        changes = refused.setup.changes(nearest.setup)
+        # What a change leaves to the plan is named as the plan decided it.
+        left = [name for name, value in changes.items() if value is None and nearest.mode == "streamed"]
+        changes |= {name: getattr(nearest, name) for name in left}
         options = ", ".join(f"`{name}={value}`" for name, value in changes.items()) or "the options as they are"
         device, host = format_bytes(nearest.peak_device_bytes), format_bytes(nearest.peak_host_bytes)
         advice = "No change of options fits these limits. The smallest need found"
@@ -416,15 +401,6 @@ def _over(option: str, shortfall: int, limit: int) -> str:
     return f"{format_bytes(shortfall)} ({shortfall} bytes) over `{option}={limit / 2**30:.3g}`"
 
 
-def _changes(setup: Setup, nearest: Plan) -> dict[str, object]:
-    """As options; where a change leaves something to the plan, with what it decided."""
-    changes = setup.changes(nearest.setup)
-    for name in ("resident_layers", "stream_embeddings"):
-        if name in changes and changes[name] is None and nearest.mode == "streamed":
-            changes[name] = getattr(nearest, name)
-    return changes
-
-
 class PlanError(ValueError):
     """Nothing fits: `plan` was refused; `nearest` works after `changes` (options and their values), if there is one."""
 
@@ -434,11 +410,7 @@ class PlanError(ValueError):
 
 
 def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> PlanError:
-    """
-    An error to raise: `reason`, the bytes of a plan or of a model's weights, and `nearest`, what works instead.
-
-    Both texts name options and values in backticks.
-    """
+    """An error to raise: `reason`, the bytes of a plan or of a model's weights, and `nearest`, what works instead."""
     refused = what if isinstance(what, Plan) else None
     shown = what.describe() if refused else ByteTable()
     if not refused:
@@ -478,15 +450,11 @@ def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]
     """
     Seconds that no optimizer step is faster than: the longest of computing (without attention) and moving.
 
-    Args:
-        plan ([`Plan`]): On the machine that was measured.
-        tokens_per_step (`int`): Of all micro-batches.
-        rates (`dict[str, float]`): `"flops"` per second; `"h2d"`, `"d2h"`, `"dram"` in bytes per second, where known.
+    `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing.
     """
     recomputes = plan.mode == "streamed" or plan.setup.checkpointed
     # A lookup multiplies nothing, unless the head is made of the same weights.
-    lookup = Unit() if plan.shape.tied else plan.shape.embedding
-    total = plan.shape.total
+    lookup, total = Unit() if plan.shape.tied else plan.shape.embedding, plan.shape.total
     products, trained = total.weights - lookup.weights, total.trainable - lookup.trainable
     seconds = tokens_per_step * ((6 if recomputes else 4) * products + 2 * trained) / rates["flops"]
     return max([seconds, *(count / rates[name] for name, count in step_traffic(plan).items() if rates.get(name))])

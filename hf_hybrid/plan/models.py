@@ -22,10 +22,7 @@ Tensor = torch.Tensor
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:
     """
-    The config of a causal language model.
-
-    Args:
-        model: A config, a model, a config file, a folder with a `config.json`, or a Hub id.
+    The config of a causal language model from a config, a model, a config file, a folder or a Hub id.
 
     Raises:
         ValueError: If there is no such config, or it is not of a decoder-only language model.
@@ -83,12 +80,7 @@ def _check_kind(config: PreTrainedConfig, name: object) -> None:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """
-    The model of a config with all its layers, on the meta device.
-
-    Raises:
-        ValueError: If transformers cannot build it.
-    """
+    """The model of a config with all its layers, on the meta device."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
@@ -105,34 +97,19 @@ def adapters_installed() -> bool:
     return importlib.util.find_spec("peft") is not None
 
 
-def lora_config(rank: int = 16, targets: str | list[str] = "all-linear"):
-    """
-    A `peft.LoraConfig` for a causal language model.
-
-    Args:
-        rank (`int`): Of the adapters, at least 1.
-        targets (`str` or `list[str]`): Names of modules, or `"all-linear"`.
-
-    Raises:
-        ImportError: If peft is not installed.
-        ValueError: If the rank is below 1.
-    """
+def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more):
+    """A `peft.LoraConfig` for a causal language model; `targets` names modules. Raises `ImportError` without peft."""
     if rank < 1:
         raise ValueError(f"`lora_r` must be at least 1, got {rank}. 8 to 64 is usual.")
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError('Plans with adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+        raise ImportError('Adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
+    return LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM", **{"lora_alpha": 2 * rank, **more})
 
 
 def add_adapters(model: nn.Module, config) -> nn.Module:
-    """
-    The model of the meta device inside a `peft.PeftModel`; the base is frozen.
-
-    Raises:
-        ValueError: If peft cannot put these adapters on this model.
-    """
+    """The model of the meta device inside a `peft.PeftModel`; the base is frozen."""
     from peft import get_peft_model
 
     try:
@@ -168,14 +145,7 @@ class _Unpacked(torch.autograd.Function):
 
 
 class PackedLinear(nn.Linear):
-    """
-    What a `bitsandbytes.nn.Linear4bit` holds and allocates, without its numbers.
-
-    Args:
-        inputs (`int`), outputs (`int`): Features.
-        bias (`nn.Parameter`, *optional*): Kept as it is.
-        dtype (`torch.dtype`): In which it computes.
-    """
+    """What a `bitsandbytes.nn.Linear4bit` that computes in `dtype` holds and allocates, without its numbers."""
 
     def __init__(self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype):
         nn.Module.__init__(self)
@@ -196,20 +166,21 @@ class PackedLinear(nn.Linear):
 def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Pack, in place, the linear layers that transformers would load in 4 bits: all but the head."""
     head = model.get_output_embeddings()
-    for parent in list(model.modules()):
-        for name, module in parent.named_children():
-            if module is not head and (type(module) is nn.Linear or isinstance(module, Conv1D)):
-                rows, columns = module.weight.shape
-                sizes = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-                setattr(parent, name, PackedLinear(*sizes, module.bias, dtype))
+    for parent, name, module in _children(model):
+        if module is not head and (type(module) is nn.Linear or isinstance(module, Conv1D)):
+            outputs, inputs = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
+            setattr(parent, name, PackedLinear(inputs, outputs, module.bias, dtype))
     return model
 
 
 def stand_in_for_4bit(model: nn.Module) -> nn.Module:
     """Replace, in place, layers that bitsandbytes has packed: their products need the numbers."""
-    for parent in list(model.modules()):
-        for name, module in parent.named_children():
-            if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
-                sizes = (module.in_features, module.out_features)
-                setattr(parent, name, PackedLinear(*sizes, module.bias, module.compute_dtype or torch.bfloat16))
+    for parent, name, module in _children(model):
+        if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
+            dtype = module.compute_dtype or torch.bfloat16
+            setattr(parent, name, PackedLinear(module.in_features, module.out_features, module.bias, dtype))
     return model
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]

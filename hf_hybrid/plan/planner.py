@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,8 +73,8 @@ def plan_memory(
         sequence_length=sequence_length,
         batch_size=batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
-        vram=None if vram is None else parse_size(vram, "vram"),
-        ram=None if ram is None else parse_size(ram, "ram"),
+        vram=vram,
+        ram=ram,
         memory="off" if peft == "qlora" else memory,
         activation_checkpointing=activation_checkpointing,
         chunked_loss=chunked_loss,
@@ -93,13 +92,9 @@ class Planner:
     Plans for one model, batch and machine; what several plans have in common is built and traced once.
 
     Args:
-        model: As in [`plan_memory`].
-        peft (`str` or `peft.PeftConfig`, *optional*): The adapters of ways that train adapters.
+        model, peft: As in [`plan_memory`].
         sequence_length (`int`, *optional*): `None`: 1024, or what the model takes at most.
         setup: More fields of [`Setup`]: batch, limits and machine.
-
-    Raises:
-        ValueError: If an argument is out of range, or the model cannot be planned.
     """
 
     def __init__(self, model: str | Path | object, *, peft: object = None, sequence_length: int | None = None, **setup):
@@ -110,7 +105,8 @@ class Planner:
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if sequence_length is None:
             sequence_length = min(1024, longest or 1024)
-        self.setup = Setup(sequence_length, **setup)
+        sizes = {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
+        self.setup = Setup(sequence_length, **setup | sizes)
         if self.setup.tokens > LARGEST_TRACE:
             tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
             raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")
@@ -122,11 +118,6 @@ class Planner:
         self._wholes: dict[str, nn.Module] = {}
         self._estimators: dict[tuple[str, str, bool], Estimator] = {}
 
-    @functools.cached_property
-    def adapters(self):
-        """The `peft.PeftConfig` of ways that train adapters."""
-        return lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
-
     def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[Plan]:
         """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
         estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
@@ -134,12 +125,7 @@ class Planner:
         return [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
 
     def plan(self, way: Way) -> Plan:
-        """
-        What one way to train holds.
-
-        Raises:
-            ValueError: If it asks for what the model cannot do.
-        """
+        """What one way to train holds. Raises `ValueError` if the model cannot be trained in this way."""
         estimator = self._estimator(way.weights, way.trains, way.packed)
         reason = estimator.tracer and estimator.tracer.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
@@ -154,35 +140,30 @@ class Planner:
             whole = self._wholes[weights]
             excerpt = Excerpt.of(whole)
             model = pack_base(excerpt.model) if packed else excerpt.model
-            excerpt = replace(excerpt, model=add_adapters(model, self.adapters) if trains == "adapters" else model)
+            adapters = lora_config if self._peft in (None, "lora", "qlora") else lambda: self._peft
+            excerpt = replace(excerpt, model=add_adapters(model, adapters()) if trains == "adapters" else model)
             # Leaps and counts are those of the weights that are packed.
-            shape = self._estimator(weights, trains, False).shape if packed else self._shape(excerpt, whole, trains)
+            shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, whole)
             self._estimators[key] = Estimator(shape, Tracer(excerpt))
         return self._estimators[key]
 
-    def _shape(self, excerpt: Excerpt, whole: nn.Module, trains: str) -> ModelShape:
-        """Of the whole model; its layers must add up to it."""
-        model, stands_for = excerpt.model, excerpt.stands_for
-        names = [name for name, _ in find_layers(model)] if stands_for else [""]
-        shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
-        layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
-        shape = replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
-        real, counted = sum(parameter.numel() for parameter in whole.parameters()), shape.total.weights
-        if trains == "all" and counted != real:
-            raise ValueError(f"`model`: its layers add up to {counted} weights, and it has {real}.")
-        return shape
+
+def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
+    """Of the whole model."""
+    model, stands_for = excerpt.model, excerpt.stands_for
+    names = [name for name, _ in find_layers(model)] if stands_for else [""]
+    shape = ModelShape.of(model, names, leaps=split_parameters(model)[0].values())
+    layers = tuple(shape.layers[index] for index in stands_for) or shape.layers
+    return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
 
 
 def recommended(plans: Sequence[Plan], peft: str | None = None) -> Plan | None:
     """
     The first plan that fits: of those with exact states and weights, then of the others.
 
-    Args:
-        plans (`Sequence[Plan]`): The fastest first.
-        peft (`str`, *optional*): `"lora"`: of those that train adapters; `"qlora"`: on a packed base; else all weights.
+    With `peft`, of those that train adapters: any for `"lora"`, those on a packed base for `"qlora"`.
     """
     trains = "all" if peft is None else "adapters"
     usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]
-    if peft == "qlora":
-        return next((plan for plan in usable if plan.way.packed), None)
+    usable = [plan for plan in usable if plan.way.packed or peft != "qlora"]
     return next((plan for plan in usable if plan.way.exact), next(iter(usable), None))

@@ -31,12 +31,7 @@ _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 
 
 @dataclass(frozen=True)
 class Setup:
-    """
-    How a model is trained, and within which limits. Most fields are named as the options of `HybridConfig`.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
+    """How a model is trained, and within which limits. Most fields are named as the options of `HybridConfig`."""
 
     sequence_length: int  # tokens, padding included
     batch_size: int = 1  # sequences per micro-batch
@@ -83,11 +78,6 @@ class Setup:
         """Whether layers are recomputed in backward though the model is resident."""
         return self.activation_checkpointing or self.offload_activations
 
-    @property
-    def exact(self) -> bool:
-        """Whether AdamW's states and the weights of the base keep their usual precision."""
-        return self.optimizer_states == "exact" and self.base_precision == "same"
-
     def margin(self, peak: int) -> int:
         """Bytes of the device that are needed beside a peak of tensors."""
         return CONTEXT_BYTES + int(MARGIN * peak) if self.accelerator == "cuda" else 0
@@ -103,10 +93,8 @@ class Setup:
         """The fields of `HybridConfig` that train in this way."""
         names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
         names += ["memory", "chunked_loss"]
-        if self.memory == "off":
-            names.append("activation_checkpointing")
-        else:
-            names += ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
+        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
+        names += ["activation_checkpointing"] if self.memory == "off" else streamed
         found = (option(name, getattr(self, name)) for name in names)
         return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}}
 
@@ -149,7 +137,8 @@ class Way:
     @property
     def exact(self) -> bool:
         """Whether AdamW in full updates weights, or adapters on weights, of the usual precision."""
-        return self.setup.exact and not self.packed
+        rounded = self.setup.optimizer_states != "exact" or self.setup.base_precision != "same"
+        return not (rounded or self.packed)
 
 
 def loaded(dtype: str, trains: str) -> tuple[str, bool]:
@@ -157,9 +146,6 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
     The dtype that weights are loaded in, and whether they compute under autocast to bf16.
 
     With `"mixed"`, weights are in fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
-
-    Raises:
-        ValueError: If `dtype` is another.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
@@ -169,14 +155,7 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
 
 
 def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
-    """
-    The ways that a table of plans compares, the fastest first.
-
-    Args:
-        dtype (`str`): As in [`loaded`].
-        setup ([`Setup`]): Batch, limits and machine.
-        can_chunk (`bool`): Whether the loss of the model can be computed in chunks.
-    """
+    """The ways that a table of plans compares, the fastest first; `setup` holds batch, limits and machine."""
     found: list[Way] = []
 
     def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes) -> None:
@@ -209,12 +188,7 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
 
 
 def parse_size(text: str | int | float, name: str) -> int:
-    """
-    Bytes from `"24GiB"` (1024s), `"24GB"` (1000s), `"512MiB"` or a number of bytes; case does not matter.
-
-    Raises:
-        ValueError: If it is not a size, not above 0, or over 1024 TiB; the message calls it `name`.
-    """
+    """Bytes from `"24GiB"` (1024s), `"24GB"` (1000s) or a number of bytes, in any case; an error calls it `name`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(text).lower())
     if match is None or (match[3] and not match[2]):
         raise ValueError(

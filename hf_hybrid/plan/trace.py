@@ -32,7 +32,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,14 +70,10 @@ Held = tuple[int, ...]  # bytes held at one moment: by owner, and of each owner 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """
-    A model with some layers of another, on the meta device.
-
-    `stands_for[i]` is its layer that stands for layer `i` of the whole; empty if no list of layers was found.
-    """
+    """A model with some layers of another, on the meta device."""
 
     model: nn.Module
-    stands_for: tuple[int, ...]
+    stands_for: tuple[int, ...]  # for each layer of the whole, the layer here; empty if no list of layers was found
 
     @classmethod
     def of(cls, whole: nn.Module) -> Excerpt:
@@ -106,19 +102,12 @@ class Excerpt:
 
 
 def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
-    """
-    A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well.
-
-    The hooks of users are left out: they would be called while a plan is made, and what they hold would be copied.
-    """
+    """A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_pre_hooks,
-            module._backward_hooks,
-        ):
+        # The hooks of users are left out: they would be called here, and what they hold would be copied.
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            hooks = getattr(module, name)
             memo[id(hooks)] = type(hooks)(item for item in hooks.items() if _is_of_a_library(item[1]))
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
@@ -145,6 +134,7 @@ def _as_trained(model: nn.Module) -> nn.Module:
 
 
 def _choose(kinds: Sequence[object]) -> tuple[list[int], tuple[int, ...]]:
+    """The layers that are kept, and for each layer the position among them of the one that stands for it."""
     last = len(kinds) - 1
     between = {kind: index for index, kind in reversed(list(enumerate(kinds))) if 0 < index < last}
     chosen = sorted({0, last, *between.values()})
@@ -279,25 +269,25 @@ class StorageTracker(TorchDispatchMode):
 
     A storage belongs to the owner (a layer, or what is outside the layers) that computes when it is made. Copies of
     weights in another dtype count as weights.
-
-    Args:
-        owners (`int`): Number of owners; the last is what is outside the layers.
     """
 
-    def __init__(self, owners: int):
+    def __init__(self, layers: int):
         super().__init__()
-        self.stage, self.where, self.outside = "forward", owners - 1, owners - 1
+        self.stage, self.where, self.outside = "forward", layers, layers
         self.moments: list[Moment] = []
-        self._held = [0] * (owners * _WIDTH)
+        self._held = [0] * ((layers + 1) * _WIDTH)
         self._places: dict[int, int] = {}  # of known storages in what is held
         self._watches: dict[int, weakref.ref] = {}
         self._weights: set[int] = set()
 
     def hold(self, tensor: Tensor, category: str, owner: int) -> None:
         """Count a tensor that is there already; a storage that is known keeps its owner."""
-        key = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
         if key not in self._places:
-            self._add(tensor, _INDEX[category], owner)
+            self._places[key] = owner * _WIDTH + _INDEX[category]
+            self._held[self._places[key]] += size
+            self._watches[key] = weakref.ref(storage, lambda _: self._freed(key, size))
         if category == "weights":
             self._weights.add(key)
 
@@ -316,13 +306,6 @@ class StorageTracker(TorchDispatchMode):
         """Write down this moment."""
         self.moments.append(Moment(self.stage, self.where, self.now()))
 
-    def _add(self, tensor: Tensor, category: int, owner: int) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        self._places[key] = owner * _WIDTH + category
-        self._held[self._places[key]] += size
-        self._watches[key] = weakref.ref(storage, lambda _: self._freed(key, size))
-
     def _freed(self, key: int, size: int) -> None:
         self._held[self._places.pop(key)] -= size
         del self._watches[key]
@@ -334,16 +317,14 @@ class StorageTracker(TorchDispatchMode):
             return result
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._places]
+        casts = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         for tensor in made:
             self.hold(tensor, "activations", self.where)
-            if self._casts_weights(func, args):
+            if casts:
                 self.move(tensor, "weights", self.where)
         if made:
             self.record()
         return result
-
-    def _casts_weights(self, func, args) -> bool:
-        return func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
 
 
 def _run_operation(func, args, kwargs):
@@ -364,16 +345,16 @@ class StepTrace(NamedTuple):
     layers: int
     moments: list[Moment]
     begin: Held
-    after_forward: Held  # of the layers, before head and loss
-    before_backward: Held  # of the layers, after head and loss
+    after_forward: Held  # as the marks have them; as after_backward where there are no such layers
+    before_backward: Held
     after_backward: Held
 
 
 def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepTrace:
     """
-    Trace forward, backward and clipping of a model in training mode as `Trainer` runs them, under `FakeTensorMode`.
+    Trace forward, backward and clipping of a model in training mode as `Trainer` runs them; `layers` in order.
 
-    `layers` are its decoder layers in order; activation checkpointing is switched on already.
+    The model is a copy made for this trace: hooks and gradients stay on it.
     """
     names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
     inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
@@ -382,7 +363,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
         for parameter in trainable:
             parameter.grad = torch.empty_like(parameter)
     owners = {id(t): index for index, layer in enumerate(layers) for t in [*layer.parameters(), *layer.buffers()]}
-    tracker = StorageTracker(len(layers) + 1)
+    tracker = StorageTracker(len(layers))
     marks = _Marks(tracker, layers)
 
     def owner(tensor: Tensor) -> int:
@@ -400,23 +381,20 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
     for buffer in model.buffers():
         tracker.hold(buffer, "buffers", owner(buffer))
     begin = tracker.now()
-    handles = [parameter.register_post_accumulate_grad_hook(gradient_is_there) for parameter in trainable]
-    handles += marks.install()
-    try:
-        with tracker:
-            tracker.record()
-            with _autocast_rules(setup.accelerator):
-                loss = _loss(model, inputs, setup)
-            tracker.stage = "backward"
-            loss.backward()
-            after_backward = tracker.now()
-            tracker.stage, tracker.where = "update", tracker.outside
-            torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], 1.0)
-            tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `replay`
-    finally:
-        for handle in handles:
-            handle.remove()
-    return StepTrace(len(layers), tracker.moments, begin, *marks.between(after_backward), after_backward)
+    for parameter in trainable:
+        parameter.register_post_accumulate_grad_hook(gradient_is_there)
+    with tracker:
+        tracker.record()
+        with _autocast_rules(setup.accelerator):
+            loss = _loss(model, inputs, setup)
+        tracker.stage = "backward"
+        loss.backward()
+        after_backward = tracker.now()
+        tracker.stage, tracker.where = "update", tracker.outside
+        torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], 1.0)
+        tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `replay`
+    between = (marks.after_forward or after_backward, marks.before_backward or after_backward)
+    return StepTrace(len(layers), tracker.moments, begin, *between, after_backward)
 
 
 def state_bytes(parameter: Tensor, setup: Setup) -> int:
@@ -431,22 +409,13 @@ class _Marks:
     """Tells the tracker which layer computes, and remembers what is held where the stages meet."""
 
     def __init__(self, tracker: StorageTracker, layers: list[nn.Module]):
-        self.tracker, self.layers = tracker, layers
-        self._after_forward: Held | None = None
-        self._before_backward: Held | None = None
-
-    def between(self, end: Held) -> tuple[Held, Held]:
-        """What is held after the layers' forward and before their backward; `end` where there were no such layers."""
-        return self._after_forward or end, self._before_backward or end
-
-    def install(self) -> list:
-        """Returns the handles of the hooks."""
-        handles = []
-        for index, layer in enumerate(self.layers):
+        self.tracker = tracker
+        self.after_forward: Held | None = None  # of the layers, before head and loss
+        self.before_backward: Held | None = None  # of the layers, after head and loss
+        for index, layer in enumerate(layers):
             entering, leaving = functools.partial(self._entering, index), functools.partial(self._leaving, index)
-            handles.append(layer.register_forward_pre_hook(entering, with_kwargs=True))
-            handles.append(layer.register_forward_hook(leaving))
-        return handles
+            layer.register_forward_pre_hook(entering, with_kwargs=True)
+            layer.register_forward_hook(leaving)
 
     def _entering(self, index: int, _, args, kwargs) -> None:
         if self.tracker.stage == "forward":  # else it is recomputed in backward
@@ -456,14 +425,13 @@ class _Marks:
 
     def _leaving(self, index: int, _, args, output) -> None:
         if self.tracker.stage == "forward":
-            self._after_forward = self.tracker.now()
+            self.after_forward = self.tracker.now()
             self.tracker.where = self.tracker.outside
             self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
 
     def _at_gradient(self, tensor: Tensor | None, where: int) -> None:
         def hook(_):
-            if self._before_backward is None:
-                self._before_backward = self.tracker.now()
+            self.before_backward = self.before_backward or self.tracker.now()
             self.tracker.where = where
 
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -493,10 +461,7 @@ def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return hidden[..., :1]
 
     head.forward = forward
-    try:
-        model(input_ids=inputs["input_ids"])
-    finally:
-        del head.forward
+    model(input_ids=inputs["input_ids"])
     targets = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].flatten()
     hidden = seen.pop().flatten(0, 1)
     if len(hidden) > _TRACED_ROWS:
@@ -535,14 +500,7 @@ class Peak(NamedTuple):
 
 
 def replay(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
-    """
-    The peak of the whole model.
-
-    Args:
-        trace (`StepTrace`): Of the excerpt.
-        stands_for (`Sequence[int]`): For each layer of the whole, the traced layer that stands for it.
-        at_update (`int`): Bytes of scratch that the update holds as well.
-    """
+    """The peak of the whole model from the trace of its excerpt; `at_update`: bytes of scratch of the update."""
     more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
     computing: dict[tuple[str, int], Bytes] = {}
     best = Peak((0,) * _WIDTH, "forward")
@@ -592,7 +550,7 @@ class Activations(NamedTuple):
 
 
 def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
-    """Of the whole model, from a step that was traced with activation checkpointing; `stands_for` as in [`replay`]."""
+    """Of the whole model, from a step that was traced with activation checkpointing."""
     kept = [_of(trace.before_backward, owner)[_ACTIVATIONS] for owner in range(trace.layers + 1)]
     forward_end = sum(trace.after_forward[_ACTIVATIONS::_WIDTH])
     layer = loss = 0
@@ -629,7 +587,7 @@ class Tracer:
         return ChunkedCausalLoss.unsupported_reason(self.excerpt.model)
 
     def peak(self, setup: Setup, at_update: int) -> Peak:
-        """Of the resident model, without optimizer states; `at_update`: bytes of scratch of the update."""
+        """Of the resident model, without optimizer states."""
         return self._read(setup, setup.checkpointed, replay, at_update)
 
     def activations(self, setup: Setup) -> Activations:
@@ -648,7 +606,9 @@ class Tracer:
         batch = (setup.sequence_length, setup.batch_size, setup.gradient_accumulation_steps > 1)
         key = (checkpointed, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
         if key not in self.traces:
-            with self.fake_model() as model:
+            with warnings.catch_warnings(), FakeTensorMode():
+                warnings.simplefilter("ignore")
+                model = copy.deepcopy(self.excerpt.model, _tensors_without_data(self.excerpt.model, "cpu"))
                 if checkpointed:
                     enable_checkpointing(model, setup.accelerator)
                 self.traces[key] = trace_step(model, self.excerpt.layers(model), setup)
@@ -656,11 +616,3 @@ class Tracer:
         if answer not in self._found:
             self._found[answer] = reading(self.traces[key], self.excerpt.stands_for, *more)
         return self._found[answer]
-
-    @contextlib.contextmanager
-    def fake_model(self) -> Iterator[nn.Module]:
-        """A copy of the excerpt with tensors without data, under `FakeTensorMode`."""
-        with warnings.catch_warnings(), FakeTensorMode():
-            warnings.simplefilter("ignore")
-            model = self.excerpt.model
-            yield copy.deepcopy(model, _tensors_without_data(model, "cpu"))

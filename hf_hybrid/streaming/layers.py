@@ -86,8 +86,8 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     found = [
         (name, module)
         for name, module in (
-            ("embeddings", _ask(model, "get_input_embeddings")),
-            ("head", _ask(model, "get_output_embeddings")),
+            ("embeddings", ask(model, "get_input_embeddings")),
+            ("head", ask(model, "get_output_embeddings")),
         )
         if module is not None and any(True for _ in module.parameters())
     ]
@@ -98,7 +98,8 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     return [(name, [module]) for name, module in found]
 
 
-def _ask(model: nn.Module, question: str) -> nn.Module | None:
+def ask(model: nn.Module, question: str) -> nn.Module | None:
+    """The answer of `get_input_embeddings` or `get_output_embeddings`, where the model has one."""
     try:
         return getattr(model, question)()
     except (AttributeError, NotImplementedError):
