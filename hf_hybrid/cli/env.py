@@ -14,13 +14,7 @@ from pathlib import Path
 import hf_hybrid
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub")
-EXTRAS = {
-    "peft": "peft",
-    "bitsandbytes": "quantization",
-    "trl": "trl",
-    "matplotlib": "report",
-    "deepspeed": None,
-}
+EXTRAS = {"peft": "peft", "bitsandbytes": "quantization", "trl": "trl", "matplotlib": "report", "deepspeed": None}
 """Packages that some options need, and the extra of `hf_hybrid` that installs each."""
 _SETTINGS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")
@@ -82,9 +76,9 @@ def _cpu() -> str:
 
 
 def _ram() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     from hf_hybrid.plan.accounting import host_memory
 
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{total:.1f} GiB, {host_memory() / 2**30:.1f} GiB available"
 
 
@@ -97,8 +91,7 @@ def _cuda() -> str:
 def _torch_gpus() -> str:
     import torch
 
-    count = torch.cuda.device_count()
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return _joined(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in found)
 
 

@@ -19,12 +19,7 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """
-    Make the parser.
-
-    Args:
-        command (`str`, *optional*): The command that was given; only its module is imported.
-    """
+    """The parser for the command that was given; only the module of this command is imported."""
     description = "Train language models with weight leaps, and models that do not fit on the device."
     parser = argparse.ArgumentParser(prog="hf-hybrid", description=description)
     parser.add_argument("--version", action="version", version=f"hf_hybrid {__version__}")
@@ -39,10 +34,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """
-    Run a command.
-
-    Args:
-        arguments (`Sequence[str]`, *optional*): Words after `hf-hybrid`. Default: those of the process.
+    Run the command that the words after `hf-hybrid` name; by default those of the process.
 
     Returns:
         `int`: Exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.

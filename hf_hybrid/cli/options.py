@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -206,6 +207,13 @@ def _parser():
     return Parser((*OWN_OPTIONS, HybridConfig), prog=PROGRAM, allow_abbrev=False, add_help=False)
 
 
+def complain(error: Exception) -> int:
+    """Print the error, once for all processes; returns the exit status of a wrong use."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+    return 2
+
+
 def _refuse(message: str) -> NoReturn:
     raise OptionError(message)  # without the usage of 200 options
 
@@ -230,11 +238,7 @@ class CommandLine:
     knows every option but builds nothing, so that processes can be started before any device is touched. [`options`]
     comes last, in each process that trains: building a `HybridConfig` sets up the device. The file is read once.
 
-    Args:
-        arguments (`Sequence[str]`): Words of the command line, without the program's name.
-
-    Raises:
-        OptionError: If the YAML file cannot be read or does not hold names with values.
+    Whatever cannot be read or is refused raises an [`OptionError`].
     """
 
     def __init__(self, arguments: Sequence[str]):
@@ -247,13 +251,7 @@ class CommandLine:
         self._variables = self._from_file.pop(ENVIRONMENT, None)
 
     def set_environment(self) -> None:
-        """
-        Set the variables under `env` in the YAML file, over those that are set already. Launched processes inherit
-        them.
-
-        Raises:
-            OptionError: If `env` does not hold names with single values; nothing is set then.
-        """
+        """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
         variables, where = {} if self._variables is None else self._variables, f"`{ENVIRONMENT}` in `{self.path}`"
         if not isinstance(variables, dict):
             raise OptionError(f"{where} must hold lines of the form `NAME: value`, got `{variables}`.")
@@ -269,12 +267,7 @@ class CommandLine:
 
     @functools.cached_property
     def values(self) -> argparse.Namespace:
-        """
-        Every option by name, in the order default < YAML < command line. Nothing is built and no device is touched.
-
-        Raises:
-            OptionError: If an option is unknown, with the nearest known one, or does not take the value given.
-        """
+        """Every option by name, in the order default < YAML < command line. Nothing is built, no device is touched."""
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
         names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
@@ -311,24 +304,13 @@ class CommandLine:
         return words
 
     def check_required(self) -> None:
-        """
-        Refuse a run without a model or without data.
-
-        Raises:
-            OptionError: With the one that is missing.
-        """
+        """Refuse a run without a model or without data."""
         for name in ("model", "dataset"):
             if getattr(self.values, name) is None:
                 raise OptionError(f"`--{name}` is missing. `{PROGRAM} --help` says what it takes.")
 
     def options(self) -> TrainOptions:
-        """
-        Check the options and build the `HybridConfig`.
-
-        Raises:
-            OptionError: As [`values`], and for a value out of range.
-            ValueError: If `HybridConfig` refuses the options.
-        """
+        """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""
         return TrainOptions(*self._parser.parse_dict(vars(self.values), allow_extra_keys=True))
 
 

@@ -7,51 +7,51 @@ A launcher of your own starts it too: `torchrun --nproc_per_node 8 -m hf_hybrid.
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import (
-    PROGRAM,
     AdapterOptions,
     CommandLine,
     DataOptions,
     ModelOptions,
     OptionError,
     TrainOptions,
+    complain,
 )
 
 logger = logging.getLogger(__name__)
 
+_OFFLINE = "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
 
-def main(arguments: Sequence[str] | None = None) -> int:
+
+def main() -> int:
     """Train in this process. Returns the exit status, as [`train`]."""
     try:
-        line = CommandLine(sys.argv[1:] if arguments is None else arguments)
+        line = CommandLine(sys.argv[1:])
         line.set_environment()
     except OptionError as error:
-        return _complain(error)
+        return complain(error)
     return train(line)
 
 
 def train(line: CommandLine) -> int:
-    """
-    Train as the command line says.
-
-    Returns:
-        `int`: 0, or 2 after a message if the options cannot work. What fails later raises.
-    """
+    """Train as the command line says. Returns 0, or 2 after a message if the options cannot work."""
     try:
         line.check_required()
         options = line.options()
-        trainer = prepare(options)
+        trainer = _trainer(options)
     except (ValueError, ImportError) as error:  # HybridConfig and HybridTrainer refuse with these
         logger.debug("The error in full:", exc_info=True)
-        return _complain(error)
-    result = trainer.train(resume_from_checkpoint=_resume(trainer.args.resume_from_checkpoint))
+        return complain(error)
+    # `true` resumes from the last checkpoint, `false` from none.
+    words = {None: None, "": None, "none": None, "false": None, "true": True}
+    resume = trainer.args.resume_from_checkpoint
+    result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
@@ -60,7 +60,9 @@ def train(line: CommandLine) -> int:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    card = _card_values(options)
+    # What only the command line knows: names on the Hub, no local paths.
+    names = {"dataset_tags": options.data.dataset, "finetuned_from": options.model.model}
+    card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
     if trainer.args.push_to_hub:
         trainer.push_to_hub(**card)
     elif trainer.is_world_process_zero():
@@ -71,13 +73,8 @@ def train(line: CommandLine) -> int:
     return 0
 
 
-def prepare(options: TrainOptions):
-    """
-    Load model and data. Of several processes the first downloads and tokenises for all.
-
-    Returns:
-        `HybridTrainer`: Ready to train.
-    """
+def _trainer(options: TrainOptions):
+    """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
     from transformers import set_seed
 
     from hf_hybrid.trainer import HybridTrainer
@@ -93,40 +90,11 @@ def prepare(options: TrainOptions):
     return HybridTrainer(model, args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer)
 
 
-def _complain(error: Exception) -> int:
-    """Print the error, once for all processes; returns the exit status of a wrong use."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-    return 2
-
-
-def _resume(value: str | None) -> str | bool | None:
-    """`true` for the last checkpoint, `false` for none, else a folder."""
-    if value is None or value.lower() in ("false", "none", ""):
-        return None
-    return True if value.lower() == "true" else value
-
-
-def _card_values(options: TrainOptions) -> dict:
-    """What only the command line knows for the model card: names on the Hub, no local paths."""
-    values = {"tasks": "text-generation"}
-    if not Path(options.data.dataset).exists():
-        values["dataset_tags"] = options.data.dataset
-    if not Path(options.model.model).exists():
-        values["finetuned_from"] = options.model.model
-    return values
-
-
 # The model: from the Hub, a folder or a config; with or without adapters.
 
 
 def load_tokenizer(options: ModelOptions) -> Any:
-    """
-    The tokenizer that `options` name, else the model's.
-
-    Raises:
-        OptionError: If it cannot be loaded.
-    """
+    """The tokenizer that `options` name, else the model's."""
     from transformers import AutoTokenizer
 
     path = Path(options.model)
@@ -146,16 +114,11 @@ def load_model(
     """
     The model that `options` name, ready to train. The caller has set the seed that random weights are drawn with.
 
-    Args:
-        options (`ModelOptions`): Where the model is.
-        adapters (`AdapterOptions`): Adapters to add.
-        vocabulary (`int`): Tokens of the tokenizer.
-        bf16 (`bool`, *optional*, defaults to `False`): Whether training computes in bf16. A 4-bit base then does too.
-        on_host (`bool`, *optional*, defaults to `False`): Whether a 4-bit base is packed in host memory, from where
-            its layers are streamed, and not on the GPU.
+    A 4-bit base computes in bf16 if training does (`bf16`). With `on_host` it is packed in host memory, from where its
+    layers are streamed, and not on the GPU.
 
     Raises:
-        OptionError: If the model cannot be loaded, or does not go with the tokenizer.
+        OptionError: If the model cannot be loaded, or does not go with the tokenizer (of so many tokens).
         ImportError: If adapters need a package that is not installed; with the command that installs it.
     """
     import torch
@@ -168,7 +131,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise OptionError(
             f"`--model {options.model}` cannot be loaded: {str(error).strip()} It must be a folder, a config.json, or "
-            "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
+            f"{_OFFLINE}"
         ) from error
     embedded = config.get_text_config().vocab_size
     if embedded is not None and vocabulary > embedded:
@@ -179,15 +142,15 @@ def load_model(
     if options.attn_implementation is not None:
         common["attn_implementation"] = options.attn_implementation
     with_adapters = adapters.peft != "none"
-    if _is_config_alone(options):
+    common["dtype"] = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
+    path = Path(options.model)
+    without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    if options.from_scratch or path.suffix == ".json" or without_weights:
         if with_adapters:
             raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{options.model}` has none.")
-        dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **common)
-    if options.dtype == "auto":
-        common["dtype"] = "auto" if with_adapters else torch.float32
-    else:
-        common["dtype"] = getattr(torch, options.dtype)
+        return AutoModelForCausalLM.from_config(config, **common)
+    if with_adapters and options.dtype == "auto":
+        common["dtype"] = "auto"
     if adapters.peft == "qlora":
         common |= _four_bit(bf16, on_host)
     try:
@@ -195,13 +158,6 @@ def load_model(
     except OSError as error:
         raise OptionError(f"`--model {options.model}` cannot be loaded: {str(error).strip()}") from error
     return _add_adapters(model, adapters) if with_adapters else model
-
-
-def _is_config_alone(options: ModelOptions) -> bool:
-    """Whether the weights are drawn at random: a config file, a folder without weights, or `from_scratch`."""
-    path = Path(options.model)
-    without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
-    return options.from_scratch or path.suffix == ".json" or without_weights
 
 
 def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
@@ -225,44 +181,27 @@ def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
 
 
 def _add_adapters(model: Any, options: AdapterOptions) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    except ImportError:
-        raise ImportError(f'`--peft {options.peft}` needs peft. Install it: pip install "hf-hybrid[peft]"') from None
+    from hf_hybrid.plan.models import lora_config
+
+    scale = {"lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
+    adapters = lora_config(options.lora_r, options.lora_target_modules or "all-linear", **scale)
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
     if options.peft == "qlora":
         # Activation checkpointing is an option of TrainingArguments and stays one.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    adapters = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        target_modules=options.lora_target_modules or "all-linear",
-    )
     return get_peft_model(model, adapters)
 
 
 # The data: from a file, a folder or the Hub to sequences of equal length.
 
-_FORMATS = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+_FORMATS = {**dict.fromkeys((".txt", ".text", ".md"), "text"), **dict.fromkeys((".json", ".jsonl"), "json")}
+_FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 
 
 def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any, Any]:
     """
-    Load the data that `options` name, tokenise it and cut it into sequences.
-
-    Args:
-        options (`DataOptions`): Where the data is, and how long the sequences are.
-        tokenizer (`PreTrainedTokenizerBase`): The model's.
-        seed (`int`): Draws the sequences to evaluate on.
+    Load the data that `options` name, tokenise it and cut it into sequences; `seed` draws those to evaluate on.
 
     Returns:
         Two `datasets.Dataset` of sequences with `input_ids` and `labels`: to train on, and to evaluate on (`None` with
@@ -304,7 +243,7 @@ def _load_texts(name: str, split: str, config: str | None):
     except (OSError, ValueError) as error:
         raise OptionError(
             f"`--dataset {name}` cannot be loaded: {str(error).strip()} It must be a file ({', '.join(_FORMATS)}), a "
-            "folder, or an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
+            f"folder, or {_OFFLINE}"
         ) from error
 
 
@@ -332,13 +271,10 @@ def _encoder(columns: list[str], options: DataOptions, tokenizer) -> Callable[[A
                 f"The column `{options.messages_column}` holds conversations, and the tokenizer has no chat template. "
                 "Set `--tokenizer` to one that has (that of an instruct model), or `--text_column`."
             )
-
-        def encode_conversations(rows):
-            conversations = rows[options.messages_column]
-            texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
-            return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-        return encode_conversations
+        template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+        return lambda rows: tokenizer(
+            [template(messages) for messages in rows[options.messages_column]], add_special_tokens=False
+        )["input_ids"]
     if options.text_column not in columns:
         near = difflib.get_close_matches(options.text_column, columns, n=1)
         raise OptionError(
@@ -348,11 +284,7 @@ def _encoder(columns: list[str], options: DataOptions, tokenizer) -> Callable[[A
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not end:
         logger.warning("The tokenizer has no end-of-text token: documents are joined without one.")
-
-    def encode_texts(rows):
-        return [ids + end for ids in tokenizer(rows[options.text_column])["input_ids"]]
-
-    return encode_texts
+    return lambda rows: [ids + end for ids in tokenizer(rows[options.text_column])["input_ids"]]
 
 
 if __name__ == "__main__":

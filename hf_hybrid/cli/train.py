@@ -8,14 +8,12 @@ debuggers reach it. Either way `cli/run.py` does the work.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, help_all, help_text
+from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
 
 MODULE = "hf_hybrid.cli.run"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
@@ -57,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
         return train(line)
     except OptionError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 2
+        return complain(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -89,19 +86,19 @@ def launch(line: CommandLine) -> int:
 
     Returns:
         `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
-
-    Raises:
-        OptionError: If `accelerate_config` is neither a name nor a file.
     """
     from subprocess import CalledProcessError
 
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
+    on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
     command = launch_arguments(line)
     try:
-        with _computing_on_cpu(line.values.use_cpu):
+        with patch_environment(**on_cpu):
             launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -115,12 +112,7 @@ def launch(line: CommandLine) -> int:
 
 
 def launch_arguments(line: CommandLine) -> list[str]:
-    """
-    The arguments of `accelerate launch`.
-
-    Raises:
-        OptionError: If `accelerate_config` is neither a name nor a file.
-    """
+    """The arguments of `accelerate launch`. Raises [`OptionError`] for an `accelerate_config` that is not there."""
     values = line.values
     name = values.accelerate_config or "ddp"
     packaged = CONFIGS / f"{'ddp_cpu' if values.use_cpu and name == 'ddp' else name}.yaml"
@@ -135,30 +127,9 @@ def launch_arguments(line: CommandLine) -> list[str]:
         if values.use_cpu and packaged.stem != "ddp_cpu":
             raise OptionError(f"`--accelerate_config {name}` needs GPUs. On the CPU leave it out (DDP over gloo).")
         # Port 0 is a free one, so that two runs on one machine do not meet.
-        command = [
-            "--config_file",
-            str(packaged),
-            "--num_processes",
-            str(processes(values)),
-            "--main_process_port",
-            "0",
-        ]
+        command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
+        command += ["--main_process_port", "0"]
     return [*command, "--module", MODULE, *line.arguments]
-
-
-@contextlib.contextmanager
-def _computing_on_cpu(on_cpu: bool) -> Iterator[None]:
-    """Let processes that start meanwhile use gloo. accelerate's own `--cpu` would start one process, not several."""
-    name = "ACCELERATE_USE_CPU"
-    before = os.environ.get(name)
-    if on_cpu:
-        os.environ[name] = "true"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _as_shell(status: int) -> int:

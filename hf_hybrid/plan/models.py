@@ -21,50 +21,12 @@ Tensor = torch.Tensor
 
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:
-    """
-    The config of a causal language model from a config, a model, a config file, a folder or a Hub id.
-
-    Raises:
-        ValueError: If there is no such config, or it is not of a decoder-only language model.
-    """
-    if isinstance(model, nn.Module):
-        config = getattr(model, "config", None)
-        if not isinstance(config, PreTrainedConfig):
-            raise ValueError(f"`model` of type `{type(model).__name__}` has no transformers config. Give its config.")
-    else:
-        config = model if isinstance(model, PreTrainedConfig) else _load(model)
-    config = copy.deepcopy(config)
-    _check_kind(config, model if isinstance(model, (str, Path)) else type(model).__name__)
-    return config
-
-
-def _load(model: str | Path) -> PreTrainedConfig:
-    path = Path(model).expanduser()
-    local = path.exists() or str(model).startswith((".", "/", "~")) or path.suffix == ".json"
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        if local and "model_type" not in json.loads(file.read_text(encoding="utf-8")):
-            raise ValueError(f"`{file}` has no `model_type`. Give the `config.json` of a transformers model.")
-        return AutoConfig.from_pretrained(str(file if local else model))
-    except json.JSONDecodeError as error:
-        why = f"`{file}` is not JSON ({error}). Give the `config.json` of a model."
-    except OSError as error:
-        if local:
-            why = f"there is no file `{file}`. Give a config file, a folder with `config.json`, or a Hub id."
-        else:
-            offline = "`HF_HUB_OFFLINE` is set, and it is not in the cache. Unset it to download `config.json`"
-            reason = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
-            why = f"the config of `{model}` cannot be loaded: {reason}, or give a folder or a config file."
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # whatever absurd values lead to
-        why = f"the config of `{model}` cannot be read: {_first_line(error)}"
-    raise ValueError(f"`model`: {why}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _check_kind(config: PreTrainedConfig, name: object) -> None:
+    """The config of a decoder-only language model from a config, a model, a config file, a folder or a Hub id."""
+    name, config = type(model).__name__, getattr(model, "config", None) if isinstance(model, nn.Module) else model
+    if isinstance(model, (str, Path)):
+        name, config = model, _load(model)
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"`model` of type `{name}` has no transformers config. Give its config.")
     kind, why = type(config), None
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder model"
@@ -77,6 +39,32 @@ def _check_kind(config: PreTrainedConfig, name: object) -> None:
             f"`model`: `{name}` ({config.model_type}) cannot be planned: {why}. Plans are for decoder-only language "
             "models that `AutoModelForCausalLM` builds."
         )
+    return copy.deepcopy(config)
+
+
+def _load(model: str | Path) -> PreTrainedConfig:
+    path = Path(model).expanduser()
+    local = path.exists() or str(model).startswith((".", "/", "~")) or path.suffix == ".json"
+    file = path / "config.json" if path.is_dir() else path
+    why = f"there is no file `{file}`. Give a config file, a folder with `config.json`, or a Hub id."
+    try:
+        if local and "model_type" not in json.loads(file.read_text(encoding="utf-8")):
+            raise ValueError(f"`{file}` has no `model_type`. Give the `config.json` of a transformers model.")
+        return AutoConfig.from_pretrained(str(file if local else model))
+    except json.JSONDecodeError as error:
+        why = f"`{file}` is not JSON ({error}). Give the `config.json` of a model."
+    except OSError as error:
+        if not local:
+            offline = "`HF_HUB_OFFLINE` is set, and it is not in the cache. Unset it to download `config.json`"
+            reason = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
+            why = f"the config of `{model}` cannot be loaded: {reason}, or give a folder or a config file."
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # whatever absurd values lead to
+        why = f"the config of `{model}` cannot be read: {_first_line(error)}"
+    raise ValueError(f"`model`: {why}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
