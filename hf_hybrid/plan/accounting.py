@@ -93,12 +93,8 @@ def measure_held(
     """
     What live objects hold, to the byte: every storage once, under the first category that it appears in.
 
-    Args:
-        model (`nn.Module`, *optional*): Its parameters, gradients and buffers are counted.
-        optimizer (`torch.optim.Optimizer`, *optional*): Every tensor in its state is counted, at any depth.
-        extra (`Mapping[str, Iterable[Tensor]]`, *optional*): More tensors by category.
-        host_storages (`set[int]`, *optional*): The [`storage_address`] of every tensor that counts as host, where the
-            accelerator is the CPU itself. Left out, tensors on the CPU are host.
+    `extra` has more tensors by category. Where the accelerator is the CPU itself, `host_storages` has the
+    [`storage_address`] of each tensor that counts as host; left out, tensors on the CPU are host.
     """
     model = nn.Module() if model is None else model
     found: list[tuple[str, Iterable[Tensor]]] = [
@@ -119,13 +115,11 @@ def measure_held(
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
     """Optimizers nest their states differently: walk mappings, data classes and sequences to any depth."""
+    value = vars(value) if is_dataclass(value) else value
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping) or is_dataclass(value):
-        for item in (value if isinstance(value, Mapping) else vars(value)).values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(item)
 
 
@@ -200,16 +194,10 @@ class ModelShape:
         leaps: Iterable[nn.Parameter] = (),
     ) -> ModelShape:
         """
-        Read a live model; its weights may lie anywhere, on the meta device too.
+        Read a live model, also inside a PEFT wrapper; its weights may lie anywhere, on the meta device too.
 
-        Args:
-            model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
-            layer_names (`list[str]`): Dotted names of its decoder layers.
-            muon (`Iterable[nn.Parameter]`), leaps (`Iterable[nn.Parameter]`): Trainable parameters that Muon moves, and
-                those that leaps orthogonalise.
-
-        Raises:
-            ValueError: If there are no layers, or the model does not tell its width and vocabulary.
+        `layer_names` are those of its decoder layers, `muon` the parameters that Muon moves, `leaps` those that leaps
+        orthogonalise.
         """
         if not layer_names:
             raise ValueError("`layer_names` is empty: name the decoder layers, for example `model.layers.0`.")

@@ -369,12 +369,13 @@ class Estimator:
     def _reason(self, refused: Plan) -> str:
         setup, parts, margin = refused.setup, [], refused.margin_bytes
         beside = f" and needs {format_bytes(margin)} beside" if margin else ""
-        if refused.device_shortfall:
-            over = _over("vram_budget_gib", refused.device_shortfall, setup.vram)
-            parts.append(f"the device would hold {format_bytes(refused.peak_device_bytes)}{beside}, {over}")
-        if refused.host_shortfall:
-            over = _over("host_budget_gib", refused.host_shortfall, setup.ram)
-            parts.append(f"the host would hold {format_bytes(refused.peak_host_bytes)}, {over}")
+        for place, held, more, over, option, limit in (
+            ("device", refused.peak_device_bytes, beside, refused.device_shortfall, "vram_budget_gib", setup.vram),
+            ("host", refused.peak_host_bytes, "", refused.host_shortfall, "host_budget_gib", setup.ram),
+        ):
+            if over:
+                over = f"{format_bytes(over)} ({over} bytes) over `{option}={limit / 2**30:.3g}`"
+                parts.append(f"the {place} would hold {format_bytes(held)}{more}, {over}")
         slot = _PerWeight(self.shape, setup).slot
         if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
@@ -395,10 +396,6 @@ def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:
     """Add what the device holds in the largest of moments that never coincide."""
     for category, count in max(moments, key=lambda moment: sum(moment.values())).items():
         table.add(category, "device", count)
-
-
-def _over(option: str, shortfall: int, limit: int) -> str:
-    return f"{format_bytes(shortfall)} ({shortfall} bytes) over `{option}={limit / 2**30:.3g}`"
 
 
 class PlanError(ValueError):

@@ -104,21 +104,19 @@ class Excerpt:
 def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
     """A memo for `copy.deepcopy`: for each tensor of the model one of its shape, which shared weights share as well."""
     memo: dict[int, Any] = {}
+    libraries = ("torch", "transformers", "peft", "accelerate")
     for module in model.modules():
         # The hooks of users are left out: they would be called here, and what they hold would be copied.
         for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
             hooks = getattr(module, name)
-            memo[id(hooks)] = type(hooks)(item for item in hooks.items() if _is_of_a_library(item[1]))
+            sources = {key: str(getattr(hook, "__module__", "")).partition(".")[0] for key, hook in hooks.items()}
+            memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if sources[key] in libraries)
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if is_parameter else like
     return memo
-
-
-def _is_of_a_library(hook: Callable) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "transformers", "peft", "accelerate")
 
 
 def _as_trained(model: nn.Module) -> nn.Module:
@@ -209,24 +207,16 @@ def _mask(*, kv_length: int, local_size: int | None = None, **kwargs) -> Tensor 
 class _AutocastOfCuda(TorchFunctionMode):
     """What autocast computes in fp32 on a GPU and in bf16 on a CPU: with fp32 inputs, or with fp32 results alone."""
 
-    INPUTS = {
-        F.layer_norm, F.group_norm, F.softplus, F.cross_entropy, F.nll_loss, F.normalize, torch.layer_norm,
-        torch.group_norm, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.Tensor.pow,
-        torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log, torch.Tensor.norm,
-        torch.Tensor.reciprocal,
-    }  # fmt: skip
-    RESULTS = {
-        F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.cumsum, torch.cumprod, torch.prod, torch.sum,
-        torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.cumsum, torch.Tensor.cumprod, torch.Tensor.prod,
-        torch.Tensor.sum,
-    }  # fmt: skip
+    INPUTS = {*"layer_norm group_norm softplus cross_entropy nll_loss normalize".split()}
+    INPUTS |= {*"pow __pow__ rsqrt exp log norm reciprocal".split()}
+    RESULTS = {*"softmax log_softmax cumsum cumprod prod sum".split()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in self.INPUTS and torch.is_autocast_enabled("cpu"):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", None) if torch.is_autocast_enabled("cpu") else None
+        if name in self.INPUTS:
             args = tuple(value.float() if _is_low(value) else value for value in args)
             kwargs = {name: value.float() if _is_low(value) else value for name, value in kwargs.items()}
-        elif func in self.RESULTS and torch.is_autocast_enabled("cpu") and args and _is_low(args[0]):
+        elif name in self.RESULTS and args and _is_low(args[0]):
             kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
 
@@ -264,12 +254,7 @@ class Moment(NamedTuple):
 
 
 class StorageTracker(TorchDispatchMode):
-    """
-    Records what live storages hold while operations run, on tensors with or without data.
-
-    A storage belongs to the owner (a layer, or what is outside the layers) that computes when it is made. Copies of
-    weights in another dtype count as weights.
-    """
+    """Records what live storages hold while operations run. Copies of weights in another dtype count as weights."""
 
     def __init__(self, layers: int):
         super().__init__()
@@ -596,9 +581,8 @@ class Tracer:
 
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
-        model, layers = self.excerpt.model, self.excerpt.layers(self.excerpt.model)
-        times = dict.fromkeys(model.parameters(), 1)
-        for traced, layer in enumerate(layers):
+        times = dict.fromkeys(self.excerpt.model.parameters(), 1)
+        for traced, layer in enumerate(self.excerpt.layers(self.excerpt.model)):
             times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
         return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
 
