@@ -308,16 +308,7 @@ class HybridArguments:
 
 
 def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
-    """
-    Refuse values outside the ranges of their fields.
-
-    Args:
-        options: An instance of a dataclass whose fields [`option`] made.
-        within (`tuple[Field, ...]`): Fields to check.
-
-    Raises:
-        ValueError: With the option, the value and the range.
-    """
+    """Refuse values outside the ranges of these fields, which [`option`] made."""
     for checked in within:
         value, limits = getattr(options, checked.name), checked.metadata["help"].limits
         # A NaN is in no range.

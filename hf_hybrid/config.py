@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -52,9 +53,7 @@ class HybridConfigBase(HybridArguments):
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
-        Read the options that a run wrote as `hybrid_config.json`.
-
-        Tokens are never written; pass them again.
+        Read the options that a run wrote as `hybrid_config.json`. Tokens are never written; pass them again.
 
         Args:
             path (`str` or `Path`): The file, or the folder that holds it.
@@ -95,27 +94,16 @@ def config_values(args: TrainingArguments) -> dict:
         default = getattr(default, "value", default)
         same = value == default or (not value and not default)  # None that became False or an empty list
         same = same and not (value is False and field.name == "bf16" and default is None)  # TRL: None asks the hardware
-        if field.init and not same and not field.name.endswith("_token") and _is_json(value):
-            values[field.name] = value
+        if field.init and not same and not field.name.endswith("_token"):
+            # `TrainingArguments` turns some options into objects (`accelerator_config`), which are no options any more.
+            with contextlib.suppress(TypeError):
+                json.dumps(value)
+                values[field.name] = value
     return {**values, "output_dir": str(args.output_dir)}
 
 
-def _is_json(value) -> bool:
-    # `TrainingArguments` turns some options into objects (`accelerator_config`), which are not options any more.
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
-
-
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
-    """
-    Refuse options that cannot be combined. The only place that does so before model and data are known.
-
-    Raises:
-        ValueError: With the option, why, and what to change.
-    """
+    """Refuse options that cannot be combined. The only place that does so before model and data are known."""
     optim, sharding = optimizer_name(args), sharding_of(args)
     _check_memory_options(optim, options)
     if sharding == "fsdp" and computes_on_cpu(args):

@@ -22,14 +22,9 @@ _LAUNCHED = {
 
 def sharding_of(args: Any) -> str | None:
     """
-    The mechanism that leaves each process a part of the weights, gradients or states, if there is one.
+    The mechanism that leaves each process a part of the weights, gradients or states; `None` with one process, or DDP.
 
-    Args:
-        args (`TrainingArguments`): Its options `deepspeed`, `fsdp` and `parallelism_config` are read, and the
-            environment by which `accelerate launch` asks for the same.
-
-    Returns:
-        `str`: `"deepspeed"`, `"fsdp"`, `"megatron_lm"` or `"parallelism_config"`; `None` with one process, or DDP.
+    The options ask for it, or the environment that `accelerate launch` sets.
     """
     for name, variable in _LAUNCHED.items():
         if getattr(args, name, None) or _is_on(variable):
@@ -52,12 +47,7 @@ def computes_on_cpu(args: Any) -> bool:
 
 
 def check_whole_parameters(model: Any) -> None:
-    """
-    Refuse leaps of a model whose parameters are sharded already, as `from_pretrained(..., tp_plan="auto")` does.
-
-    Raises:
-        ValueError: With the first such parameter.
-    """
+    """Refuse leaps of a model whose parameters are sharded already, as `from_pretrained(..., tp_plan="auto")` does."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "device_mesh", None) is not None:
             raise ValueError(

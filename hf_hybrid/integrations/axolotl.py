@@ -15,7 +15,7 @@ hybrid:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments
@@ -39,14 +39,9 @@ _REFUSED = {
 }
 
 
-def _options_model() -> type[BaseModel]:
-    """A pydantic model of every hybrid option, all optional. It refuses other names."""
-    hints = get_type_hints(HybridArguments)
-    optional = {option.name: (hints[option.name] | None, None) for option in fields(HybridArguments)}
-    return create_model("HybridOptions", __config__=ConfigDict(extra="forbid"), **optional)
-
-
-HybridOptions = _options_model()
+# Every hybrid option, all optional; other names are refused.
+_OPTIONAL = {name: (hint | None, None) for name, hint in get_type_hints(HybridArguments).items()}
+HybridOptions = create_model("HybridOptions", __config__=ConfigDict(extra="forbid"), **_OPTIONAL)
 
 
 class HybridInputArgs(BaseModel):
@@ -76,15 +71,7 @@ class HybridPlugin(BasePlugin):
         return f"{__name__}.HybridTrainingArgsMixin"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        """
-        The options given under `hybrid`; the others keep their defaults.
-
-        Args:
-            cfg (`DictDefault`): Axolotl's configuration.
-
-        Raises:
-            ValueError: If `hybrid` holds a name that is no option, or a value of another type.
-        """
+        """The options given under `hybrid`. A name that is no option, or a value of another type, is a `ValueError`."""
         given = _get(cfg, KEY)
         if given is None:
             return {}
@@ -101,9 +88,6 @@ class HybridPlugin(BasePlugin):
     def get_trainer_cls(self, cfg: Any) -> type:
         """
         Axolotl's trainer of causal language models with [`HybridTrainerMixin`] in front.
-
-        Args:
-            cfg (`DictDefault`): Axolotl's configuration.
 
         Raises:
             ValueError: For reinforcement learning, reward models, Mamba and another `trainer_cls`.

@@ -70,18 +70,14 @@ class HybridDPOConfig(HybridConfigBase, DPOConfig):
 
 def _choose_bf16(args: SFTConfig | DPOConfig) -> None:
     """Where neither `bf16` nor `fp16` is given: by the hardware. TRL has it on, which fails where nothing can do it."""
-    if args.bf16 is None and not args.fp16:
-        args.bf16 = _computes_in_bf16(args.use_cpu)
-
-
-def _computes_in_bf16(use_cpu: bool) -> bool:
-    if use_cpu:
-        return False
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.backends.mps.is_available():
-        return False  # emulated on many
-    return is_torch_bf16_gpu_available() or is_torch_xla_available()
+    if args.bf16 is not None or args.fp16:
+        return
+    if args.use_cpu or torch.backends.mps.is_available():  # emulated on many
+        args.bf16 = False
+    elif torch.cuda.is_available():
+        args.bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        args.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
 def _check_head_options(args: HybridArguments) -> None:
