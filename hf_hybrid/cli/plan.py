@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import sys
@@ -95,12 +96,12 @@ class _Report:
 
     def __init__(self, args: argparse.Namespace):
         from hf_hybrid.plan.accounting import device_memory, host_memory, measure_machine
-        from hf_hybrid.plan.models import adapters_installed, lora_config
+        from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.planner import Planner, recommended
 
         here = device_memory()
         self.args, self.rates = args, None if here is None else measure_machine()
-        self.with_adapters = adapters_installed()
+        self.with_adapters = importlib.util.find_spec("peft") is not None
         asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
         self.planner: Planner = Planner(
             args.model,

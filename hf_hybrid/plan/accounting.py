@@ -23,12 +23,10 @@ Storage = tuple[torch.device, int]  # and its address there
 CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
 PLACES = ("device", "host")
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
 
 def format_bytes(count: float) -> str:
     """`count` bytes for people: in GiB, or in MiB, KiB or B where it is less than one of the larger unit."""
-    for name, size in _UNITS:
+    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {name}"
     return f"{count:.0f} B"

@@ -37,15 +37,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, Unit, format_bytes
-from hf_hybrid.plan.setups import Setup, Way
+from hf_hybrid.plan.setups import Setup, Way, option
 from hf_hybrid.plan.trace import TRACED, Activations, Tracer
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 # Without a trace: what autograd saves in a layer per token, hidden unit and byte of an activation, and how much more
 # recomputing it holds (a Llama in bf16 and SDPA attention: 49 B); fp32 tensors as large as the logits, of all tokens or
@@ -108,22 +105,21 @@ class Plan:
         return 0 if self.setup.ram is None else max(self.peak_host_bytes - self.setup.ram, 0)
 
     @property
-    def shortfall(self) -> int:
-        """Of both."""
-        return self.device_shortfall + self.host_shortfall
-
-    @property
     def fits(self) -> bool:
         """Whether device, with its margin, and host are large enough; where no limit is known they are."""
-        return not self.shortfall
+        return not (self.device_shortfall or self.host_shortfall)
 
     @property
     def options(self) -> dict[str, object]:
         """The fields of `HybridConfig` that carry the plan out."""
-        if self.mode == "resident":
-            return replace(self.setup, memory="off").options()
+        names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
+        names += ["memory", "chunked_loss"]
+        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
+        names += ["activation_checkpointing"] if self.mode == "resident" else streamed
         kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
-        return replace(self.setup, memory="stream", **kept).options()
+        decided = replace(self.setup, memory="off" if self.mode == "resident" else "stream", **kept)
+        found = (option(name, getattr(decided, name)) for name in names)
+        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}}
 
     def to_dict(self) -> dict:
         """Plain values for JSON: what was decided, and the peaks expected by category."""
@@ -204,11 +200,7 @@ class Estimator:
         return found
 
     def best(self, setup: Setup) -> Plan:
-        """
-        The first that fits: resident; streamed, with as many resident layers as possible; embeddings streamed too.
-
-        If none does, the one that is over by least.
-        """
+        """The first candidate that fits, else the one that is over by least."""
         return _first_that_fits(self._candidates(setup))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
@@ -306,7 +298,7 @@ class Estimator:
     def _activations(self, setup: Setup) -> Activations:
         return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)
 
-    def _ask_tracer(self, question: Callable[[Tracer], Answer]) -> Answer | None:
+    def _ask_tracer(self, question: Callable):
         if self.tracer is None:
             return None
         try:
@@ -369,12 +361,12 @@ class Estimator:
     def _reason(self, refused: Plan) -> str:
         setup, parts, margin = refused.setup, [], refused.margin_bytes
         beside = f" and needs {format_bytes(margin)} beside" if margin else ""
-        for place, held, more, over, option, limit in (
+        for place, held, more, over, name, limit in (
             ("device", refused.peak_device_bytes, beside, refused.device_shortfall, "vram_budget_gib", setup.vram),
             ("host", refused.peak_host_bytes, "", refused.host_shortfall, "host_budget_gib", setup.ram),
         ):
             if over:
-                over = f"{format_bytes(over)} ({over} bytes) over `{option}={limit / 2**30:.3g}`"
+                over = f"{format_bytes(over)} ({over} bytes) over `{name}={limit / 2**30:.3g}`"
                 parts.append(f"the {place} would hold {format_bytes(held)}{more}, {over}")
         slot = _PerWeight(self.shape, setup).slot
         if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
@@ -384,11 +376,13 @@ class Estimator:
 
 def _first_that_fits(plans: Iterable[Plan]) -> Plan:
     """Else the one that is over by least."""
-    least = None
+    least, over = None, math.inf
     for plan in plans:
-        if plan.fits:
-            return plan
-        least = plan if least is None or plan.shortfall < least.shortfall else least
+        short = plan.device_shortfall + plan.host_shortfall
+        if short < over:
+            least, over = plan, short
+        if not short:
+            break
     return least
 
 

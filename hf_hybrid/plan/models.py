@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import warnings
@@ -78,11 +77,6 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
 
 
 # Adapters.
-
-
-def adapters_installed() -> bool:
-    """Whether plans with adapters can be made."""
-    return importlib.util.find_spec("peft") is not None
 
 
 def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more):

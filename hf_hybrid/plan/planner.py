@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,14 +89,7 @@ def plan_memory(
 
 
 class Planner:
-    """
-    Plans for one model, batch and machine; what several plans have in common is built and traced once.
-
-    Args:
-        model, peft: As in [`plan_memory`].
-        sequence_length (`int`, *optional*): `None`: 1024, or what the model takes at most.
-        setup: More fields of [`Setup`]: batch, limits and machine.
-    """
+    """Plans for one model, batch and machine; what several plans have in common is built and traced once."""
 
     def __init__(self, model: str | Path | object, *, peft: object = None, sequence_length: int | None = None, **setup):
         if isinstance(peft, str) and peft not in ("lora", "qlora"):
@@ -103,8 +97,7 @@ class Planner:
         self._peft = peft
         self.config = read_config(model)
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if sequence_length is None:
-            sequence_length = min(1024, longest or 1024)
+        sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
         sizes = {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
         self.setup = Setup(sequence_length, **setup | sizes)
         if self.setup.tokens > LARGEST_TRACE:
@@ -115,7 +108,7 @@ class Planner:
                 f"`sequence_length={sequence_length}` is over the {longest} positions of the model "
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
-        self._wholes: dict[str, nn.Module] = {}
+        self._whole = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
         self._estimators: dict[tuple[str, str, bool], Estimator] = {}
 
     def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[Plan]:
@@ -135,9 +128,7 @@ class Planner:
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)
         if key not in self._estimators:
-            if weights not in self._wholes:
-                self._wholes[weights] = build(self.config, getattr(torch, weights))
-            whole = self._wholes[weights]
+            whole = self._whole(weights)
             excerpt = Excerpt.of(whole)
             model = pack_base(excerpt.model) if packed else excerpt.model
             adapters = lora_config if self._peft in (None, "lora", "qlora") else lambda: self._peft

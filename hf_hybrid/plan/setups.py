@@ -21,9 +21,6 @@ MARGIN = 0.05
 _CHOICES = {
     "memory": ("off", "auto", "stream"),
     "optimizer_states": ("exact", "8bit"),
-    "base_precision": ("same", "int8"),
-    "accumulation_walk": ("auto", "layer", "micro_batch"),
-    "buffers_device": ("auto", "cpu"),
     "accelerator": ("cuda", "cpu"),
 }
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
@@ -88,15 +85,6 @@ class Setup:
         if self.vram is None or self.accelerator != "cuda":
             return self.vram
         return int((self.vram - CONTEXT_BYTES) / (1 + MARGIN))
-
-    def options(self) -> dict[str, object]:
-        """The fields of `HybridConfig` that train in this way."""
-        names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
-        names += ["memory", "chunked_loss"]
-        streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
-        names += ["activation_checkpointing"] if self.memory == "off" else streamed
-        found = (option(name, getattr(self, name)) for name in names)
-        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}}
 
     def changes(self, other: Setup) -> dict[str, object]:
         """The fields of `HybridConfig` that lead from this setup to another."""

@@ -48,7 +48,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from hf_hybrid.plan.models import stand_in_for_4bit
-from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.setups import Setup, checkpointing_option
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
@@ -83,13 +83,15 @@ class Excerpt:
             layers = find_layers(whole)
         except NoLayerListError:
             return cls(_as_trained(copy.deepcopy(whole, memo)), ())
-        config = whole.config
-        chosen, stands_for = _choose([_signature(config, layer, index) for index, (_, layer) in enumerate(layers)])
+        listed = _lists(whole.config, len(layers))
+        chosen, stands_for = _choose([_signature(listed, layer, index) for index, (_, layer) in enumerate(layers)])
         kept = whole.get_submodule(layers[0][0].rpartition(".")[0])
         memo[id(kept)] = short = nn.ModuleList()
         short.extend(copy.deepcopy(kept[index], memo) for index in chosen)
         model = copy.deepcopy(whole, memo)
-        _cut_config(model.config, chosen, len(layers))
+        for part, name, values in _lists(model.config, len(layers)):
+            setattr(part, name, [values[index] for index in chosen])
+        model.config.get_text_config().num_hidden_layers = len(chosen)
         for position, layer in enumerate(short if len(chosen) > 1 else ()):
             for module in layer.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
@@ -140,28 +142,18 @@ def _choose(kinds: Sequence[object]) -> tuple[list[int], tuple[int, ...]]:
     return chosen, tuple(place[i] if i in place else place[between[kind]] for i, kind in enumerate(kinds))
 
 
-def _signature(config, layer: nn.Module, index: int) -> tuple:
+def _signature(listed: list[tuple], layer: nn.Module, index: int) -> tuple:
     """Tells layers of different kinds apart: their modules and weights, and what the config lists for each."""
-    listed = tuple(repr(values[index]) for _, _, values in _lists(config, index + 1))
     modules = tuple(type(module).__name__ for module in layer.modules())
-    return (modules, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters()), listed)
+    weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters())
+    return modules, weights, tuple(repr(values[index]) for _, _, values in listed)
 
 
-def _lists(config, least: int) -> list[tuple[object, str, list]]:
+def _lists(config, layers: int) -> list[tuple[object, str, Sequence]]:
     """What the config lists layer by layer."""
-    found = []
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        layers = getattr(part, "num_hidden_layers", None)
-        for name, values in vars(part).items():
-            if isinstance(values, (list, tuple)) and len(values) == layers and len(values) >= least:
-                found.append((part, name, list(values)))
-    return found
-
-
-def _cut_config(config, chosen: list[int], layers: int) -> None:
-    for part, name, values in _lists(config, layers):
-        setattr(part, name, [values[index] for index in chosen])
-    config.get_text_config().num_hidden_layers = len(chosen)
+    parts = {id(part): part for part in (config, config.get_text_config())}.values()
+    found = [(part, name, values) for part in parts for name, values in vars(part).items()]
+    return [item for item in found if isinstance(item[2], (list, tuple)) and len(item[2]) == layers]
 
 
 # A GPU's attention and autocast, on a CPU.
@@ -236,10 +228,8 @@ def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
         "preserve_rng_state": False,
         "context_fn": lambda: (contextlib.nullcontext(), _autocast_rules(accelerator)),
     }
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # transformers < 5.23
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    name = checkpointing_option()
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options})
 
 
 # Every byte, at every moment.
@@ -254,13 +244,18 @@ class Moment(NamedTuple):
 
 
 class StorageTracker(TorchDispatchMode):
-    """Records what live storages hold while operations run. Copies of weights in another dtype count as weights."""
+    """Records what live storages hold while layers run. Copies of weights in another dtype count as weights."""
 
-    def __init__(self, layers: int):
+    def __init__(self, layers: list[nn.Module]):
         super().__init__()
-        self.stage, self.where, self.outside = "forward", layers, layers
+        self.stage, self.where, self.outside = "forward", len(layers), len(layers)
         self.moments: list[Moment] = []
-        self._held = [0] * ((layers + 1) * _WIDTH)
+        self.after_forward: Held | None = None  # of the layers, before head and loss
+        self.before_backward: Held | None = None  # of the layers, after head and loss
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self._entering, index), with_kwargs=True)
+            layer.register_forward_hook(functools.partial(self._leaving, index))
+        self._held = [0] * ((len(layers) + 1) * _WIDTH)
         self._places: dict[int, int] = {}  # of known storages in what is held
         self._watches: dict[int, weakref.ref] = {}
         self._weights: set[int] = set()
@@ -296,6 +291,24 @@ class StorageTracker(TorchDispatchMode):
         del self._watches[key]
         self._weights.discard(key)
 
+    def _entering(self, index: int, _, args, kwargs) -> None:
+        if self.stage == "forward":  # else it is recomputed in backward
+            if index == 0:
+                self._at_gradient(args[0] if args else kwargs.get("hidden_states"), self.outside)
+            self.where = index
+
+    def _leaving(self, index: int, _, args, output) -> None:
+        if self.stage == "forward":
+            self.after_forward, self.where = self.now(), self.outside
+            self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
+
+    def _at_gradient(self, tensor: Tensor | None, where: int) -> None:
+        def hook(_):
+            self.before_backward, self.where = self.before_backward or self.now(), where
+
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(hook)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = _run_operation(func, args, kwargs or {})
         if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
@@ -330,17 +343,13 @@ class StepTrace(NamedTuple):
     layers: int
     moments: list[Moment]
     begin: Held
-    after_forward: Held  # as the marks have them; as after_backward where there are no such layers
+    after_forward: Held  # as the tracker has them; as after_backward where there are no layers
     before_backward: Held
     after_backward: Held
 
 
 def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepTrace:
-    """
-    Trace forward, backward and clipping of a model in training mode as `Trainer` runs them; `layers` in order.
-
-    The model is a copy made for this trace: hooks and gradients stay on it.
-    """
+    """Trace forward, backward and clipping as `Trainer` runs them, on a copy of the model: hooks stay on it."""
     names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
     inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -348,8 +357,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
         for parameter in trainable:
             parameter.grad = torch.empty_like(parameter)
     owners = {id(t): index for index, layer in enumerate(layers) for t in [*layer.parameters(), *layer.buffers()]}
-    tracker = StorageTracker(len(layers))
-    marks = _Marks(tracker, layers)
+    tracker = StorageTracker(layers)
 
     def owner(tensor: Tensor) -> int:
         return owners.get(id(tensor), tracker.outside)
@@ -378,7 +386,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
         tracker.stage, tracker.where = "update", tracker.outside
         torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], 1.0)
         tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `replay`
-    between = (marks.after_forward or after_backward, marks.before_backward or after_backward)
+    between = (tracker.after_forward or after_backward, tracker.before_backward or after_backward)
     return StepTrace(len(layers), tracker.moments, begin, *between, after_backward)
 
 
@@ -388,39 +396,6 @@ def state_bytes(parameter: Tensor, setup: Setup) -> int:
     if setup.optimizer_states == "exact":
         return setup.states_per_weight * count * parameter.element_size() + 4  # and the step
     return 2 * (count + 4 * math.ceil(count / BLOCK)) if count >= LEAST_QUANTIZED else 8 * count
-
-
-class _Marks:
-    """Tells the tracker which layer computes, and remembers what is held where the stages meet."""
-
-    def __init__(self, tracker: StorageTracker, layers: list[nn.Module]):
-        self.tracker = tracker
-        self.after_forward: Held | None = None  # of the layers, before head and loss
-        self.before_backward: Held | None = None  # of the layers, after head and loss
-        for index, layer in enumerate(layers):
-            entering, leaving = functools.partial(self._entering, index), functools.partial(self._leaving, index)
-            layer.register_forward_pre_hook(entering, with_kwargs=True)
-            layer.register_forward_hook(leaving)
-
-    def _entering(self, index: int, _, args, kwargs) -> None:
-        if self.tracker.stage == "forward":  # else it is recomputed in backward
-            if index == 0:
-                self._at_gradient(args[0] if args else kwargs.get("hidden_states"), self.tracker.outside)
-            self.tracker.where = index
-
-    def _leaving(self, index: int, _, args, output) -> None:
-        if self.tracker.stage == "forward":
-            self.after_forward = self.tracker.now()
-            self.tracker.where = self.tracker.outside
-            self._at_gradient(output[0] if isinstance(output, tuple) else output, index)
-
-    def _at_gradient(self, tensor: Tensor | None, where: int) -> None:
-        def hook(_):
-            self.before_backward = self.before_backward or self.tracker.now()
-            self.tracker.where = where
-
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(hook)
 
 
 def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup) -> Tensor:
