@@ -184,7 +184,7 @@ def _add_adapters(model: Any, options: AdapterOptions) -> Any:
     from hf_hybrid.plan.models import lora_config
 
     scale = {"lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
-    adapters = lora_config(options.lora_r, options.lora_target_modules or "all-linear", **scale)
+    adapters = lora_config(options.lora_r, options.lora_target_modules or "all-linear", **scale)  # or how to get peft
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     if options.peft == "qlora":
@@ -195,8 +195,8 @@ def _add_adapters(model: Any, options: AdapterOptions) -> Any:
 
 # The data: from a file, a folder or the Hub to sequences of equal length.
 
-_FORMATS = {**dict.fromkeys((".txt", ".text", ".md"), "text"), **dict.fromkeys((".json", ".jsonl"), "json")}
-_FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+_FORMATS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
+_FORMATS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 
 
 def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any, Any]:
