@@ -1,7 +1,7 @@
 """
 Write docs/configuration.md from the options themselves: names, values, ranges, defaults and help texts.
 
-    python docs/generate_configuration.py           # tests/test_docs.py fails when the page is not what this writes
+    python docs/generate_configuration.py      # tests/documents/test_docs.py fails when the page is out of date
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from benchmarks.world_model.records import (
 from hf_hybrid.world_model.forecasts import TOLERANCE, history_of, platt_scaled, student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State, load_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "world_model")]
 
 from synthetic_runs import SIGNAL, make_run  # noqa: E402
 from test_rssm import SMALL, an_observation, generator  # noqa: E402

@@ -21,7 +21,7 @@ from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, __version__
 from hf_hybrid.cli import options
 from hf_hybrid.cli.main import COMMANDS, build_parser
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 PAGES += sorted((ROOT / "benchmarks").rglob("README.md"))
@@ -55,7 +55,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
-    # Real pushes, to a Hub of this machine, are in tests/test_hub.py: the endpoint is fixed when a process starts.
+    # Real pushes, to a Hub of this machine, are in tests/report/test_card_and_hub.py: the endpoint is fixed when a process starts.
     "docs/hub.md": [
         ("trainer.push_to_hub(", "trainer.create_model_card("),
         ('trainer.model.push_to_hub("your-name/model"', 'trainer.model.save_pretrained("pushed"'),

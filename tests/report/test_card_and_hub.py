@@ -23,7 +23,7 @@ from hf_hybrid.report.card import block, code, data_facts, is_repo_id, license_o
 from hf_hybrid.report.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
 from hf_hybrid.report.publishing import check_baseline
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def metadata_of(card: str) -> dict:

@@ -60,7 +60,7 @@ PHASES = {
 
 
 def make_tokenizer():
-    path = Path(__file__).parent.parent / "examples" / "01_quickstart.py"
+    path = Path(__file__).parents[2] / "examples" / "01_quickstart.py"
     spec = importlib.util.spec_from_file_location("quickstart", path)
     quickstart = sys.modules.setdefault("quickstart", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(quickstart)

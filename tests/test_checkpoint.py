@@ -60,8 +60,8 @@ def uninterrupted(tmp_path_factory):
 
 def die_at(folder: Path, step: int, **options) -> None:
     """Train in a process of its own and kill it as soon as the checkpoint of `step` is whole."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_resume; " + (
-        f"test_resume.build({str(folder)!r}, **{options!r}).train()"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint; " + (
+        f"test_checkpoint.build({str(folder)!r}, **{options!r}).train()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.time() + 300

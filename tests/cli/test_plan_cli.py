@@ -17,7 +17,7 @@ from hf_hybrid.plan.models import build, read_config
 from hf_hybrid.plan.planner import plan_memory
 from hf_hybrid.plan.setups import CONTEXT_BYTES
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "model_configs"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "model_configs"
 
 
 @pytest.fixture(scope="module")

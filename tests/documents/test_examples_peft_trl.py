@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft")
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"06_lora": "peft", "07_sft_trl": "trl", "08_dpo_trl": "trl"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 

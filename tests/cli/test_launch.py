@@ -20,7 +20,7 @@ from hf_hybrid.config import check_training_arguments
 from hf_hybrid.processes import warn_of_lone_process
 from hf_hybrid.setup import check_streamable
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "accelerate_configs"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("02_compare_with_trainer", "03_memory_policies", "04_resume", "10_custom_direction", "11_gpt2_small")
 pytestmark = pytest.mark.filterwarnings("ignore")
 

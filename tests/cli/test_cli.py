@@ -30,7 +30,7 @@ from hf_hybrid.cli.options import (
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 TEXTS = [topics.topics[name] for name in sorted(topics.topics)][:12]
 

@@ -279,7 +279,7 @@ Trainer(tiny_model(), args, train_dataset=ByteText(400), callbacks=[MemoryProfil
 
 
 def test_a_killed_run_keeps_every_step(tmp_path):
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     result = subprocess.run([sys.executable, "-c", KILLED, here, str(tmp_path)], capture_output=True, timeout=120)
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()[-2000:]
     assert [r["step"] for r in lines(tmp_path)] == list(range(1, 8))

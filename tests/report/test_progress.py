@@ -20,7 +20,7 @@ from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.report.progress import HybridProgressCallback, PositionBar, memory_in_use, short_logs
 from hf_hybrid.report.summary import RunPosition
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 15
 
 
