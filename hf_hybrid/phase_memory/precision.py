@@ -82,8 +82,7 @@ def resolve(
         device (`str`): Type of the device that the weights are on.
 
     Returns:
-        `tuple[dict[Phase, str], str]`: A precision per phase; and whether probes go through int8: `"off"`, `"on"`, or
-        `"auto"`, where measured noise allows it.
+        `tuple`: A precision per phase; and whether probes use int8: `"off"`, `"on"`, or `"auto"`, where noise allows.
 
     Raises:
         ValueError: If a precision would need other weights or another autocast; the message says which.

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-HOST_PLACES = ("cpu", "disk")
-
 
 class NoLayerListError(ValueError):
     """The model has no list of decoder layers."""
@@ -21,13 +19,7 @@ class NoLayerListError(ValueError):
 
 def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
-    The decoder layers: the outermost `ModuleList` that holds most of the parameters.
-
-    Args:
-        model (`nn.Module`): Any causal language model, also inside a PEFT wrapper.
-
-    Returns:
-        `list[tuple[str, nn.Module]]`: Dotted names and modules, in order.
+    The decoder layers, with their dotted names: the outermost `ModuleList` that holds most of the parameters.
 
     Raises:
         NoLayerListError: If there is none that can be streamed; the message names what was looked for.
@@ -62,19 +54,19 @@ def layers_on_host(
     Raises:
         ValueError: If the map says nothing about a layer.
     """
-    return [(name, layer) for name, layer in layers if str(place_of(name, device_map)) in HOST_PLACES]
-
-
-def place_of(name: str, device_map: Mapping[str, object]) -> object:
-    """Where a device map puts the module `name`."""
-    parts = name.split(".")
-    for length in range(len(parts), -1, -1):
-        key = ".".join(parts[:length])
-        if key in device_map:
-            return device_map[key]
-    raise ValueError(
-        f"`device_map` says nothing about `{name}`. Add it, one of its parents, or an entry `''` for everything else."
-    )
+    found = []
+    for name, layer in layers:
+        key = name
+        while key and key not in device_map:
+            key = key.rpartition(".")[0]
+        if key not in device_map:
+            raise ValueError(
+                f"`device_map` says nothing about `{name}`. Add it, one of its parents, or an entry `''` for "
+                "everything else."
+            )
+        if str(device_map[key]) in ("cpu", "disk"):
+            found.append((name, layer))
+    return found
 
 
 def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -152,7 +151,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _number_parameters(self) -> None:
         """Give each parameter a number for its random bits. It is part of the state, which optimizers may share."""
-        for index, parameter in enumerate(_parameters(self.param_groups)):
+        for index, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             self.state[parameter].setdefault("rounding_id", torch.tensor(index))
 
     @torch.no_grad()
@@ -177,7 +176,10 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         update = _update_8bit if "exp_avg_8bit" in state else _update_fp32
-        generator = self._generator(parameter, group, step)
+        generator = None
+        if parameter.dtype != torch.float32 and group["stochastic_rounding"]:
+            seed = _mixed(group["seed"], int(state["rounding_id"]), step)
+            generator = torch.Generator(parameter.device).manual_seed(seed)
         weights, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
         for start in range(0, parameter.numel(), CHUNK):
             part = slice(start, min(start + CHUNK, parameter.numel()))
@@ -208,12 +210,6 @@ class AdamW8bit(torch.optim.Optimizer):
             state[f"{name}_8bit"] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
             state[f"{name}_absmax"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
 
-    def _generator(self, parameter: Tensor, group: dict, step: int) -> torch.Generator | None:
-        if parameter.dtype == torch.float32 or not group["stochastic_rounding"]:
-            return None
-        identity = int(self.state[parameter]["rounding_id"])
-        return torch.Generator(parameter.device).manual_seed(_mixed(group["seed"], identity, step))
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Restore a `state_dict`, to the last bit.
@@ -228,17 +224,16 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         # The base class casts states to the dtype of their parameters, which would turn codes into weights.
         super().load_state_dict({**state_dict, "state": {}})
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for index, parameter in zip(saved, _parameters(self.param_groups)):
+        saved, own = (
+            [p for group in groups for p in group["params"]]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for index, parameter in zip(saved, own):
             self.state[parameter] = {
                 name: value.to("cpu" if name in _ON_HOST else parameter.device, copy=True)
                 for name, value in state_dict["state"].get(index, {}).items()
             }
         self._number_parameters()
-
-
-def _parameters(groups: list[dict]) -> Iterable[Tensor]:
-    return chain.from_iterable(group["params"] for group in groups)
 
 
 def _mixed(seed: int, identity: int, step: int) -> int:

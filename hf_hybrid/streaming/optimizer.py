@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -65,15 +64,6 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-@dataclass
-class _Pending:
-    """The part of the window that just ended on which a unit's step depends."""
-
-    optimizer: torch.optim.Optimizer
-    scale: Tensor | None
-    """Factor that the gradients still have to be multiplied by (clipping); `None` for none."""
-
-
 class LazyOptimizer(torch.optim.Optimizer):
     """
     Stands in for an optimizer whose parameters are partly streamed: same groups, same state, same state dict.
@@ -81,11 +71,8 @@ class LazyOptimizer(torch.optim.Optimizer):
     In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
     that reads `state` find what they expect. [`step`] steps what is resident and schedules the rest.
 
-    Args:
-        base (`torch.optim.Optimizer`): Made over the model's parameters, as usual.
-        streamer (`LayerStreamer`): Its units are stepped late.
-        on_device (`bool`): Step units on the device as they are brought in, with gradients and states streamed too,
-            instead of on the host.
+    `base` is made over the model's parameters, as usual. With `on_device` units are stepped on the device as they are
+    brought in, with gradients and states streamed too, instead of on the host.
 
     Raises:
         UnsupportedOptimizerError: If `base` cannot be stepped unit by unit.
@@ -95,12 +82,16 @@ class LazyOptimizer(torch.optim.Optimizer):
         check_separable(base)
         self.base, self.streamer, self.on_device = base, streamer, on_device
         for group in base.param_groups:
-            group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+            for index, parameter in enumerate(group["params"]):
+                group["params"][index] = master = streamer.counterpart(parameter)
+                if master is not parameter and parameter in base.state:
+                    base.state[master] = base.state.pop(parameter)
         # Not Optimizer.__init__: groups and state are those of `base`, not copies.
         self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
-        self._pending: dict[Unit, _Pending] = {}
+        self._pending: dict[Unit, tuple[torch.optim.Optimizer, Tensor | None]] = {}
+        """What the step of a unit depends on: the optimizer with its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = False
         self._worker = ThreadPoolExecutor(
@@ -110,12 +101,6 @@ class LazyOptimizer(torch.optim.Optimizer):
         streamer.before_read = self.flush
         if on_device:
             streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
-
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        master = self.streamer.counterpart(parameter)
-        if master is not parameter and parameter in self.base.state:
-            self.base.state[master] = self.base.state.pop(parameter)
-        return master
 
     # A window ends.
 
@@ -136,16 +121,9 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
         """
-        Clip by the global norm, exactly as `torch.nn.utils.clip_grad_norm_` does.
-
-        Args:
-            parameters (`Iterable[nn.Parameter]`): The model's, in its order.
-            max_norm (`float`): Threshold.
-            now (`bool`): Scale the waiting gradients at once, because leaps read them before the step; otherwise they
-                are scaled when their unit is stepped.
-
-        Returns:
-            `torch.Tensor`: The norm before clipping.
+        Clip by the global norm, exactly as `torch.nn.utils.clip_grad_norm_` does over the model's parameters in their
+        order; returns the norm before clipping. With `now` the waiting gradients are scaled at once, because leaps read
+        them before the step; otherwise they are scaled when their unit is stepped.
         """
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
         norm = self.total_norm(parameters)
@@ -178,7 +156,12 @@ class LazyOptimizer(torch.optim.Optimizer):
         # Forward order: the unit that is needed first is stepped first.
         order = {unit: index for index, unit in enumerate(self.streamer.units)}
         for unit in sorted(groups, key=order.__getitem__):
-            self._schedule(unit, _Pending(self._optimizer_over(groups[unit]), scale))
+            self.streamer.forget(unit)
+            pending = self._optimizer_over(groups[unit]), scale
+            if self.on_device:
+                self._pending[unit] = pending
+            else:
+                unit.update = self._worker.submit(self._step_on_host, unit, *pending)
         for unit in self.streamer.layers[: self.streamer.ahead + 1]:
             self.streamer.fetch(unit)
 
@@ -188,20 +171,13 @@ class LazyOptimizer(torch.optim.Optimizer):
         clone.state = self.state
         return clone
 
-    def _schedule(self, unit: Unit, pending: _Pending) -> None:
-        self.streamer.forget(unit)
-        if self.on_device:
-            self._pending[unit] = pending
-        else:
-            unit.update = self._worker.submit(self._step_on_host, unit, pending)
-
     @torch.no_grad()
-    def _step_on_host(self, unit: Unit, pending: _Pending) -> None:
-        masters = [p for group in pending.optimizer.param_groups for p in group["params"]]
-        if pending.scale is not None and pending.scale.item() != 1.0:
+    def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
+        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        if scale is not None and scale.item() != 1.0:
             for master in masters:
-                master.grad.mul_(pending.scale)
-        pending.optimizer.step()
+                master.grad.mul_(scale)
+        optimizer.step()
         for master in masters:
             master.grad = None
         unit.storage.refresh()
@@ -209,28 +185,25 @@ class LazyOptimizer(torch.optim.Optimizer):
     def _fetch_for_step(self, unit: Unit) -> None:
         """Gradients and states start to travel beside the weights."""
         fetch = self.streamer.transfers.fetch
-        if unit in self._pending:
-            for group in self._pending[unit].optimizer.param_groups:
-                for master in group["params"]:
-                    if id(master) in self._coming:
-                        continue
-                    state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if is_big(value)}
-                    self._coming[id(master)] = fetch(master.grad), state
+        groups = self._pending[unit][0].param_groups if unit in self._pending else ()
+        for master in [master for group in groups for master in group["params"] if id(master) not in self._coming]:
+            state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if is_big(value)}
+            self._coming[id(master)] = fetch(master.grad), state
 
     @torch.no_grad()
     def _step_in_slot(self, unit: Unit) -> None:
         """Step a unit where it lies on the device; weights and states go back to the host."""
-        pending = self._pending.pop(unit, None)
-        if pending is None:
+        if unit not in self._pending:
             return
+        optimizer, scale = self._pending.pop(unit)
         pieces = {id(piece.master): piece for piece in unit.trainable}
-        for group in pending.optimizer.param_groups:
+        for group in optimizer.param_groups:
             masters, group["params"] = group["params"], []
             for master in masters:
-                self._step_one(pieces[id(master)], group, pending)
+                self._step_one(pieces[id(master)], group, scale)
         unit.slot.sent = unit.storage.written
 
-    def _step_one(self, piece: Piece, group: dict, pending: _Pending) -> None:
+    def _step_one(self, piece: Piece, group: dict, scale: Tensor | None) -> None:
         master, transfers = piece.master, self.streamer.transfers
         storage = self._unit_of[id(master)].storage
         gradient, states = self._coming.pop(id(master))
@@ -240,8 +213,8 @@ class LazyOptimizer(torch.optim.Optimizer):
             weights = transfers.fetch(master.data).take()
         on_device = nn.Parameter(weights)
         on_device.grad = gradient.take()
-        if pending.scale is not None:
-            on_device.grad.mul_(pending.scale.to(on_device.device))
+        if scale is not None:
+            on_device.grad.mul_(scale.to(on_device.device))
         stepper = type(self.base)([{**group, "params": [on_device]}])
         host_state = self.state.get(master, {})
         # A step counter of one element stays where the optimizer keeps it: on the host.

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid.streaming.transfers import Transfers
+from hf_hybrid.streaming.transfers import Transfers, host_tensor
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
 Tensor = torch.Tensor
@@ -44,13 +44,10 @@ class LayerStreamer:
     Streams the units of one model. Built detached: the model's parameters are then ordinary host tensors.
 
     Args:
-        model (`nn.Module`): The model, on the host.
         layers (`Iterable[tuple[str, nn.Module]]`): Decoder layers to stream, in the order of their execution.
-        ends (`Iterable[tuple[str, list[nn.Module]]]`): Embeddings and head as units, see `embeddings_and_head`; those
-            that stay on the device are not named.
+        ends (`Iterable[tuple[str, list[nn.Module]]]`): Embeddings and head as units, unless they stay on the device.
         device (`torch.device`): Where the model computes; may be the host itself.
-        ahead (`int`): Layers fetched ahead.
-        kept (`int`): Layers that stay on the device after use, least-recently-needed out first.
+        ahead (`int`), kept (`int`): Layers fetched ahead, and layers that stay on the device after use.
         dtype_of (`Callable`): Dtype of a parameter on the device; default its own.
         int8 (`bool`): Hold and transport frozen matrices of the layers as int8.
     """
@@ -123,11 +120,8 @@ class LayerStreamer:
 
     def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
         """
-        Give the model its weights back, on the host.
-
-        Args:
-            for_good (`bool`): Also move back what is not streamed; otherwise the model is only read for a moment.
-            expand (`bool`): Expand an int8 base; otherwise its parameters stay placeholders.
+        Give the model its weights back, on the host. `for_good` also moves back what is not streamed; otherwise the
+        model is only read for a moment. `expand` expands an int8 base; otherwise its parameters stay placeholders.
         """
         for undo in reversed(self._undo):
             undo()
@@ -170,7 +164,7 @@ class LayerStreamer:
         if piece.dtype not in self._nothing:
             value = float("nan") if piece.dtype.is_floating_point else 0
             self._nothing[piece.dtype] = torch.full((), value, dtype=piece.dtype, device=self.device)
-        return self._nothing[piece.dtype].expand(piece.shape)
+        return self._nothing[piece.dtype].expand(piece.parameter.shape)
 
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
@@ -186,10 +180,9 @@ class LayerStreamer:
     def checkpoint_alone(self) -> None:
         """Switch transformers' own checkpointing of the units off: they are checkpointed here, and once is enough."""
         # Not when they are called: layers of older transformers ask before their `forward` begins.
-        for unit in self.units:
-            for module in unit.modules:
-                if getattr(module, "gradient_checkpointing", False):
-                    module.gradient_checkpointing = False
+        for module in [module for unit in self.units for module in unit.modules]:
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
 
     # A unit computes.
 
@@ -255,7 +248,11 @@ class LayerStreamer:
         if not backward:
             if self.before_forward is not None:
                 self.before_forward(unit)
-            self._add_overlay(unit)
+            for piece in unit.trainable if self.overlay is not None else ():
+                weights = self.overlay(piece.master)
+                if weights is not None:
+                    piece.parameter.data.copy_(weights)
+                    unit.altered = True
         if unit in self._position:
             step = -1 if backward else 1
             for index in range(self._position[unit] + step, self._position[unit] + step * (self.ahead + 1), step):
@@ -271,7 +268,7 @@ class LayerStreamer:
                 unit.update.add_done_callback(lambda _: self._load(unit))
 
     def _take_slot(self, unit: Unit) -> bool:
-        loaded = unit.pool.holds(unit)
+        loaded = unit in unit.pool.held
         unit.slot, unit.loaded = unit.pool.take(unit), loaded
         return unit.slot is not None
 
@@ -313,15 +310,6 @@ class LayerStreamer:
         if unit.pool is not None:
             unit.pool.forget(unit)
 
-    def _add_overlay(self, unit: Unit) -> None:
-        if self.overlay is None:
-            return
-        for piece in unit.trainable:
-            weights = self.overlay(piece.master)
-            if weights is not None:
-                piece.parameter.data.copy_(weights)
-                unit.altered = True
-
     # Gradients leave.
 
     def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
@@ -335,7 +323,9 @@ class LayerStreamer:
             return
         master = piece.master
         if master.grad is None:
-            master.grad = piece.gradient_buffer(pin=self.transfers.beside)
+            if piece.gradient is None:
+                piece.gradient = host_tensor(piece.parameter, pin=self.transfers.beside, dtype=master.dtype)
+            master.grad = piece.gradient
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
             gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad, after=piece.sent).take())

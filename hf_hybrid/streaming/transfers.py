@@ -126,15 +126,9 @@ class Transfers:
 
     def send(self, source: Tensor, target: Tensor, *, keep: bool = True) -> Event:
         """
-        Start copying a device tensor into host memory.
+        Start copying a device tensor into page-locked host memory; returns the event after which the copy is complete.
 
-        Args:
-            source (`torch.Tensor`): On the device.
-            target (`torch.Tensor`): On the host, page-locked.
-            keep (`bool`): Keep `source` alive until it has left; `False` if the caller does.
-
-        Returns:
-            The event after which the copy is complete, see also [`finish_sending`].
+        With `keep` the source is kept alive until it has left, otherwise the caller does that. See [`finish_sending`].
         """
         self.bytes_out += target.numel() * target.element_size()
         self._out.wait_stream(self._computing)

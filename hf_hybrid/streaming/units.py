@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
-from hf_hybrid.streaming.transfers import Event, Slot, host_buffer, host_tensor
+from hf_hybrid.streaming.transfers import Event, Slot, host_buffer
 
 Tensor = torch.Tensor
 
@@ -61,13 +61,9 @@ class Piece:
     master: nn.Parameter | None = None
     """Host weights that the optimizer updates; `None` for a base that is kept as int8."""
     gradient: Tensor | None = None
-    """Host buffer for the master's gradient, allocated once."""
+    """Host buffer for the master's gradient, allocated when it is first needed."""
     sent: Event = None
     """When the gradient that was sent last has arrived in it."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.parameter.shape
 
     @property
     def is_int8(self) -> bool:
@@ -79,24 +75,18 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        return self.parameter.numel() // self.shape[-1]
-
-    def gradient_buffer(self, *, pin: bool) -> Tensor:
-        """The buffer for the master's gradient, which is made when it is first needed."""
-        if self.gradient is None:
-            self.gradient = host_tensor(self.parameter, pin=pin, dtype=self.master.dtype)
-        return self.gradient
+        return self.parameter.numel() // self.parameter.shape[-1]
 
     def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
         """This parameter's part of a byte buffer; of a packed one, unless `start` says where it lies."""
         dtype, start = dtype or self.dtype, self.start if start is None else start
         size = self.parameter.numel() * dtype.itemsize
-        return buffer[start : start + size].view(dtype).view(self.shape)
+        return buffer[start : start + size].view(dtype).view(self.parameter.shape)
 
     def scales(self, buffer: Tensor) -> Tensor:
         """The fp32 scales of an int8 piece, one per row: `[..., 1]`."""
         scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
-        return scales.view(torch.float32).view(*self.shape[:-1], 1)
+        return scales.view(torch.float32).view(*self.parameter.shape[:-1], 1)
 
     def expand(self, buffer: Tensor, out: Tensor, *, start: int) -> Tensor:
         """The weights of an int8 piece, written into the byte buffer `out` at `start`."""
@@ -108,13 +98,9 @@ class UnitStorage:
     """
     The host side of a unit: its pieces, packed.
 
-    An int8 base is packed when a run begins; until then, and after it, its weights are the model's own.
-
-    Args:
-        parameters (`Iterable[tuple[str, nn.Parameter]]`): Named parameters, on the host.
-        dtype_of (`Callable`): Dtype that a parameter has on the device.
-        int8 (`bool`): Hold frozen matrices as int8.
-        pin (`bool`): Page-lock the buffer.
+    The parameters come named and lie on the host. `dtype_of` tells the dtype that each has on the device; with `int8`
+    frozen matrices are held as int8. An int8 base is packed when a run begins; until then, and after it, its weights
+    are the model's own. `pin` page-locks the buffer.
     """
 
     def __init__(
@@ -185,11 +171,8 @@ class UnitStorage:
 
     def restore(self, *, for_good: bool = True) -> None:
         """
-        Let the parameters be the host weights.
-
-        Args:
-            for_good (`bool`): Also expand an int8 base, into memory of its own, and drop its codes; otherwise its
-                parameters are left as they are, for readers of everything else.
+        Let the parameters be the host weights. `for_good` also expands an int8 base, into memory of its own, and drops
+        its codes; otherwise its parameters are left as they are, for readers of everything else.
         """
         for piece in self.pieces:
             if not piece.is_int8:
@@ -207,50 +190,44 @@ class SlotPool:
     """
     A fixed number of equal device buffers, and which unit lies in which of them.
 
-    Args:
-        size (`int`): Bytes of a slot: the largest unit.
-        ahead (`int`): Units fetched ahead.
-        kept (`int`): Units that may stay after their use.
+    A slot has `size` bytes, as many as the largest unit; `ahead` units are fetched ahead, and `kept` units may stay
+    after their use.
     """
 
     def __init__(self, size: int, *, ahead: int, kept: int, device: torch.device):
         self.kept = kept
         self.slots = [Slot(size, device) for _ in range(ahead + 1 + kept)]
         self._free = list(self.slots)
-        self._held: OrderedDict[Hashable, Slot] = OrderedDict()
+        self.held: OrderedDict[Hashable, Slot] = OrderedDict()
         self._in_use: set[Hashable] = set()
-
-    def holds(self, unit: Hashable) -> bool:
-        """Whether the unit lies in a slot."""
-        return unit in self._held
 
     def take(self, unit: Hashable) -> Slot | None:
         """A slot for the unit, its own if it still lies in one; `None` if all are in use."""
-        slot = self._held.get(unit)
+        slot = self.held.get(unit)
         if slot is None:
             if not self._free and not self._evict():
                 return None
             slot = self._free.pop()
-        self._held[unit] = slot
-        self._held.move_to_end(unit)
+        self.held[unit] = slot
+        self.held.move_to_end(unit)
         self._in_use.add(unit)
         return slot
 
     def give_back(self, unit: Hashable) -> None:
         """The unit is not in use any more; it stays where it is as long as there is room."""
         self._in_use.discard(unit)
-        while sum(held not in self._in_use for held in self._held) > self.kept:
+        while sum(held not in self._in_use for held in self.held) > self.kept:
             self._evict()
 
     def forget(self, unit: Hashable) -> None:
         """Drop the unit from its slot, because its weights have changed."""
-        if unit in self._held and unit not in self._in_use:
-            self._free.append(self._held.pop(unit))
+        if unit in self.held and unit not in self._in_use:
+            self._free.append(self.held.pop(unit))
 
     def _evict(self) -> bool:
-        for unit in self._held:
+        for unit in self.held:
             if unit not in self._in_use:
-                self._free.append(self._held.pop(unit))
+                self._free.append(self.held.pop(unit))
                 return True
         return False
 

@@ -182,12 +182,7 @@ class _MicroBatch(threading.Thread):
 @dataclass
 class LayerWalk:
     """
-    Walks windows through the layers of one streamer.
-
-    Args:
-        streamer (`LayerStreamer`): Attached to the model.
-        parking (`HostBuffers`, *optional*): Where the activations between layers wait; `None` leaves them on the
-            device.
+    Walks windows through the layers of a streamer. The activations between layers wait in `parking`, or on the device.
     """
 
     streamer: LayerStreamer
@@ -197,13 +192,8 @@ class LayerWalk:
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """
-        Compute every micro-batch and its gradients.
-
-        Args:
-            functions (`list[Callable]`): One per micro-batch: forward, loss and its backward.
-
-        Returns:
-            `list`: Their results.
+        Compute every micro-batch and its gradients: each function is forward, loss and backward of one. Returns their
+        results.
 
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, or a layer takes
@@ -349,11 +339,9 @@ class Window:
     Trainer asks for one micro-batch after the other. A window that is walked layer by layer computes all of them when
     the first one is asked for, and hands out what it found when the others are.
 
-    Args:
-        streamer (`LayerStreamer`): Of the model.
-        order (`str`): `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so.
-        park (`bool`): Keep the activations between layers on the host meanwhile.
-        obstacle (`str`, *optional*): Why this model cannot be walked by layer, if that is known before.
+    `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
+    activations between layers on the host meanwhile. `obstacle` says why this model cannot be walked by layer, if that
+    is known before.
 
     Raises:
         CannotWalkError: If there is an obstacle, and `order` is `"layer"`.

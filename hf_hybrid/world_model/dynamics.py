@@ -120,12 +120,8 @@ class DynamicsModel:
     @torch.no_grad()
     def observe_window(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
         """
-        Take in a window of the run; every `learn_every` windows, learn.
-
-        Args:
-            features (`Sequence[float]`): The 64 features after its last step.
-            action (`Sequence[float]`): Its `ACTIONS`: gain, horizon, progress, rate.
-            mean_loss (`float`): Mean training loss of its real steps.
+        Take in a window of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
+        its real steps. Every `learn_every` windows, learn.
 
         Raises:
             ValueError: If the loss is not finite.
@@ -214,12 +210,8 @@ class DynamicsModel:
         """
         Imagined log loss of future `a` minus that of future `b`: negative where `a` is better.
 
-        Args:
-            actions_a, actions_b (`Tensor` or nested sequence): `[..., K, 4]`, broadcast against each other to compare
-                several candidates at once.
-
-        Returns:
-            `tuple[Tensor, Tensor]`: Mean of the ensemble and standard deviation between its members, `[..., K]`.
+        Actions `[..., K, 4]` are broadcast against each other, to compare several candidates at once. Returns the mean
+        of the ensemble and the standard deviation between its members, `[..., K]`.
 
         Raises:
             ValueError: If the actions are not `[..., K, 4]` with the same `K`, or no window has been observed.
@@ -242,13 +234,6 @@ class DynamicsModel:
 
         The difference is a Student-t around the mean of the ensemble. Its variance is that between members plus that
         of the ensemble's errors on recorded pairs of futures, rescaled like the forecasts of this run.
-
-        Args:
-            actions_with, actions_without (`Tensor` or nested sequence): `[..., K, 4]` as for [`compare`].
-            horizon (`int`): Windows ahead, 1 to `K`.
-
-        Returns:
-            `Tensor`: `[...]`.
 
         Raises:
             ValueError: If `horizon` is not between 1 and `K`, and as [`compare`].

@@ -95,11 +95,8 @@ class LossHistory:
 
     def observe(self, log_loss: float) -> list[float]:
         """
-        Take in a window.
-
-        Returns:
-            `list[float]`: In the order of `HISTORY`: change of the log loss since the window before; log loss minus its
-            fit; exponent; number of windows so far; usual size of the residual. In log-loss units where they have any.
+        Take in a window. Returns, in the order of `HISTORY`: change of the log loss since the window before; log loss
+        minus its fit; exponent; number of windows so far; usual size of the residual.
         """
         change = log_loss - self.last if self.last is not None else 0.0
         self.last = log_loss
@@ -136,15 +133,9 @@ def log_loss(loss: float) -> float:
 
 def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
     """
-    The forecast of the power law, in two parts that a model can trust to different degrees.
-
-    Args:
-        history (`torch.Tensor`): `[N, 5]`, see [`history_of`].
-        horizon (`int`): Windows ahead, `K`.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: Return of the last window to the fitted curve `[N, 1]`, and change of the curve in each
-        of the next windows `[N, K]`. The forecast of the log loss is the first plus the running sum of the second.
+    The forecast of the power law from histories `[N, 5]`, in two parts that a model can trust to different degrees:
+    return of the last window to the fitted curve `[N, 1]`, and change of the curve in each of the next windows
+    `[N, K]`. The forecast of the log loss is the first plus the running sum of the second.
     """
     window = history[:, 3:4] + torch.arange(horizon, device=history.device, dtype=history.dtype)
     return -history[:, 1:2], -history[:, 2:3] * torch.log1p(1.0 / window)
@@ -190,12 +181,8 @@ class Calibration:
 
     def score(self, k: int, realised: float, mean: float, raw_scale: float, law: float) -> None:
         """
-        Score a forecast that was made `k` windows ago.
-
-        Args:
-            realised (`float`), mean (`float`): Change of the log loss, and its forecast.
-            raw_scale (`float`): The forecast's scale before calibration.
-            law (`float`): The forecast of the power law.
+        Score a forecast that was made `k` windows ago: the change of the log loss, its forecast with the scale before
+        calibration, and the forecast of the power law.
         """
         z2 = ((realised - mean) / raw_scale) ** 2
         weight = (FREEDOM + 1) / (FREEDOM + z2 / self.ratios[k])

@@ -36,11 +36,8 @@ class ImaginedGain(GainPlanner):
     """
     Chooses the multiple of the schedule whose imagined loss is lowest, after every window.
 
-    Args:
-        peak, power, worth: See [`GainPlanner`].
-        dynamics (`DynamicsModel`): The world model.
-        rate_at (`Callable[[float], float]`): Learning rate at a progress of the run, over its peak.
-        window_share (`float`): Length of a window as a share of the run.
+    `rate_at` gives the learning rate at a progress of the run, over its peak; `window_share` is the length of a window
+    as a share of the run. See [`GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -102,15 +99,10 @@ class ImaginedGain(GainPlanner):
         """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
         progress = [min(window.progress + (k + 1) * self.window_share, 1.0) for k in range(ahead)]
         known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
-        return torch.tensor(
-            [
-                [
-                    [gain * (multiple if k < self.LASTING else 1.0), 0.0, p, rate]
-                    for k, (gain, p, rate) in enumerate(known)
-                ]
-                for multiple in self.MULTIPLES
-            ]
-        )
+        actions = torch.tensor([[[gain, 0.0, p, rate] for gain, p, rate in known] for _ in self.MULTIPLES])
+        for future, multiple in zip(actions, self.MULTIPLES):
+            future[: self.LASTING, 0] = torch.tensor([gain * multiple for gain, _, _ in known[: self.LASTING]])
+        return actions
 
     def _intended(self, window: Window, ahead: int, multiple: float) -> Tensor:
         """The actions that will be taken, `[up to ahead, 4]`; skipped steps bring the end of the run nearer."""

@@ -77,13 +77,8 @@ class Batch:
 
 def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
     """
-    Divergence of the posterior from the prior with balancing and free nats, in nats.
-
-    Args:
-        posterior (`Tensor`), prior (`Tensor`): Probabilities `[..., groups, classes]`.
-
-    Returns:
-        `Tensor`: `[...]`. At least `FREE_NATS`, and without gradient where it would be less.
+    Divergence of the posterior from the prior, both `[..., groups, classes]`, with balancing and free nats: `[...]` in
+    nats, at least `FREE_NATS`, and without gradient where it would be less.
     """
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -163,13 +158,7 @@ def descend(model: RSSM, optimizer: torch.optim.Optimizer, total: Tensor) -> Non
 
 
 class Replay:
-    """
-    The last windows of a run, on the host.
-
-    Args:
-        model (`RSSM`): The model whose latent states are kept.
-        capacity (`int`): Windows to keep.
-    """
+    """The last `capacity` windows of a run, on the host, with the latent states of the model."""
 
     _COLUMNS = ("observations", "actions", "log_losses", "weights", "latents")
 
@@ -181,27 +170,14 @@ class Replay:
         return len(self.rows)
 
     def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
-        """
-        Keep a window.
-
-        Args:
-            before (`State`): Latent state before it, `[M, 1, ...]`.
-            observation (`Tensor`), action (`Tensor`), log_loss (`float`): `[69]`, `[4]`, and its loss.
-            weights (`Tensor`): `[M]`, weight for each member of chunks that begin here.
-        """
+        """Keep a window, the state `[M, 1, ...]` before it, and the members' weights `[M]` of chunks from here."""
         latents = torch.cat([part[:, 0].cpu() for part in before], -1)
         self.rows.append((observation.cpu(), action.cpu(), torch.tensor(log_loss), weights, latents))
 
     def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> Batch:
         """
-        Draw stretches of the run that begin anywhere, to observe and then imagine from.
-
-        Args:
-            count (`int`): Number of chunks.
-            observed (`int`): Windows to observe, fewer than there are in the replay.
-            starts (`int`): Windows of each chunk to imagine from.
-            horizon (`int`): Windows to imagine.
-            generator (`torch.Generator`): Chooses.
+        Draw `count` stretches of the run that begin anywhere: `observed` windows (fewer than there are in the replay)
+        to observe, `starts` of them to imagine `horizon` windows from.
         """
         total = len(self)
         begins = torch.randint(total - observed, (count,), generator=generator)

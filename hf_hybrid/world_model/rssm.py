@@ -78,11 +78,7 @@ class EnsembleLinear(nn.Module):
     """
     One linear map per member, `[M, N, inputs] -> [M, N, outputs]`.
 
-    Args:
-        members, inputs, outputs (`int`): Sizes.
-        generator (`torch.Generator`): Draws the weights.
-        gain (`float`): Standard deviation of outputs for inputs of unit variance.
-        bias (`bool`): Whether the layer has one; without, the caller passes `add`.
+    `gain` is the standard deviation of outputs for inputs of unit variance. Without a bias the caller passes `add`.
     """
 
     def __init__(
@@ -242,12 +238,8 @@ class RSSM(nn.Module):
 
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
-        State after a window. It holds mean probabilities instead of samples, so all processes compute the same.
-
-        Args:
-            state (`State`): Before the window.
-            observation (`torch.Tensor`): `[N, 69]` after it.
-            action (`torch.Tensor`): `[N, 4]`, see `ACTIONS`.
+        State after a window, from the state before it, the observation `[N, 69]` after it and its action `[N, 4]`. It
+        holds mean probabilities instead of samples, so all processes compute the same.
         """
         deterministic = self._recur(state, self._steer(action[:, None])[0])
         return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
@@ -258,15 +250,8 @@ class RSSM(nn.Module):
         self, state: State, observations: Tensor, actions: Tensor, generator: torch.Generator
     ) -> tuple[State, Tensor]:
         """
-        Observe sequences with sampled states, for training.
-
-        Args:
-            state (`State`): Before the first window.
-            observations (`torch.Tensor`), actions (`torch.Tensor`): `[N, W, 69]`, `[N, W, 4]`.
-            generator (`torch.Generator`): Draws the samples.
-
-        Returns:
-            `tuple[State, Tensor]`: States `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
+        Observe sequences `[N, W, 69]` and `[N, W, 4]` with sampled states, for training. Returns states
+        `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
         """
         count, windows = actions.shape[:2]
         embedded = self.embed(observations.flatten(0, 1)).unflatten(1, (count, windows))
@@ -282,14 +267,8 @@ class RSSM(nn.Module):
 
     def imagine(self, state: State, actions: Tensor) -> State:
         """
-        Roll the prior forward without observations; states hold mean probabilities.
-
-        Args:
-            state (`State`): The state to start from.
-            actions (`torch.Tensor`): `[N, K, 4]`, the actions of the future.
-
-        Returns:
-            `State`: After each window, `[M, N, K, ...]`.
+        Roll the prior forward under actions `[N, K, 4]`, without observations: the state after each window,
+        `[M, N, K, ...]`. It holds mean probabilities.
         """
         deterministic, stochastic = [], []
         for steer in self._steer(actions):
@@ -335,13 +314,8 @@ class RSSM(nn.Module):
 
     def pair_log_scale(self, first: Tensor, second: Tensor) -> Tensor:
         """
-        Log scale of the error of a difference between two futures. It grows as a power of the difference in actions.
-
-        Args:
-            first (`torch.Tensor`), second (`torch.Tensor`): Actions, `[P, K, 4]`.
-
-        Returns:
-            `torch.Tensor`: `[M, P, K]`.
+        Log scale `[M, P, K]` of the error of a difference between two futures, from the actions `[P, K, 4]` of both. It
+        grows as a power of the difference in actions.
         """
         exposure = (torch.asinh(first[..., :2]) - torch.asinh(second[..., :2])).abs().sum(-1).cumsum(-1)
         offset, power = self.pair_scale[:, :1, None], self.pair_scale[:, 1:, None]
