@@ -177,29 +177,20 @@ class WeightPrecision(PhasePlugin):
         self._dtypes = {phase: DTYPES.get(precision) for phase, precision in chosen.items()}
         self._linears = layer_linears(context.model)
 
-    def before_forward(self, phase: Phase) -> None:
-        self._open(phase)
-
     def after_backward(self, phase: Phase) -> None:
         self._close()
 
     def before_probe(self) -> None:
-        self._open(Phase.PREDICT)
+        self.before_forward(Phase.PREDICT)
         if self._masters and self.autocast is None:
             copy = self._masters[0][0].weight
             self._window.enter_context(torch.autocast(copy.device.type, copy.dtype))
-
-    def after_probe(self) -> None:
-        self._close()
-
-    def before_export(self) -> None:
-        self._close()  # still open where a forward or backward pass was broken off
 
     def on_train_end(self) -> None:
         self._close()
         self._linears = []
 
-    def _open(self, phase: Phase) -> None:
+    def before_forward(self, phase: Phase) -> None:
         self._close()
         dtype = self._dtypes[phase]
         copies: dict[int, nn.Parameter] = {}
@@ -221,6 +212,8 @@ class WeightPrecision(PhasePlugin):
         while self._masters:
             module, master = self._masters.pop()
             module.weight = master
+
+    after_probe = before_export = _close  # an export finds it open where a forward or backward pass was broken off
 
 
 def _working_copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

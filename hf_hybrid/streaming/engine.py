@@ -241,7 +241,8 @@ class Streamed(Resident):
 
     def changed(self) -> None:
         for unit in self.streamer.units:
-            self.streamer.weights_changed(unit)
+            unit.storage.refresh()
+            self.streamer.forget(unit)
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
         self.streamer.overlay = displaced

@@ -242,7 +242,7 @@ class LayerStreamer:
             self.seconds_waited += time.perf_counter() - started
             unit.update = None
         self._load(unit)
-        self.transfers.await_arrival(unit.slot)
+        self.transfers.wait(unit.slot.ready)
         unit.storage.bind(unit.slot.buffer, self._expanded)
         unit.bound = True
         if not backward:
@@ -297,11 +297,6 @@ class LayerStreamer:
         if unit.altered:
             unit.altered = False
             unit.pool.forget(unit)
-
-    def weights_changed(self, unit: Unit) -> None:
-        """The masters of the unit changed: what the device still holds of it is old."""
-        unit.storage.refresh()
-        self.forget(unit)
 
     def forget(self, unit: Unit) -> None:
         """Do not use what the device still holds of the unit."""

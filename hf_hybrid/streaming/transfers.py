@@ -6,7 +6,7 @@ package computes on the current stream and copies on two more, one for each dire
 directions at full speed. The host only enqueues and never waits, so every rule about memory that is still in use is
 expressed with events:
 
-- Computation waits for the arrival of its operands (`await_arrival`, `Fetched.take`).
+- Computation waits for the arrival of its operands (`wait`, `Fetched.take`).
 - A copy into device memory waits for the computation that used this memory before (`release`, `fetch`).
 - A copy to the host waits for the computation that makes its source (`send`), and its source is kept alive until the
   copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor.
@@ -113,10 +113,6 @@ class Transfers:
             if event is not None:
                 self._in.wait_event(event)
         slot.ready = self._copy(self._in, slot.buffer[: packed.numel()], packed)
-
-    def await_arrival(self, slot: Slot) -> None:
-        """Let computation from here on wait for the loaded bytes."""
-        self.wait(slot.ready)
 
     def release(self, slot: Slot) -> None:
         """Let the next load wait for the computation so far, which may still read the slot."""

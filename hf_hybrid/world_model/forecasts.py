@@ -59,17 +59,11 @@ def platt_scaled(probability: float, offset: float, slope: float) -> float:
 
 @dataclass(frozen=True)
 class Forecast:
-    """
-    Log loss of each of the next windows minus that of the last one: Student-t, 5 degrees of freedom.
-
-    Args:
-        mean (`list[float]`), scale (`list[float]`): Location and calibrated scale of the Student-t, by window.
-        disagreement (`list[float]`): Standard deviation between the means of the ensemble's members.
-    """
+    """Log loss of each of the next windows minus that of the last one: Student-t, 5 degrees of freedom."""
 
     mean: list[float]
-    scale: list[float]
-    disagreement: list[float]
+    scale: list[float]  # calibrated
+    disagreement: list[float]  # standard deviation between the means of the ensemble's members
 
     def probability_below(self, change: float, k: int) -> float:
         """Probability that the log loss `k` windows ahead has changed by less than `change`."""

@@ -44,29 +44,17 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Batch:
-    """
-    N sequences of W windows, padded at the end.
+    """N sequences of W windows, padded at the end."""
 
-    Args:
-        observations (`Tensor`): `[N, W, 69]`: features and what `LossHistory` knew.
-        actions (`Tensor`), log_losses (`Tensor`): `[N, W, 4]`, `[N, W]`.
-        lengths (`Tensor`): `[N]`, windows that are no padding.
-        weights (`Tensor`): `[M, N]`, weight of each sequence for each member of the ensemble.
-        starts (`Tensor`): `[N, S]`, windows from which the loss is imagined.
-        observed (`int`): Windows to observe; later ones are only imagined.
-        horizon (`int`): Windows to imagine, `K`.
-        state (`State`, *optional*): Before the first window; zeros by default.
-    """
-
-    observations: Tensor
-    actions: Tensor
-    log_losses: Tensor
-    lengths: Tensor
-    weights: Tensor
-    starts: Tensor
-    observed: int
-    horizon: int
-    state: State | None = None
+    observations: Tensor  # [N, W, 69]: features and what `LossHistory` knew
+    actions: Tensor  # [N, W, 4]
+    log_losses: Tensor  # [N, W]
+    lengths: Tensor  # [N]: windows that are no padding
+    weights: Tensor  # [M, N]: weight of each sequence for each member of the ensemble
+    starts: Tensor  # [N, S]: windows from which the loss is imagined
+    observed: int  # windows to observe; later ones are only imagined
+    horizon: int  # windows to imagine, K
+    state: State | None = None  # before the first window; zeros by default
 
     def to(self, device: torch.device) -> Batch:
         """The batch with all its tensors on this device."""
