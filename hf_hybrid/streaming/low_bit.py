@@ -151,7 +151,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _number_parameters(self) -> None:
         """Give each parameter a number for its random bits. It is part of the state, which optimizers may share."""
-        for index, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+        for index, parameter in enumerate(_parameters(self.param_groups)):
             self.state[parameter].setdefault("rounding_id", torch.tensor(index))
 
     @torch.no_grad()
@@ -224,16 +224,16 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         # The base class casts states to the dtype of their parameters, which would turn codes into weights.
         super().load_state_dict({**state_dict, "state": {}})
-        saved, own = (
-            [p for group in groups for p in group["params"]]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        for index, parameter in zip(saved, own):
+        for index, parameter in zip(_parameters(state_dict["param_groups"]), _parameters(self.param_groups)):
             self.state[parameter] = {
                 name: value.to("cpu" if name in _ON_HOST else parameter.device, copy=True)
                 for name, value in state_dict["state"].get(index, {}).items()
             }
         self._number_parameters()
+
+
+def _parameters(groups: list[dict]) -> list:
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _mixed(seed: int, identity: int, step: int) -> int:

@@ -183,10 +183,9 @@ class DynamicsModel:
         """
         Forecast the loss under given actions.
 
-        Args:
-            actions (`Tensor` or nested sequence): `[K, 4]`, `ACTIONS` of the next windows; `K` is at least 1.
-            keep (`bool`): Whether these are the actions that will be taken: updates the confidence, and the losses
-                that come will calibrate later forecasts. Of several forecasts after one window the last counts.
+        `actions` are `[K, 4]`: `ACTIONS` of the next windows. With `keep` they are those that will be taken: this
+        updates the confidence, and the losses that come will calibrate later forecasts. Of several forecasts after one
+        window the last counts.
 
         Raises:
             ValueError: If the actions are not `[K, 4]`, or no window has been observed.

@@ -103,12 +103,8 @@ class RSSM(nn.Module):
     """
     Recurrent state-space ensemble over windows of training; the module's docstring explains it.
 
-    Args:
-        members (`int`): Size of the ensemble.
-        deterministic (`int`): Units of the GRU.
-        groups, classes (`int`): Categorical variables of the stochastic state and their classes.
-        hidden (`int`): Width of the hidden layers.
-        seed (`int`): Seed of the initial weights.
+    `deterministic` are the units of the GRU; `groups` are the categorical variables of the stochastic state, with
+    `classes` each; `hidden` is the width of the hidden layers; `seed` is for the initial weights.
     """
 
     _DRIFT = 0.05
@@ -292,10 +288,8 @@ class RSSM(nn.Module):
         feature that tells what a leap will do. The log scale combines two kinds of noise: that of a window itself,
         and that of a walk, which adds up over windows.
 
-        Args:
-            start (`State`): `[M, N, ...]`, the state that imagination began from.
-            observation (`torch.Tensor`): `[N, 69]` at the start.
-            actions (`torch.Tensor`): `[N, K, 4]`, the actions of the future.
+        `start` is the state `[M, N, ...]` to imagine from, with the observation `[N, 69]` there; actions of the future
+        are `[N, K, 4]`.
         """
         embedded = self.embed(observation)
         latents = torch.cat(self.imagine(start, actions), -1)
