@@ -25,7 +25,7 @@ from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import HeldOutProbe
 from hf_hybrid.leaps.rescue import LearningRateRescue
-from hf_hybrid.leaps.run import LeapRun, Trust, WindowCounter
+from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, optimizer_name, split_parameters
@@ -45,8 +45,8 @@ from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
 
-WINDOW_STEPS, MOST_WINDOWS = 10, 300
-"""Real steps that planners learn from at a time, and about how many such windows a run has at most."""
+STRETCH_STEPS, MOST_STRETCHES = 10, 300
+"""Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
 START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
 MAX_RATE_SCALE = 512.0
 """Most that the rescue may multiply the learning rate by: from 5e-5 up to 2.5e-2."""
@@ -81,7 +81,7 @@ def build_run(trainer) -> LeapRun:
 
 def _build_run(trainer) -> LeapRun:
     args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
-    trajectory, stride = _trajectory(trainer), max(WINDOW_STEPS, max_steps // MOST_WINDOWS)
+    trajectory, stride = _trajectory(trainer), max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
     rescue = rescue_is_on(args, options)
     device = args.device
     return LeapRun(
@@ -93,7 +93,7 @@ def _build_run(trainer) -> LeapRun:
         signals=SignalObserver(),
         probe=_probe(trainer),
         rescue=LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=max_steps) if rescue else None,
-        windows=WindowCounter(stride),
+        stretches=StretchCounter(stride),
         leap_budget=options.leap_budget,
         correct_gain=options.correct_gain,
         max_steps=max_steps,
@@ -120,7 +120,7 @@ def _gain_planner(trainer, stride: int, trajectory: Trajectory) -> GainPlanner:
             "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
         )
     dynamics = DynamicsModel(START_WEIGHTS, device=trainer.args.device, seed=trainer.args.seed)
-    return ImaginedGain(*values, dynamics=dynamics, rate_at=scheduled_rate(trainer), window_share=stride / max_steps)
+    return ImaginedGain(*values, dynamics=dynamics, rate_at=scheduled_rate(trainer), stretch_share=stride / max_steps)
 
 
 def scheduled_rate(trainer) -> Callable[[float], float]:

@@ -11,7 +11,7 @@ from hf_hybrid.world_model.learning import Batch
 SIGNAL = 20
 """The feature whose sign says whether leaps help."""
 EFFECT = 0.04
-"""Change of the log loss by a window of gain 1."""
+"""Change of the log loss by a stretch of gain 1."""
 
 
 class Continuation(NamedTuple):
@@ -40,25 +40,25 @@ def effect_of(features):
     return -EFFECT * np.sign(features[SIGNAL])
 
 
-def make_run(seed, windows=32, branches=3, noise=0.02, leaps=True):
+def make_run(seed, stretches=32, branches=3, noise=0.02, leaps=True):
     """A run whose log loss is that of a power law with a random exponent, lowered as the learning rate decays."""
     rng = np.random.default_rng(seed)
     exponent, drop, sign = rng.uniform(0.05, 0.5), rng.uniform(0.0, 0.2), rng.choice((-1.0, 1.0))
-    progress = np.arange(1, windows + 1) / windows
-    rate = np.minimum(1.0, 2 * (1 - progress)) if rng.random() < 0.5 else np.ones(windows)
-    expected = 1.0 - exponent * np.log(np.arange(1, windows + 1)) - drop * (1 - rate)
-    disturbance = noise * rng.standard_normal(windows)
+    progress = np.arange(1, stretches + 1) / stretches
+    rate = np.minimum(1.0, 2 * (1 - progress)) if rng.random() < 0.5 else np.ones(stretches)
+    expected = 1.0 - exponent * np.log(np.arange(1, stretches + 1)) - drop * (1 - rate)
+    disturbance = noise * rng.standard_normal(stretches)
 
     def play(gains):
         effects = np.cumsum(np.arcsinh(gains)) * -EFFECT * sign
-        actions = np.stack((gains, np.zeros(windows), progress, rate), 1)
+        actions = np.stack((gains, np.zeros(stretches), progress, rate), 1)
         return actions, np.exp(expected + disturbance + effects)
 
-    gains = rng.uniform(0, 2) * (rng.random(windows) < 0.5) * (rng.random() < 0.5) * leaps
+    gains = rng.uniform(0, 2) * (rng.random(stretches) < 0.5) * (rng.random() < 0.5) * leaps
     actions, losses = play(gains)
     features = make_features(rng, losses, sign, progress, rate)
     found = []
-    for start in rng.integers(4, windows - 4, size=branches):
+    for start in rng.integers(4, stretches - 4, size=branches):
         other = gains.copy()
         other[start:] = 0.0 if gains[start:].any() else rng.uniform(0.3, 2)
         both = (Continuation(a[start:], x[start:]) for a, x in (play(gains), play(other)))
@@ -76,7 +76,7 @@ def make_features(rng, losses, sign, progress, rate):
 
 
 def batch_of(model, runs, horizon=5, starts=3):
-    """Whole runs, padded to the longest; the loss is imagined from some windows of each."""
+    """Whole runs, padded to the longest; the loss is imagined from some stretches of each."""
     lengths = [len(run.losses) for run in runs]
     parts = {"observations": [], "actions": [], "log_losses": []}
     for run in runs:

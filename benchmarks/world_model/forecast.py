@@ -4,9 +4,9 @@ How well the world model of training forecasts runs that it has not seen, and wh
     python -m benchmarks.world_model.forecast                # all held-out runs of recordings/, and the plot
     python -m benchmarks.world_model.forecast --skip_cost    # without the step of a 100M-parameter model
 
-Every held-out run is replayed causally, window by window (10 real steps), through the `DynamicsModel` that
-`planner="dynamics"` uses: after each window it forecasts the loss 1, 5 and 20 windows ahead, knowing what will be done
-(leaps, schedule). Compared with persistence, the power law of the run so far and a ridge regression on the same 64
+Every held-out run is replayed causally, stretch by stretch (10 real steps), through the `DynamicsModel` that
+`planner="dynamics"` uses: after each stretch it forecasts the loss 1, 5 and 20 stretches ahead, knowing what will be
+done (leaps, schedule). Compared with persistence, the power law of the run so far and a ridge regression on the same 64
 features, whose constant predictive scales are fitted on the training runs. Errors: bootstrap over runs.
 """
 
@@ -33,14 +33,14 @@ from benchmarks.world_model.scores import (
     with_error,
 )
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.leaps.gains import Window
+from hf_hybrid.leaps.gains import Stretch
 from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
 from hf_hybrid.world_model.imagination import ImaginedGain
 
 STRIDE = 10
-"""Real steps of a window."""
+"""Real steps of a stretch."""
 ARMS = {
     "start weights, learns": {"start": START_WEIGHTS},
     "start weights, fixed": {"start": START_WEIGHTS, "learn_every": 0},
@@ -53,31 +53,31 @@ DRAWS = 2000
 
 
 def follow(run, options: dict) -> dict:
-    """Follow a recorded run. Returns the forecasts that the model makes after every window, and imagined branches."""
+    """Follow a recorded run. Returns the forecasts that the model makes after every stretch, and imagined branches."""
     dynamics = DynamicsModel(**options)
     forecasts, confidences, branches = {k: [] for k in SCORED}, [], []
     losses = np.log(np.maximum(run.losses, 1e-6))
-    for window in range(len(run.losses)):
-        dynamics.observe_window(run.features[window], run.actions[window], float(run.losses[window]))
-        branches += [imagined(dynamics, branch) for branch in run.branches if branch.start == window + 1]
-        ahead = min(max(SCORED), len(run.losses) - 1 - window)
+    for stretch in range(len(run.losses)):
+        dynamics.observe_stretch(run.features[stretch], run.actions[stretch], float(run.losses[stretch]))
+        branches += [imagined(dynamics, branch) for branch in run.branches if branch.start == stretch + 1]
+        ahead = min(max(SCORED), len(run.losses) - 1 - stretch)
         if ahead < 1:
             continue
-        forecast = dynamics.forecast(run.actions[window + 1 : window + 1 + ahead], keep=True)
-        if window < FIRST - 1:
+        forecast = dynamics.forecast(run.actions[stretch + 1 : stretch + 1 + ahead], keep=True)
+        if stretch < FIRST - 1:
             continue
         for k in (k for k in SCORED if k <= ahead):
-            realised = losses[window + k] - losses[window]
+            realised = losses[stretch + k] - losses[stretch]
             forecasts[k].append((forecast.mean[k - 1], forecast.scale[k - 1], realised))
         if ahead >= CONFIDENCE_HORIZON:
-            change = losses[window + CONFIDENCE_HORIZON] - losses[window]
+            change = losses[stretch + CONFIDENCE_HORIZON] - losses[stretch]
             confidences.append((dynamics.confidence, change <= math.log1p(TOLERANCE)))
     return {"forecasts": forecasts, "confidences": confidences, "branches": [b for b in branches if b]}
 
 
 def imagined(dynamics: DynamicsModel, branch) -> dict | None:
     """
-    Compare a branch with the run, up to 20 windows ahead: the difference that the model expects, and the real one.
+    Compare a branch with the run, up to 20 stretches ahead: the difference that the model expects, and the real one.
     """
     base, other = branch.base, branch.other
     shared = min(len(base.losses), len(other.losses), max(SCORED))
@@ -203,17 +203,17 @@ def planner_cost(run) -> dict:
         0.2,
         dynamics=dynamics,
         rate_at=lambda progress: float(rates[min(int(progress * len(rates)), len(rates) - 1)]),
-        window_share=1.0 / len(run.losses),
+        stretch_share=1.0 / len(run.losses),
     )
     seconds = []
     for features, action, loss in zip(run.features, run.actions, run.losses):
         gain, horizon, progress, rate = (float(value) for value in action)
         started = time.process_time()
-        planner.observe(Window(features.tolist(), float(loss), gain, horizon, progress, rate))
+        planner.observe(Stretch(features.tolist(), float(loss), gain, horizon, progress, rate))
         seconds.append(time.process_time() - started)
     learned = dynamics.learn_every
-    plain = [s for window, s in enumerate(seconds, 1) if window % learned]
-    learning = [s for window, s in enumerate(seconds, 1) if window % learned == 0]
+    plain = [s for stretch, s in enumerate(seconds, 1) if stretch % learned]
+    learning = [s for stretch, s in enumerate(seconds, 1) if stretch % learned == 0]
     return {
         "windows": len(seconds),
         "ms_per_window": round(1e3 * float(np.median(plain)), 3),

@@ -8,7 +8,7 @@ A run trains a tiny Llama, GPT-2, Qwen2, Qwen3 or Gemma on bytes that ship with 
 schedule, optimizer and leaps follow from its index. Even runs make no leaps of their own, odd ones for a part of the
 run. At three moments the state is copied and continued with another policy for 50 to 200 steps, then like the run
 itself to the end, on the same data in the same order: the difference is what the policy was worth, in training losses
-of every window (10 real steps) and in held-out loss 10, 50 and 200 steps later and at the end.
+of every stretch (10 real steps) and in held-out loss 10, 50 and 200 steps later and at the end.
 
 One CPU thread per worker.
 """
@@ -35,8 +35,8 @@ from benchmarks.world_model.small_run import (
     DivergedError,
     Policy,
     Settings,
+    Stretches,
     Training,
-    Windows,
     reference_rate,
     text_bytes,
 )
@@ -126,12 +126,12 @@ def draw_size(rng: random.Random, steps: int) -> dict:
 
 @dataclass
 class BranchUnderWay:
-    """A copy of the run that takes another course from the end of window `start` on."""
+    """A copy of the run that takes another course from the end of stretch `start` on."""
 
     start: int
     course: Course
     training: Training
-    windows: Windows = field(default_factory=Windows)
+    stretches: Stretches = field(default_factory=Stretches)
     base_held_out: list[float] = field(default_factory=lambda: [math.nan] * (len(AFTER) + 1))
     held_out: list[float] = field(default_factory=lambda: [math.nan] * (len(AFTER) + 1))
     diverged: int | None = None
@@ -161,27 +161,27 @@ def branch_steps(settings: Settings) -> list[int]:
 
 
 def run(settings: Settings) -> dict:
-    """Train with branches; returns `settings`, `windows`, `diverged` (step or `None`) and `branches`."""
-    training, windows, branches = Training.start(settings), Windows(), []
+    """Train with branches; returns `settings`, `stretches`, `diverged` (step or `None`) and `branches`."""
+    training, stretches, branches = Training.start(settings), Stretches(), []
     due = branch_steps(settings)
     course = Course(settings.base)
     diverged = None
     try:
         while not training.ended:
-            closed = training.advance(course.at(training.now.step), windows)
+            closed = training.advance(course.at(training.now.step), stretches)
             for branch in branches:
                 _measure(training, branch.course.first, branch.base_held_out)
             if closed and due and training.now.step >= due[0]:
                 due.pop(0)
                 step = training.now.step
                 branches.append(
-                    BranchUnderWay(len(windows.losses), branch_course(settings, len(branches), step), training.copy())
+                    BranchUnderWay(len(stretches.losses), branch_course(settings, len(branches), step), training.copy())
                 )
     except DivergedError:
         diverged = training.now.step
     for branch in branches:
         continue_branch(branch)
-    return {"settings": asdict(settings), "windows": windows, "diverged": diverged, "branches": branches}
+    return {"settings": asdict(settings), "windows": stretches, "diverged": diverged, "branches": branches}
 
 
 def continue_branch(branch: BranchUnderWay) -> None:
@@ -189,7 +189,7 @@ def continue_branch(branch: BranchUnderWay) -> None:
     training = branch.training
     try:
         while not training.ended:
-            training.advance(branch.course.at(training.now.step), branch.windows)
+            training.advance(branch.course.at(training.now.step), branch.stretches)
             _measure(training, branch.course.first, branch.held_out)
     except DivergedError:
         branch.diverged = training.now.step

@@ -3,7 +3,7 @@ Offline training and scoring of the world model, on recorded runs: how the start
 
 Beside what the model learns during a run (hf_hybrid/world_model/learning.py), records allow three things. Runs were
 branched: from one state training continued in two ways, on the same data, so the model can learn *differences* between
-futures, in which the noise that both share cancels. A linear part can be fitted to all windows at once by a robust
+futures, in which the noise that both share cancels. A linear part can be fitted to all stretches at once by a robust
 ridge regression, before anything is trained. And runs that were left out tell how wide intervals and how high
 confidences ought to have been.
 """
@@ -66,7 +66,7 @@ def student_t_quantile(probability: float) -> float:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Windows after a branching: actions `[W, 4]`, mean losses `[W]`, and features `[W, 64]` where they are known."""
+    """Stretches after a branching: actions `[W, 4]`, mean losses `[W]`, and features `[W, 64]` where they are known."""
 
     actions: Tensor
     losses: Tensor
@@ -75,7 +75,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Branch:
-    """Two futures, `base` and `other`, of the state after the first `start` windows of a run."""
+    """Two futures, `base` and `other`, of the state after the first `start` stretches of a run."""
 
     start: int
     base: Continuation
@@ -84,7 +84,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Record:
-    """A run of W windows: features `[W, 64]`, actions `[W, 4]`, mean losses `[W]`; arrays or tensors."""
+    """A run of W stretches: features `[W, 64]`, actions `[W, 4]`, mean losses `[W]`; arrays or tensors."""
 
     features: Tensor
     actions: Tensor
@@ -95,17 +95,17 @@ class Record:
 @dataclass(frozen=True)
 class Pairs:
     """
-    P pairs of futures of the same state, each `K` windows long.
+    P pairs of futures of the same state, each `K` stretches long.
 
     Args:
-        sequence (`Tensor`), window (`Tensor`): `[P]`, where they start: the sequence of the batch, and its window.
+        sequence (`Tensor`), stretch (`Tensor`): `[P]`, where they start: the sequence of the batch, and its stretch.
         first (`Tensor`), second (`Tensor`): `[P, K, 4]`, actions of both futures.
         difference (`Tensor`): `[P, K]`, log loss of the first minus that of the second.
         valid (`Tensor`): `[P, K]`, 1 where both were recorded.
     """
 
     sequence: Tensor
-    window: Tensor
+    stretch: Tensor
     first: Tensor
     second: Tensor
     difference: Tensor
@@ -148,7 +148,7 @@ def paired_loss(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
 def pair_difference(model: RSSM, batch: PairedBatch, states: State) -> Tensor:
     """Imagined log loss of the first future minus that of the second, `[M, P, K]`."""
     pairs = batch.pairs
-    start, observation = starts_of(batch, states, pairs.sequence.repeat(2), pairs.window.repeat(2))
+    start, observation = starts_of(batch, states, pairs.sequence.repeat(2), pairs.stretch.repeat(2))
     first, second = model.forecast(start, observation, torch.cat((pairs.first, pairs.second))).mean.chunk(2, 1)
     return first - second
 
@@ -161,7 +161,7 @@ def save_weights(model: RSSM, path: str | Path, dtype: torch.dtype = torch.float
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A record as tensors; `pairs` are (window, actions, actions, difference)."""
+    """A record as tensors; `pairs` are (stretch, actions, actions, difference)."""
 
     observations: Tensor
     actions: Tensor
@@ -212,13 +212,13 @@ def make_batch(sequences: Sequence[_Sequence], weights: Tensor, horizon: int, st
 
     Args:
         weights (`Tensor`): `[M, N]`.
-        horizon (`int`): Windows to imagine.
-        starts (`Tensor`): `[N, S]` in [0, 1]: start windows as shares of each sequence.
+        horizon (`int`): Stretches to imagine.
+        starts (`Tensor`): `[N, S]` in [0, 1]: start stretches as shares of each sequence.
     """
     lengths = torch.tensor([len(s.log_losses) for s in sequences])
-    windows = int(lengths.max())
+    stretches = int(lengths.max())
     padded = {
-        name: torch.stack([_pad(getattr(s, name), windows) for s in sequences])
+        name: torch.stack([_pad(getattr(s, name), stretches) for s in sequences])
         for name in ("observations", "actions", "log_losses")
     }
     flat = [(row, *pair) for row, s in enumerate(sequences) for pair in s.pairs]
@@ -228,11 +228,11 @@ def make_batch(sequences: Sequence[_Sequence], weights: Tensor, horizon: int, st
         first, second, difference = (torch.stack(column) for column in zip(*cut))
         known = torch.tensor([len(pair[4]) for pair in flat])
         valid = (torch.arange(horizon) < known[:, None]).float()
-        sequence, window = (torch.tensor([pair[i] for pair in flat]) for i in (0, 1))
-        pairs = Pairs(sequence, window, first, second, difference, valid)
+        sequence, stretch = (torch.tensor([pair[i] for pair in flat]) for i in (0, 1))
+        pairs = Pairs(sequence, stretch, first, second, difference, valid)
     starts = (starts * (lengths[:, None] - 1)).long()
     return PairedBatch(
-        **padded, lengths=lengths, weights=weights, starts=starts, observed=windows, horizon=horizon, pairs=pairs
+        **padded, lengths=lengths, weights=weights, starts=starts, observed=stretches, horizon=horizon, pairs=pairs
     )
 
 
@@ -250,7 +250,7 @@ def normalise_features(model: RSSM, features: Tensor) -> None:
 @torch.no_grad()
 def fit_linear(model: RSSM, sequences: Sequence[_Sequence], weights: Tensor, penalty: float = 0.01) -> None:
     """
-    Set the linear part of a model: for every member and window ahead a ridge regression of what half the power law,
+    Set the linear part of a model: for every member and stretch ahead a ridge regression of what half the power law,
     with which the rest of the model begins, leaves to explain; by reweighted least squares, as errors are Student-t.
 
     Args:
@@ -312,14 +312,14 @@ def train_on_records(
         validation (`Sequence[Record]`): Other runs: the epoch that forecasts them best is kept, or the last if there
             are none, and scales and confidence are calibrated on them.
         epochs (`int`), batch_size (`int`): Passes over the sequences, sequences per update.
-        starts (`int`), horizon (`int`): Windows per sequence to imagine from, and how far.
+        starts (`int`), horizon (`int`): Stretches per sequence to imagine from, and how far.
         learning_rate (`float`), weight_decay (`float`): Of AdamW, the rate falling to 0 as a cosine.
         corruption (`float`), seed (`int`): Share of the features that means replace in a pass; of all that is random.
         progress (`Callable`, *optional*): Called after every epoch with `epoch`, the means of all terms of
             [`paired_rssm_loss`], and `loss` and `paired` on the other runs as `validation` and `validation_paired`.
 
     Raises:
-        ValueError: If no record has two windows.
+        ValueError: If no record has two stretches.
     """
     device, generator = model.feature_mean.device, torch.Generator().manual_seed(seed)
     sampler = torch.Generator(device).manual_seed(seed)
@@ -402,7 +402,7 @@ def calibrate(model: RSSM, tables: Sequence[dict[str, Tensor]]) -> None:
 
 @torch.no_grad()
 def forecast_errors(model: RSSM, records: Sequence[Record]) -> dict[str, Tensor]:
-    """Forecasts from every window of some runs and their errors, `[windows, 20]`, without calibration of the scale."""
+    """Forecasts from every stretch of some runs and their errors, `[stretches, 20]`, without calibrated scales."""
     table = _forecasts(model, records, max(SCORED))
     table["log_scale"] = table["log_scale"] - interpolated(model.scale_shift, max(SCORED))
     return {name: table[name] for name in ("mean", "error", "log_scale", "spread", "valid")}
@@ -454,11 +454,12 @@ def score_records(model: RSSM, records: Sequence[Record], *, horizon: int = 20) 
     How well an ensemble forecasts runs that it has not seen, beside its baselines.
 
     Returns:
-        `dict[str, float]`: For k of 1, 5 and 20 windows ahead (up to `horizon`), over all start windows: mean absolute
-        error in log loss of the model (`error_k`), of persistence (`persistence_k`) and of the power law (`law_k`);
-        mean negative log-likelihood in nats (`nll_k`, `persistence_nll_k`, `law_nll_k`, the baselines with the best
-        constant scale in hindsight); and for branches their number (`pairs`), the share of differences whose sign is
-        right, weighted with their size (`sign_k`), and their correlation with the realised ones (`correlation_k`).
+        `dict[str, float]`: For k of 1, 5 and 20 stretches ahead (up to `horizon`), over all start stretches: mean
+        absolute error in log loss of the model (`error_k`), of persistence (`persistence_k`) and of the power law
+        (`law_k`); mean negative log-likelihood in nats (`nll_k`, `persistence_nll_k`, `law_nll_k`, the baselines with
+        the best constant scale in hindsight); and for branches their number (`pairs`), the share of differences whose
+        sign is right, weighted with their size (`sign_k`), and their correlation with the realised ones
+        (`correlation_k`).
     """
     table = _forecasts(model, records, horizon)
     scores = {"pairs": float(len(table["pair"])) if "pair" in table else 0.0}
@@ -468,7 +469,7 @@ def score_records(model: RSSM, records: Sequence[Record], *, horizon: int = 20) 
 
 
 def _forecasts(model: RSSM, records: Sequence[Record], horizon: int) -> dict[str, Tensor]:
-    """Forecasts from all windows of all runs, `[windows, K]` each, and of all branches, `[branches, K]`."""
+    """Forecasts from all stretches of all runs, `[stretches, K]` each, and of all branches, `[branches, K]`."""
     columns: dict[str, list[Tensor]] = {}
     for batch in _whole_runs(model, records, horizon):
         start, observation, states = _observed(model, batch)
@@ -495,7 +496,7 @@ def _forecasts(model: RSSM, records: Sequence[Record], horizon: int) -> dict[str
 
 
 def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterator[PairedBatch]:
-    """Each run by itself, every window but the last a start window."""
+    """Each run by itself, every stretch but the last a start stretch."""
     for record in records:
         for sequence in sequences_of(record, continuations=False):
             starts = torch.arange(len(sequence.log_losses) - 1)[None]
@@ -504,10 +505,10 @@ def _whole_runs(model: RSSM, records: Sequence[Record], horizon: int) -> Iterato
 
 
 def _observed(model: RSSM, batch: PairedBatch) -> tuple[State, Tensor, State]:
-    """Start states and observations at the start windows of a single run, and its states; all without sampling."""
+    """Start states and observations at the start stretches of a single run, and its states; all without sampling."""
     state, states = model.initial(1), []
-    for window in range(batch.observed):
-        state = model.observe(state, batch.observations[:, window], batch.actions[:, window])
+    for stretch in range(batch.observed):
+        state = model.observe(state, batch.observations[:, stretch], batch.actions[:, stretch])
         states.append(state)
     stacked = State(*(torch.stack(parts, 2) for parts in zip(*states)))
     start, observation = starts_of(batch, stacked, torch.zeros_like(batch.starts[0]), batch.starts[0])

@@ -12,7 +12,7 @@ import torch
 from hf_hybrid.world_model.forecasts import FREEDOM, SCORED, history_of, power_law, student_t_nll
 
 FIRST = 3
-"""Windows before the first forecast that is scored; planners start to choose there."""
+"""Stretches before the first forecast that is scored; planners start to choose there."""
 PENALTIES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 LEVELS = tuple(np.round(np.arange(0.05, 1.0, 0.1), 2).tolist())
 """Levels of the central intervals."""
@@ -87,17 +87,17 @@ def best_scale(errors: np.ndarray) -> tuple[bool, float]:
 
 @dataclass(frozen=True)
 class Starts:
-    """What is known at `n` windows of many runs, to forecast the loss `k` windows later; each field is `[n]`."""
+    """What is known at `n` stretches of many runs, to forecast the loss `k` stretches later; each field is `[n]`."""
 
     run: np.ndarray
     inputs: np.ndarray
-    """`[n, 66]`: features, and progress and rate `k` windows later."""
+    """`[n, 66]`: features, and progress and rate `k` stretches later."""
     law: np.ndarray
     change: np.ndarray
 
 
 def starts_at(runs: list, k: int) -> Starts:
-    """Collect the windows, from the `FIRST` on, of runs that last `k` windows more."""
+    """Collect the stretches, from the `FIRST` on, of runs that last `k` stretches more."""
     columns: dict[str, list[np.ndarray]] = {"run": [], "inputs": [], "law": [], "change": []}
     for number, run in enumerate(runs):
         count = len(run.losses) - k - (FIRST - 1)
@@ -165,7 +165,7 @@ def baselines(learned: list, held_out: list) -> dict[int, dict[str, Predictive]]
 
 
 def with_error(values: np.ndarray, run: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Mean over windows with its standard error and 95 % interval, by bootstrap over runs."""
+    """Mean over stretches with its standard error and 95 % interval, by bootstrap over runs."""
     runs, index = np.unique(run, return_inverse=True)
     sums, counts = np.bincount(index, values), np.bincount(index)
     chosen = np.random.default_rng(seed).integers(len(runs), size=(RESAMPLES, len(runs)))

@@ -24,7 +24,7 @@ from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.phases import Phase
 
 STRIDE = 10
-"""Real steps of a window."""
+"""Real steps of a stretch."""
 HELD_OUT, PROBE = 32, 16
 PROBE_EVERY = 8
 """One leap in so many is probed; the package's budget makes probes about as rare."""
@@ -231,8 +231,8 @@ def pretrain(settings: Settings, model: torch.nn.Module) -> None:
 
 
 @dataclass
-class Windows:
-    """The record of each window, in order; `hf_hybrid.world_model.dynamics` explains features and actions."""
+class Stretches:
+    """The record of each stretch, in order; `hf_hybrid.world_model.dynamics` explains features and actions."""
 
     features: list[list[float]] = field(default_factory=list)
     actions: list[list[float]] = field(default_factory=list)
@@ -258,11 +258,11 @@ class Counters:
     relative_norm: float = 0.0
     residual: float = 0.0
     moved: float = 0.0
-    """Sum over the leaps of this window: gain times real steps of the leap's block."""
+    """Sum over the leaps of this stretch: gain times real steps of the leap's block."""
     predicted: int = 0
-    """In the window."""
+    """In the stretch."""
     losses: tuple[float, ...] = ()
-    """In the window."""
+    """In the stretch."""
 
 
 class Training:
@@ -306,12 +306,12 @@ class Training:
     def held_out_loss(self) -> float:
         return float(evaluate(self.model, self.material.held_out).mean())
 
-    def advance(self, policy: Policy | None, windows: Windows) -> bool:
+    def advance(self, policy: Policy | None, stretches: Stretches) -> bool:
         """
         One step, a leap before it where it is due.
 
         Returns:
-            `bool`: Whether it ended a window, which is then in `windows`.
+            `bool`: Whether it ended a stretch, which is then in `stretches`.
 
         Raises:
             DivergedError: If loss or gradients are not finite.
@@ -331,7 +331,7 @@ class Training:
             return False
         if len(now.losses) < STRIDE:
             return False
-        self._close_window(windows)
+        self._close_stretch(stretches)
         return True
 
     def _real_phase(self) -> Phase:
@@ -420,11 +420,11 @@ class Training:
             )
         )
 
-    def _close_window(self, windows: Windows) -> None:
+    def _close_stretch(self, stretches: Stretches) -> None:
         now, steps = self.now, self.settings.steps
-        windows.features.append(list(self.observer.features))
+        stretches.features.append(list(self.observer.features))
         rate = self.schedule[now.step - 1]
-        windows.actions.append([now.moved / STRIDE, now.predicted / STRIDE, now.step / steps, rate])
-        windows.losses.append(statistics.fmean(now.losses))
-        windows.steps.append(now.step)
+        stretches.actions.append([now.moved / STRIDE, now.predicted / STRIDE, now.step / steps, rate])
+        stretches.losses.append(statistics.fmean(now.losses))
+        stretches.steps.append(now.step)
         now.moved, now.predicted, now.losses = 0.0, 0, ()

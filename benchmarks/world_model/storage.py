@@ -1,7 +1,7 @@
 """
 How recorded runs are stored: shards of many runs, each a few arrays and a header in JSON.
 
-A shard holds the windows of all its runs and branches one after the other; the header says how many belong to which.
+A shard holds the stretches of all its runs and branches one after the other; the header says how many belong to which.
 Features lie in [-5, 5] and are stored in 8 bits, which is far finer than they are noisy. The shards are in
 `recordings/`; every fifth run is held out from whoever learns from them.
 """
@@ -30,7 +30,7 @@ FEATURE_STEP = 5.0 / 127
 @dataclass(frozen=True, kw_only=True)
 class MeasuredContinuation(Continuation):
     """
-    With the steps done at the end of each window, and held-out losses `[4]` at `AFTER` and at the end (NaN: not
+    With the steps done at the end of each stretch, and held-out losses `[4]` at `AFTER` and at the end (NaN: not
     reached).
     """
 
@@ -41,11 +41,11 @@ class MeasuredContinuation(Continuation):
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(Record):
     """
-    A run of `W` windows, as arrays, with up to three branches: as it went on, and another way.
+    A run of `W` stretches, as arrays, with up to three branches: as it went on, and another way.
 
     Args:
         settings (`dict`): What made it (`Settings`), with `diverged` and, per branch, course and `diverged`.
-        steps (`np.ndarray`): int32 `[W]`, steps done at the end of each window.
+        steps (`np.ndarray`): int32 `[W]`, steps done at the end of each stretch.
     """
 
     settings: dict
@@ -53,18 +53,18 @@ class RecordedRun(Record):
 
 
 def as_arrays(result: dict) -> dict[str, np.ndarray]:
-    """Turn a run into arrays: a JSON header, and the windows of the run and its branches one after the other."""
+    """Turn a run into arrays: a JSON header, and the stretches of the run and its branches one after the other."""
     branches = result["branches"]
     header = {
         **result["settings"],
         "diverged": result["diverged"],
         "windows": len(result["windows"].losses),
         "branches": [
-            {"start": b.start, "windows": len(b.windows.losses), "diverged": b.diverged, **asdict(b.course)}
+            {"start": b.start, "windows": len(b.stretches.losses), "diverged": b.diverged, **asdict(b.course)}
             for b in branches
         ],
     }
-    everything = [result["windows"], *[b.windows for b in branches]]
+    everything = [result["windows"], *[b.stretches for b in branches]]
     features = np.array([row for w in everything for row in w.features], dtype=np.float64).reshape(-1, 64)
     held_out = [loss for b in branches for loss in (*b.base_held_out, *b.held_out)]
     return {

@@ -34,7 +34,7 @@ from test_rssm import SMALL, an_observation, generator  # noqa: E402
 @pytest.fixture(scope="module")
 def trained():
     model = RSSM(**SMALL)
-    runs = [make_run(seed, windows=20) for seed in range(128)]
+    runs = [make_run(seed, stretches=20) for seed in range(128)]
     train_on_records(model, runs, epochs=10, learning_rate=1e-2, starts=4, horizon=5)
     return model
 
@@ -66,7 +66,7 @@ def test_gradient_reaches_every_parameter():
 
 
 def test_branches_with_features_are_sequences_of_their_own():
-    run = make_run(0, windows=20, branches=1)
+    run = make_run(0, stretches=20, branches=1)
     branch = run.branches[0]
     other = type(branch.other)(branch.other.actions, branch.other.losses, run.features[branch.start :])
     record = Record(run.features, run.actions, run.losses, [type(branch)(branch.start, branch.base, other)])
@@ -81,7 +81,9 @@ def test_training_is_reproducible():
     results = []
     for _ in range(2):
         model, told = RSSM(**SMALL), []
-        train_on_records(model, [make_run(s, windows=10) for s in range(4)], epochs=2, horizon=3, progress=told.append)
+        train_on_records(
+            model, [make_run(s, stretches=10) for s in range(4)], epochs=2, horizon=3, progress=told.append
+        )
         results.append((told, [p.detach().clone() for p in model.parameters()]))
     assert results[0][0] == results[1][0] and [entry["epoch"] for entry in results[0][0]] == [1, 2]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1]))
@@ -99,7 +101,7 @@ def test_the_linear_part_is_a_regression_on_what_is_known():
             getattr(model, name).weight.zero_()
     rng = np.random.default_rng(0)
     for seed in range(40):
-        run = make_run(seed, windows=16, branches=0, leaps=False, noise=0.0)
+        run = make_run(seed, stretches=16, branches=0, leaps=False, noise=0.0)
         features = run.features.copy()
         features[:, 7] = rng.standard_normal(16)
         steps = np.concatenate(([0.0], 0.05 * features[:-1, 7] - 0.1))  # what feature 7 says comes next
@@ -113,7 +115,7 @@ def test_the_linear_part_is_a_regression_on_what_is_known():
 
 
 def test_the_epoch_is_kept_that_forecasts_other_runs_best():
-    runs, others = [make_run(seed, windows=12) for seed in range(6)], [make_run(50, windows=12)]
+    runs, others = [make_run(seed, stretches=12) for seed in range(6)], [make_run(50, stretches=12)]
     seen, states = [], []
     model = RSSM(**SMALL)
 
@@ -131,7 +133,7 @@ def test_the_epoch_is_kept_that_forecasts_other_runs_best():
 @pytest.mark.parametrize("wrong_by", [-0.5, 0.8])
 def test_scales_are_calibrated_on_runs_that_were_not_learned(trained, wrong_by):
     model = copy.deepcopy(trained)
-    runs = [make_run(100 + seed, windows=20, leaps=False) for seed in range(12)]
+    runs = [make_run(100 + seed, stretches=20, leaps=False) for seed in range(12)]
     calibrate(model, [forecast_errors(model, runs)])
     right = model.scale_shift.clone()
     with torch.no_grad():
@@ -162,7 +164,7 @@ def test_the_confidence_is_mapped_to_how_often_it_was_right():
 
 
 def test_forecasts_beat_persistence_and_the_power_law_on_new_runs(trained):
-    scores = score_records(trained, [make_run(1000 + seed, windows=20) for seed in range(16)], horizon=5)
+    scores = score_records(trained, [make_run(1000 + seed, stretches=20) for seed in range(16)], horizon=5)
     for k in (1, 5):
         assert scores[f"nll_{k}"] < scores[f"persistence_nll_{k}"] - 0.3
         assert scores[f"nll_{k}"] < scores[f"law_nll_{k}"] - 0.2
@@ -170,17 +172,17 @@ def test_forecasts_beat_persistence_and_the_power_law_on_new_runs(trained):
 
 
 def test_it_learns_from_branches_when_leaps_help_and_when_they_hurt(trained):
-    scores = score_records(trained, [make_run(2000 + seed, windows=20) for seed in range(16)], horizon=5)
+    scores = score_records(trained, [make_run(2000 + seed, stretches=20) for seed in range(16)], horizon=5)
     assert scores["pairs"] == 48 and scores["sign_5"] > 0.85 and scores["correlation_5"] > 0.7
-    run, imagined = make_run(4000, windows=12), []
+    run, imagined = make_run(4000, stretches=12), []
     plain = torch.tensor([[[0.0, 0.0, 0.9, 1.0]]]).repeat(1, 5, 1)
     for sign in (1.0, -1.0):
         run.features[:, SIGNAL] = sign
         seen = sequences_of(Record(run.features, run.actions, run.losses))[0]
         state = trained.initial(1)
         with torch.no_grad():
-            for window in range(10):
-                state = trained.observe(state, seen.observations[window, None], seen.actions[window, None])
+            for stretch in range(10):
+                state = trained.observe(state, seen.observations[stretch, None], seen.actions[stretch, None])
             leaps = plain + torch.tensor([1.0, 0.0, 0.0, 0.0])
             means = [trained.forecast(state, seen.observations[9, None], a).mean.mean(0) for a in (leaps, plain)]
         imagined.append((means[0] - means[1])[0, -1].item())
@@ -188,7 +190,7 @@ def test_it_learns_from_branches_when_leaps_help_and_when_they_hurt(trained):
 
 
 def test_members_disagree_more_far_from_what_they_learned(trained):
-    run = make_run(3000, windows=20)
+    run = make_run(3000, stretches=20)
     near = torch.cat((torch.as_tensor(run.features, dtype=torch.float32), history_of(run.losses)), -1)[5:]
     far = near.clone()
     far[:, :FEATURES] = 5 * torch.randn(far[:, :FEATURES].shape, generator=generator()).sign()

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Window:
+class Stretch:
     """
     A stretch of real steps as planners see it.
 
@@ -66,8 +66,8 @@ class GainPlanner:
         share = min(max(gain / self.peak, 0.0), 1.0) if self.peak > 0 else 0.0
         return self.worth * real_steps * share
 
-    def observe(self, window: Window) -> None:
-        """A window of real steps is over."""
+    def observe(self, stretch: Stretch) -> None:
+        """A stretch of real steps is over."""
 
     def summary(self) -> dict:
         """For the summary of the run: what was chosen, as plain values."""
@@ -86,10 +86,10 @@ class GainPlanner:
 
 class BanditGain(GainPlanner):
     """
-    LinUCB (Li et al., 2010, arXiv 1003.0146) over multiples of the schedule, one choice per window.
+    LinUCB (Li et al., 2010, arXiv 1003.0146) over multiples of the schedule, one choice per stretch.
 
-    The context are the 64 features; the reward of a window is how much more than usual the loss fell in it, in units of
-    the usual change, so that it is free of scale.
+    The context are the 64 features; the reward of a stretch is how much more than usual the loss fell in it, in units
+    of the usual change, so that it is free of scale.
 
     Args:
         exploration (`float`): Width of the confidence bound.
@@ -112,17 +112,17 @@ class BanditGain(GainPlanner):
     def gain(self, progress: float) -> float:
         return self.ARMS[self.arm] * super().gain(progress)
 
-    def observe(self, window: Window) -> None:
+    def observe(self, stretch: Stretch) -> None:
         if self.last_loss is not None and self.last_loss > 0:
-            fall = 1.0 - window.loss / self.last_loss
+            fall = 1.0 - stretch.loss / self.last_loss
             if self.context is not None and self.spread > 0:
                 reward = min(max((fall - self.usual) / self.spread, -3.0), 3.0)
                 self.covariance[self.arm] += np.outer(self.context, self.context)
                 self.response[self.arm] += reward * self.context
             self.usual += (fall - self.usual) * (0.1 if self.spread else 1.0)
             self.spread += (abs(fall) - self.spread) * (0.1 if self.spread else 1.0)
-        self.last_loss = window.loss
-        self.context = np.append(np.asarray(window.features, dtype=np.float64) / self.FEATURES**0.5, 1.0)
+        self.last_loss = stretch.loss
+        self.context = np.append(np.asarray(stretch.features, dtype=np.float64) / self.FEATURES**0.5, 1.0)
         self.arm = int(np.argmax([self._bound(arm) for arm in range(len(self.ARMS))]))
 
     def _bound(self, arm: int) -> float:

@@ -53,7 +53,7 @@ from hf_hybrid.leaps.divergence import (
     Verdict,
     linear_trend,
 )
-from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.leaps.probe import HeldOutProbe, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.record import Leap, RunRecord
 from hf_hybrid.leaps.rescue import LearningRateRescue
@@ -172,7 +172,7 @@ class LeapRun:
         controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
             (`DivergenceMonitor`), signals (`SignalObserver`): The parts.
         probe (`HeldOutProbe`, *optional*), rescue (`LearningRateRescue`, *optional*): More of them.
-        windows (`WindowCounter`): Cuts the run into the windows that the planner learns from.
+        stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
         leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
         max_steps (`int`): Length of the run.
@@ -201,7 +201,7 @@ class LeapRun:
         signals: SignalObserver,
         probe: HeldOutProbe | None,
         rescue: LearningRateRescue | None,
-        windows: WindowCounter,
+        stretches: StretchCounter,
         leap_budget: float,
         correct_gain: bool,
         max_steps: int,
@@ -211,7 +211,7 @@ class LeapRun:
         synchronize: Callable[[], None] = lambda: None,
     ):
         self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
-        self.monitor, self.signals, self.probe, self.rescue, self.windows = monitor, signals, probe, rescue, windows
+        self.monitor, self.signals, self.probe, self.rescue, self.stretches = monitor, signals, probe, rescue, stretches
         self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
         self.on_phase_change, self.survive, self.synchronize = on_phase_change, survive, synchronize
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
@@ -303,7 +303,7 @@ class LeapRun:
             self.credit += leap.worth
             self.credit -= leap.horizon
             self.controller.leap_kept(leap.horizon)
-            self.windows.leap(leap.gain, leap.real_steps)
+            self.stretches.leap(leap.gain, leap.real_steps)
             self.steps_since_leap = 0
 
     def _gain(self, leap: Leap) -> float:
@@ -479,9 +479,9 @@ class LeapRun:
             if verdict.action is not Action.NONE:
                 self._react(step, verdict)
         rate = self.learning_rate * self.rate_scale
-        if self.windows.step(None if real is None else real.loss, rate):
+        if self.stretches.step(None if real is None else real.loss, rate):
             progress = (step + 1) / self.max_steps
-            self.gains.observe(self.windows.close(self.signals.features, progress, rate))
+            self.gains.observe(self.stretches.close(self.signals.features, progress, rate))
         self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
         self.last_phase = phase
         for steps in (self.logged, self.trained):
@@ -672,7 +672,7 @@ class LeapRun:
 
     # Saving.
 
-    _PARTS = ("controller", "monitor", "signals", "record", "windows")
+    _PARTS = ("controller", "monitor", "signals", "record", "stretches")
     _OPTIONAL = ("probe", "rescue", "correction")
     _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap")
     _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
@@ -755,7 +755,7 @@ class NoLeaps:
         return self._summary
 
 
-# Batches, windows and log entries of a run.
+# Batches, stretches and log entries of a run.
 
 
 @dataclass
@@ -838,8 +838,8 @@ def tokens_of(inputs: dict) -> int:
     return 0 if found is None else found.shape[0] * found.shape[1]
 
 
-class WindowCounter:
-    """Gathers steps and leaps into windows of `stride` real steps, which is what planners learn from."""
+class StretchCounter:
+    """Gathers steps and leaps into stretches of `stride` real steps, which is what planners learn from."""
 
     def __init__(self, stride: int):
         self.stride = stride
@@ -851,7 +851,7 @@ class WindowCounter:
         self.gain += gain * real_steps
 
     def step(self, loss: float | None, learning_rate: float) -> bool:
-        """Count a step (`loss` is `None` for one that computed nothing); whether a window is complete."""
+        """Count a step (`loss` is `None` for one that computed nothing); whether a stretch is complete."""
         self.peak_rate = max(self.peak_rate, learning_rate)
         if loss is None:
             self.predicted += 1
@@ -859,13 +859,13 @@ class WindowCounter:
         self.losses.append(loss)
         return len(self.losses) >= self.stride
 
-    def close(self, features: Sequence[float], progress: float, learning_rate: float) -> Window:
-        """The complete window; the next one begins."""
+    def close(self, features: Sequence[float], progress: float, learning_rate: float) -> Stretch:
+        """The complete stretch; the next one begins."""
         rate = learning_rate / self.peak_rate if self.peak_rate > 0 else 0.0
         loss = sum(self.losses) / len(self.losses)
-        window = Window(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)
+        stretch = Stretch(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)
         self.losses, self.gain, self.predicted = [], 0.0, 0
-        return window
+        return stretch
 
     def state_dict(self) -> dict:
         return dict(vars(self))

@@ -12,7 +12,7 @@ Traces: what one training step holds, found by running it on tensors that have n
    reference to each storage. A storage has a category (weights, gradients, activations, buffers) and an owner: the
    layer that computed when it was made, or what is outside the layers. After each operation that allocated something,
    all of this is written down as a [`Moment`]. Optimizer states are there all the time; they are added afterwards.
-4. **The missing layers are added** by [`replay`]. Layers run one after the other. While layer `l` computes in forward,
+4. **The missing layers are added** by [`unfold`]. Layers run one after the other. While layer `l` computes in forward,
    the layers before it hold what they hold at the end of their forward, and the layers behind it what they held at the
    begin of the step; in backward, the layers before it are as they were before their backward, and those behind it as
    they are after theirs. So at every moment of the trace, a missing layer holds what the layer that stands for it holds
@@ -385,7 +385,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
         after_backward = tracker.now()
         tracker.stage, tracker.where = "update", tracker.outside
         torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], 1.0)
-        tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `replay`
+        tracker.record()  # the fused AdamW updates in place; scratch of other updates is added by `unfold`
     between = (tracker.after_forward or after_backward, tracker.before_backward or after_backward)
     return StepTrace(len(layers), tracker.moments, begin, *between, after_backward)
 
@@ -459,7 +459,7 @@ class Peak(NamedTuple):
         return self.held[_INDEX[category]]
 
 
-def replay(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
+def unfold(trace: StepTrace, stands_for: Sequence[int], at_update: int = 0) -> Peak:
     """The peak of the whole model from the trace of its excerpt; `at_update`: bytes of scratch of the update."""
     more = [sum(1 for stands in stands_for if stands == layer) - 1 for layer in range(trace.layers)]
     computing: dict[tuple[str, int], Bytes] = {}
@@ -548,7 +548,7 @@ class Tracer:
 
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states."""
-        return self._read(setup, setup.checkpointed, replay, at_update)
+        return self._read(setup, setup.checkpointed, unfold, at_update)
 
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""

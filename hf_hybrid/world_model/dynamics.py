@@ -1,13 +1,13 @@
 """
-The world model of one run: observes it window by window, learns online, forecasts its loss, and calibrates itself.
+The world model of one run: observes it stretch by stretch, learns online, forecasts its loss, and calibrates itself.
 
-Time is counted in windows of some real steps. After each window [`DynamicsModel.observe_window`] does four things, in
-this order:
+Time is counted in stretches of some real steps. After each stretch [`DynamicsModel.observe_stretch`] does four things,
+in this order:
 
-1. Forecasts that were made earlier for this window are scored, which recalibrates the width of later intervals.
-2. The window goes into the replay, with the latent state before it.
+1. Forecasts that were made earlier for this stretch are scored, which recalibrates the width of later intervals.
+2. The stretch goes into the replay, with the latent state before it.
 3. The ensemble observes it, which moves the latent state on.
-4. Every few windows the ensemble takes a gradient step on chunks of the replay (learning.py).
+4. Every few stretches the ensemble takes a gradient step on chunks of the replay (learning.py).
 
 Then [`DynamicsModel.compare`] tells how futures differ, and [`DynamicsModel.forecast`] what the loss will do. The
 forecast of what is really going to be done is made with `keep=True`, so that step 1 can score it later.
@@ -50,10 +50,10 @@ from hf_hybrid.world_model.rssm import ACTIONS, FEATURES, MIN_SCALE, RSSM, LossH
 Tensor = torch.Tensor
 
 BATCH_SIZE, STARTS = 4, 2
-"""Chunks of an online gradient step, and windows of each chunk to imagine from."""
+"""Chunks of an online gradient step, and stretches of each chunk to imagine from."""
 LEARNING_RATE = 3e-4
 """Of Adam, for online gradient steps."""
-_VALUES = ("windows", "updates", "seconds", "confidence", "learns_normalisation")
+_VALUES = ("stretches", "updates", "seconds", "confidence", "learns_normalisation")
 """Attributes that are saved as they are."""
 
 
@@ -66,9 +66,9 @@ class DynamicsModel:
             features; without start weights it is learned from the run.
         model (`RSSM`, *optional*): The ensemble; by default one of the standard size.
         device (`str` or `torch.device`): Device of the ensemble.
-        learn_every (`int`): Windows from one call of [`learn`] to the next; 0: never.
-        chunk (`int`), horizon (`int`): Windows of a chunk to observe, and windows to imagine.
-        capacity (`int`): Windows to keep in the replay.
+        learn_every (`int`): Stretches from one call of [`learn`] to the next; 0: never.
+        chunk (`int`), horizon (`int`): Stretches of a chunk to observe, and stretches to imagine.
+        capacity (`int`): Stretches to keep in the replay.
         seed (`int`): Seed of the generators.
 
     Raises:
@@ -102,32 +102,32 @@ class DynamicsModel:
         self.state = self.model.initial(1)
         self.observation = self.model.feature_mean.new_zeros(FEATURES + len(HISTORY))
         self.learns_normalisation = start is None
-        self.windows = 0
+        self.stretches = 0
         self.updates = 0
         """Gradient steps made."""
         self.seconds = 0.0
         """Time spent in this object."""
         self.confidence = 0.0
         """
-        Calibrated probability that the loss `CONFIDENCE_HORIZON` windows ahead is at most `TOLERANCE` (relative) above
-        that of the last window, by the last forecast that was kept; 0 before there is one. Its logit is rescaled by
-        the map that was right on recorded runs.
+        Calibrated probability that the loss `CONFIDENCE_HORIZON` stretches ahead is at most `TOLERANCE` (relative)
+        above that of the last stretch, by the last forecast that was kept; 0 before there is one. Its logit is rescaled
+        by the map that was right on recorded runs.
         """
         self._pending: list[dict] = []
 
     # Observing and learning.
 
     @torch.no_grad()
-    def observe_window(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
+    def observe_stretch(self, features: Sequence[float], action: Sequence[float], mean_loss: float) -> None:
         """
-        Take in a window of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
-        its real steps. Every `learn_every` windows, learn.
+        Take in a stretch of the run: the 64 features after its last step, its `ACTIONS` and the mean training loss of
+        its real steps. Every `learn_every` stretches, learn.
 
         Raises:
             ValueError: If the loss is not finite.
         """
         if not math.isfinite(mean_loss):
-            raise ValueError(f"`mean_loss` must be finite, got {mean_loss}. Leave such windows out.")
+            raise ValueError(f"`mean_loss` must be finite, got {mean_loss}. Leave such stretches out.")
         began = time.perf_counter()
         value = log_loss(mean_loss)
         self._score(value)
@@ -139,14 +139,14 @@ class DynamicsModel:
         if self.learns_normalisation:
             self._update_normalisation()
         self.state = self.model.observe(self.state, self.observation[None], done[None].to(self.observation.device))
-        self.windows += 1
-        if self.learn_every and self.windows % self.learn_every == 0:
+        self.stretches += 1
+        if self.learn_every and self.stretches % self.learn_every == 0:
             self.learn()
         self.seconds += time.perf_counter() - began
 
     def _update_normalisation(self) -> None:
-        """Running mean and deviation, from a prior of mean 0 and deviation 1 that counts as ten windows."""
-        count = self.windows + 11
+        """Running mean and deviation, from a prior of mean 0 and deviation 1 that counts as ten stretches."""
+        count = self.stretches + 11
         mean, scale = self.model.feature_mean, self.model.feature_scale
         difference = self.observation[:FEATURES] - mean
         mean += difference / count
@@ -155,7 +155,7 @@ class DynamicsModel:
         scale.copy_(variance.sqrt().clamp_min(MIN_SCALE))
 
     def learn(self) -> None:
-        """Make a gradient step on chunks of the replay, if it holds two windows."""
+        """Make a gradient step on chunks of the replay, if it holds two stretches."""
         observed = min(self.chunk, len(self.replay) - 1)
         if observed > 0:
             batch = self.replay.chunks(BATCH_SIZE, observed, STARTS, self.horizon, self.generator)
@@ -168,8 +168,8 @@ class DynamicsModel:
 
     @torch.no_grad()
     def _imagine(self, actions: Tensor) -> LossHead:
-        if not self.windows:
-            raise ValueError("Nothing can be imagined before the first window. Call `observe_window` first.")
+        if not self.stretches:
+            raise ValueError("Nothing can be imagined before the first stretch. Call `observe_stretch` first.")
         began = time.perf_counter()
         count = len(actions)
         state = State(*(part.expand(-1, count, -1) for part in self.state))
@@ -183,12 +183,12 @@ class DynamicsModel:
         """
         Forecast the loss under given actions.
 
-        `actions` are `[K, 4]`: `ACTIONS` of the next windows. With `keep` they are those that will be taken: this
+        `actions` are `[K, 4]`: `ACTIONS` of the next stretches. With `keep` they are those that will be taken: this
         updates the confidence, and the losses that come will calibrate later forecasts. Of several forecasts after one
-        window the last counts.
+        stretch the last counts.
 
         Raises:
-            ValueError: If the actions are not `[K, 4]`, or no window has been observed.
+            ValueError: If the actions are not `[K, 4]`, or no stretch has been observed.
         """
         actions = _as_actions(actions)
         if actions.ndim != 2:
@@ -213,12 +213,12 @@ class DynamicsModel:
         of the ensemble and the standard deviation between its members, `[..., K]`.
 
         Raises:
-            ValueError: If the actions are not `[..., K, 4]` with the same `K`, or no window has been observed.
+            ValueError: If the actions are not `[..., K, 4]` with the same `K`, or no stretch has been observed.
         """
         a, b = _as_actions(actions_a), _as_actions(actions_b)
         if a.shape[-2] != b.shape[-2]:
             raise ValueError(
-                f"`actions_a` is {a.shape[-2]} windows long and `actions_b` {b.shape[-2]}, but only futures of equal "
+                f"`actions_a` is {a.shape[-2]} stretches long and `actions_b` {b.shape[-2]}, but only futures of equal "
                 "length can be compared. Cut the longer one."
             )
         rows = [part.reshape(-1, *part.shape[-2:]) for part in (a, b)]
@@ -229,7 +229,7 @@ class DynamicsModel:
 
     def probability_better(self, actions_with, actions_without, horizon: int) -> Tensor:
         """
-        Probability that the loss `horizon` windows ahead is lower with one future than with another.
+        Probability that the loss `horizon` stretches ahead is lower with one future than with another.
 
         The difference is a Student-t around the mean of the ensemble. Its variance is that between members plus that
         of the ensemble's errors on recorded pairs of futures, rescaled like the forecasts of this run.
@@ -240,7 +240,7 @@ class DynamicsModel:
         mean, disagreement = self.compare(actions_with, actions_without)
         if not 1 <= horizon <= mean.shape[-1]:
             raise ValueError(
-                f"`horizon` must be 1 to {mean.shape[-1]}, got {horizon}: the actions have no more windows."
+                f"`horizon` must be 1 to {mean.shape[-1]}, got {horizon}: the actions have no more stretches."
             )
         both = torch.broadcast_tensors(_as_actions(actions_with), _as_actions(actions_without))
         first, second = (part.reshape(-1, *part.shape[-2:])[:, :horizon].to(self.observation.device) for part in both)
@@ -255,17 +255,17 @@ class DynamicsModel:
         back, increments = power_law(self.observation[None, FEATURES:].cpu(), len(raw))
         law = (back + increments.cumsum(-1))[0].tolist()
         kept = {str(k): [forecast.mean[k - 1], raw[k - 1], law[k - 1]] for k in SCORED if k <= len(raw)}
-        self._pending = [entry for entry in self._pending if entry["window"] != self.windows]
-        self._pending.append({"window": self.windows, "log_loss": self.history.last, "kept": kept})
+        self._pending = [entry for entry in self._pending if entry["stretch"] != self.stretches]
+        self._pending.append({"stretch": self.stretches, "log_loss": self.history.last, "kept": kept})
 
     def _score(self, value: float) -> None:
-        """Score the forecasts that were made for the window that has just ended."""
-        now = self.windows + 1
+        """Score the forecasts that were made for the stretch that has just ended."""
+        now = self.stretches + 1
         for entry in self._pending:
-            k = now - entry["window"]
+            k = now - entry["stretch"]
             if str(k) in entry["kept"]:
                 self.calibration.score(k, value - entry["log_loss"], *entry["kept"][str(k)])
-        self._pending = [entry for entry in self._pending if now - entry["window"] < max(SCORED)]
+        self._pending = [entry for entry in self._pending if now - entry["stretch"] < max(SCORED)]
 
     # Saving.
 
@@ -327,7 +327,7 @@ def _as_actions(values) -> Tensor:
     actions = torch.as_tensor(values, dtype=torch.float32)
     if actions.ndim < 2 or actions.shape[-1] != len(ACTIONS) or not actions.shape[-2]:
         raise ValueError(
-            f"Actions must have the shape [..., K, {len(ACTIONS)}], with {', '.join(ACTIONS)} of each window, got "
+            f"Actions must have the shape [..., K, {len(ACTIONS)}], with {', '.join(ACTIONS)} of each stretch, got "
             f"{list(actions.shape)}."
         )
     return actions

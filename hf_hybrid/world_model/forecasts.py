@@ -1,16 +1,16 @@
 """
 Forecasts of the loss as distributions: Student-t arithmetic, the power law of the past, calibration by errors.
 
-All forecasts are of the log loss relative to the last window, so that they mean the same at any level of the loss.
-Each is a Student-t of 5 degrees of freedom: losses of windows have outliers, and the heavy tails keep a single one
+All forecasts are of the log loss relative to the last stretch, so that they mean the same at any level of the loss.
+Each is a Student-t of 5 degrees of freedom: losses of stretches have outliers, and the heavy tails keep a single one
 from deciding a fit.
 
-[`LossHistory`] fits the baseline, `loss = a * window ** -exponent`: over a run the loss falls roughly as a power of
+[`LossHistory`] fits the baseline, `loss = a * stretch ** -exponent`: over a run the loss falls roughly as a power of
 time. The world model starts from this law, and has to beat it.
 
 [`Calibration`] makes the intervals honest. A model may be right about the mean and wrong about its own errors,
-because the run is noisier or calmer than the runs that it was trained on. Each kept forecast is scored when its window
-comes, 1, 5 and 20 windows later. If errors are larger than the scale said, later scales grow by the same ratio, and
+because the run is noisier or calmer than the runs that it was trained on. Each kept forecast is scored when its stretch
+comes, 1, 5 and 20 stretches later. If errors are larger than the scale said, later scales grow by the same ratio, and
 the other way round. The fraction of losses inside the 90 % interval then approaches 90 % whatever the model does; this
 is conformal prediction in spirit (Gibbs and Candes, 2021, arXiv 2106.00170), with a parametric tail.
 """
@@ -26,17 +26,17 @@ import torch
 Tensor = torch.Tensor
 
 FREEDOM = 5
-"""Degrees of freedom of every predictive Student-t: losses of windows have heavy tails, but a variance."""
+"""Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""
 _LOG_NORMALISER = math.lgamma((FREEDOM + 1) / 2) - math.lgamma(FREEDOM / 2) - 0.5 * math.log(FREEDOM * math.pi)
 VARIANCE = FREEDOM / (FREEDOM - 2)
 """Variance of the Student-t of scale 1."""
-HISTORY = ("change", "residual", "exponent", "window", "noise")
-"""The numbers that [`LossHistory`] returns after every window."""
+HISTORY = ("change", "residual", "exponent", "stretch", "noise")
+"""The numbers that [`LossHistory`] returns after every stretch."""
 SCORED = (1, 5, 20)
-"""Windows ahead at which forecasts are scored."""
+"""Stretches ahead at which forecasts are scored."""
 
 TOLERANCE, CONFIDENCE_HORIZON = 0.02, 5
-"""The confidence is the probability that the loss rises at most by this share, so many windows later."""
+"""The confidence is the probability that the loss rises at most by this share, so many stretches later."""
 
 
 def student_t_nll(z: Tensor, log_scale: Tensor) -> Tensor:
@@ -59,22 +59,23 @@ def platt_scaled(probability: float, offset: float, slope: float) -> float:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Log loss of each of the next windows minus that of the last one: Student-t, 5 degrees of freedom."""
+    """Log loss of each of the next stretches minus that of the last one: Student-t, 5 degrees of freedom."""
 
     mean: list[float]
     scale: list[float]  # calibrated
     disagreement: list[float]  # standard deviation between the means of the ensemble's members
 
     def probability_below(self, change: float, k: int) -> float:
-        """Probability that the log loss `k` windows ahead has changed by less than `change`."""
+        """Probability that the log loss `k` stretches ahead has changed by less than `change`."""
         return student_t_cdf((change - self.mean[k - 1]) / self.scale[k - 1])
 
 
 class LossHistory:
     """
-    The power law `loss = a * window ** -exponent` through the losses of past windows, by least squares in logarithms.
+    The power law `loss = a * stretch ** -exponent` through the losses of past stretches, by least squares in
+    logarithms.
 
-    A window's weight falls with the square of its age relative to the run's, so that the fit follows at the pace at
+    A stretch's weight falls with the square of its age relative to the run's, so that the fit follows at the pace at
     which training slows down. It is the baseline of forecasts and part of the observation of the world model.
     """
 
@@ -82,21 +83,21 @@ class LossHistory:
     """Pulls the exponent to 0 while there is little evidence."""
 
     def __init__(self):
-        self.windows = 0
+        self.stretches = 0
         self.weight = self.u = self.v = self.uu = self.uv = 0.0
         self.last: float | None = None
         self.noise = 0.05
 
     def observe(self, log_loss: float) -> list[float]:
         """
-        Take in a window. Returns, in the order of `HISTORY`: change of the log loss since the window before; log loss
-        minus its fit; exponent; number of windows so far; usual size of the residual.
+        Take in a stretch. Returns, in the order of `HISTORY`: change of the log loss since the stretch before; log loss
+        minus its fit; exponent; number of stretches so far; usual size of the residual.
         """
         change = log_loss - self.last if self.last is not None else 0.0
         self.last = log_loss
-        keep = (self.windows / (self.windows + 1)) ** 2
-        self.windows += 1
-        u = math.log(self.windows)
+        keep = (self.stretches / (self.stretches + 1)) ** 2
+        self.stretches += 1
+        u = math.log(self.stretches)
         sums = (1.0, u, log_loss, u * u, u * log_loss)
         for name, value in zip(("weight", "u", "v", "uu", "uv"), sums):
             setattr(self, name, keep * getattr(self, name) + value)
@@ -105,7 +106,7 @@ class LossHistory:
         slope = (self.uv / self.weight - mean_u * mean_v) / (variance + self._RIDGE / self.weight)
         residual = log_loss - (mean_v + slope * (u - mean_u))
         self.noise += 0.1 * (abs(residual) - self.noise)
-        return [change, residual, -slope, float(self.windows), self.noise]
+        return [change, residual, -slope, float(self.stretches), self.noise]
 
     def state_dict(self) -> dict:
         return dict(vars(self))
@@ -115,28 +116,28 @@ class LossHistory:
 
 
 def history_of(losses: Sequence[float]) -> Tensor:
-    """The output of [`LossHistory`] after each of these windows, `[W, 5]`."""
+    """The output of [`LossHistory`] after each of these stretches, `[W, 5]`."""
     history = LossHistory()
     return torch.tensor([history.observe(log_loss(loss)) for loss in losses]).reshape(-1, len(HISTORY))
 
 
 def log_loss(loss: float) -> float:
-    """Logarithm of a window's mean loss, which counts as at least 1e-6."""
+    """Logarithm of a stretch's mean loss, which counts as at least 1e-6."""
     return math.log(max(float(loss), 1e-6))
 
 
 def power_law(history: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
     """
     The forecast of the power law from histories `[N, 5]`, in two parts that a model can trust to different degrees:
-    return of the last window to the fitted curve `[N, 1]`, and change of the curve in each of the next windows
+    return of the last stretch to the fitted curve `[N, 1]`, and change of the curve in each of the next stretches
     `[N, K]`. The forecast of the log loss is the first plus the running sum of the second.
     """
-    window = history[:, 3:4] + torch.arange(horizon, device=history.device, dtype=history.dtype)
-    return -history[:, 1:2], -history[:, 2:3] * torch.log1p(1.0 / window)
+    stretch = history[:, 3:4] + torch.arange(horizon, device=history.device, dtype=history.dtype)
+    return -history[:, 1:2], -history[:, 2:3] * torch.log1p(1.0 / stretch)
 
 
 def interpolated(values: Tensor, horizon: int) -> Tensor:
-    """Values `[3]` at `SCORED` windows ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
+    """Values `[3]` at `SCORED` stretches ahead to all of the next, `[K]`: linear in log k, flat behind the last."""
     ahead = torch.arange(1, horizon + 1, device=values.device, dtype=values.dtype).log()
     found = values[0].expand(horizon)
     for index, (below, above) in enumerate(zip(SCORED, SCORED[1:])):
@@ -151,7 +152,7 @@ class Calibration:
 
     For every scored horizon the squared scale is multiplied by a ratio: a fading average of squared standardised
     errors. Each is weighted as in the maximum-likelihood scale of a Student-t, so that one outlier counts for little.
-    The ratio starts at 1, which counts as `PRIOR + k` errors: forecasts of neighbouring windows are judged by largely
+    The ratio starts at 1, which counts as `PRIOR + k` errors: forecasts of neighbouring stretches are judged by largely
     the same losses, so a few of them say little.
     """
 
@@ -167,7 +168,7 @@ class Calibration:
         self.scored = dict.fromkeys(SCORED, 0)
 
     def factor(self, k: int) -> float:
-        """Factor on the scale of a forecast `k` windows ahead; geometric between scored horizons."""
+        """Factor on the scale of a forecast `k` stretches ahead; geometric between scored horizons."""
         below = max((s for s in SCORED if s <= k), default=SCORED[0])
         above = min((s for s in SCORED if s >= k), default=SCORED[-1])
         share = math.log(k / below) / math.log(above / below) if above > below else 0.0
@@ -175,7 +176,7 @@ class Calibration:
 
     def score(self, k: int, realised: float, mean: float, raw_scale: float, law: float) -> None:
         """
-        Score a forecast that was made `k` windows ago: the change of the log loss, its forecast with the scale before
+        Score a forecast that was made `k` stretches ago: the change of the log loss, its forecast with the scale before
         calibration, and the forecast of the power law.
         """
         z2 = ((realised - mean) / raw_scale) ** 2

@@ -2,10 +2,10 @@
 Gains chosen by imagination: the world model's forecast with leaps against its forecast without.
 
 Planning by imagination is the other half of Dreamer (Hafner et al., 2023, arXiv 2301.04104): a model of the world is
-asked what would happen, and the best answer is done. With one small decision per window no actor network is needed.
-After every window of real steps [`ImaginedGain`]
+asked what would happen, and the best answer is done. With one small decision per stretch no actor network is needed.
+After every stretch of real steps [`ImaginedGain`]
 
-1. imagines the next 20 windows five times: with the schedule's gain times 0, 0.5, 1, 1.5 and 2 in the first 5 of
+1. imagines the next 20 stretches five times: with the schedule's gain times 0, 0.5, 1, 1.5 and 2 in the first 5 of
    them, and with the schedule after those;
 2. compares the losses at the far end, because leaps that pay often look neutral at first. A change of the schedule
    must win by more than the members of the ensemble disagree; where the model sees no difference the schedule stays;
@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import SCORED
 
@@ -34,21 +34,21 @@ Tensor = torch.Tensor
 
 class ImaginedGain(GainPlanner):
     """
-    Chooses the multiple of the schedule whose imagined loss is lowest, after every window.
+    Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
-    `rate_at` gives the learning rate at a progress of the run, over its peak; `window_share` is the length of a window
-    as a share of the run. See [`GainPlanner`] for the others.
+    `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
+    stretch as a share of the run. See [`GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
     LASTING = 5
-    """Windows that a choice is imagined to last; the schedule follows."""
+    """Stretches that a choice is imagined to last; the schedule follows."""
     AHEAD = 20
-    """Windows to imagine."""
+    """Stretches to imagine."""
     LEAST = 1e-4
     """Difference in log loss below which the schedule is as good."""
     LEARN_FIRST = 3
-    """Windows before the first choice."""
+    """Stretches before the first choice."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class ImaginedGain(GainPlanner):
         *,
         dynamics: DynamicsModel,
         rate_at: Callable[[float], float],
-        window_share: float,
+        stretch_share: float,
     ):
         super().__init__(peak, power, worth)
-        self.dynamics, self.rate_at, self.window_share = dynamics, rate_at, window_share
+        self.dynamics, self.rate_at, self.stretch_share = dynamics, rate_at, stretch_share
         self.multiple = self.confidence = 1.0
         self.imagined_worth: float | None = None
         self.choices: list[dict] = []
-        """After every window: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
+        """After every stretch: `progress`, chosen `multiple`, `imagined_worth` and `confidence`."""
 
     def gain(self, progress: float) -> float:
         return self.multiple * super().gain(progress)
@@ -77,40 +77,40 @@ class ImaginedGain(GainPlanner):
             return prior
         return min(max(self.imagined_worth * real_steps, 0.0), 2.0 * prior)
 
-    def observe(self, window: Window) -> None:
-        if not math.isfinite(window.loss):
+    def observe(self, stretch: Stretch) -> None:
+        if not math.isfinite(stretch.loss):
             return
-        action = [window.gain, window.horizon, window.progress, window.rate]
-        self.dynamics.observe_window(window.features, action, window.loss)
-        ahead = min(self.AHEAD, int((1.0 - window.progress) / self.window_share + 1e-6))
+        action = [stretch.gain, stretch.horizon, stretch.progress, stretch.rate]
+        self.dynamics.observe_stretch(stretch.features, action, stretch.loss)
+        ahead = min(self.AHEAD, int((1.0 - stretch.progress) / self.stretch_share + 1e-6))
         if ahead < 1:
             return
         choice = self.MULTIPLES.index(1.0)
-        if self.dynamics.windows >= self.LEARN_FIRST:
-            choice = self._choose(self._candidates(window, ahead))
+        if self.dynamics.stretches >= self.LEARN_FIRST:
+            choice = self._choose(self._candidates(stretch, ahead))
         self.multiple = self.MULTIPLES[choice]
-        self.dynamics.forecast(self._intended(window, ahead, self.multiple), keep=True)
-        self.choices.append({"progress": window.progress, **self._values()})
+        self.dynamics.forecast(self._intended(stretch, ahead, self.multiple), keep=True)
+        self.choices.append({"progress": stretch.progress, **self._values()})
 
     def _values(self) -> dict:
         return {name: getattr(self, name) for name in ("multiple", "imagined_worth", "confidence")}
 
-    def _candidates(self, window: Window, ahead: int) -> Tensor:
+    def _candidates(self, stretch: Stretch, ahead: int) -> Tensor:
         """Actions of every multiple, `[multiples, ahead, 4]`, all at the same progress and without skipped steps."""
-        progress = [min(window.progress + (k + 1) * self.window_share, 1.0) for k in range(ahead)]
+        progress = [min(stretch.progress + (k + 1) * self.stretch_share, 1.0) for k in range(ahead)]
         known = [(super(ImaginedGain, self).gain(p), p, self.rate_at(p)) for p in progress]
         actions = torch.tensor([[[gain, 0.0, p, rate] for gain, p, rate in known] for _ in self.MULTIPLES])
         for future, multiple in zip(actions, self.MULTIPLES):
             future[: self.LASTING, 0] = torch.tensor([gain * multiple for gain, _, _ in known[: self.LASTING]])
         return actions
 
-    def _intended(self, window: Window, ahead: int, multiple: float) -> Tensor:
+    def _intended(self, stretch: Stretch, ahead: int, multiple: float) -> Tensor:
         """The actions that will be taken, `[up to ahead, 4]`; skipped steps bring the end of the run nearer."""
-        actions, progress = [], window.progress
+        actions, progress = [], stretch.progress
         for k in range(ahead):
             gain = super().gain(progress) * (multiple if k < self.LASTING else 1.0)
             horizon = self.worth_of(gain, 1)
-            progress += (1.0 + horizon) * self.window_share
+            progress += (1.0 + horizon) * self.stretch_share
             if progress > 1.0 + 1e-6 and actions:
                 break
             progress = min(progress, 1.0)
@@ -142,7 +142,7 @@ class ImaginedGain(GainPlanner):
         return max(gained, 0.0) / fall / stretch if fall > 0 else None
 
     def summary(self) -> dict:
-        """The choices, what they cost, and by windows ahead the mean absolute error in log loss of three forecasts."""
+        """The choices, what they cost, and mean absolute errors in log loss of three forecasts, by stretches ahead."""
         errors = {str(k): self.dynamics.calibration.mean_errors(k) for k in SCORED}
         names = ("model", "persistence", "power_law")
         return {

@@ -1,23 +1,24 @@
 """
-How the world model learns: its loss, and the replay of past windows that it learns from during a run.
+How the world model learns: its loss, and the replay of past stretches that it learns from during a run.
 
 The loss is that of Dreamer (Hafner et al., 2023, arXiv 2301.04104) with forecasts of the loss in place of rewards. The
-model observes a chunk of consecutive windows with sampled states, and pays for three things:
+model observes a chunk of consecutive stretches with sampled states, and pays for three things:
 
 - **reconstruction**: the features must be readable from the state, so that the state keeps what was observed;
-- **divergence**: the prior (what the model expected of a window) and the posterior (what it made of the window once it
+- **divergence**: the prior (what the model expected of a stretch) and the posterior (what it made of the stretch once
+it
   was seen) must agree, so that imagination, which only has the prior, ends up in states that observation would reach.
   Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is free (`FREE_NATS`): some surprise is
   noise, and a model that pays for it forgets how to observe;
-- **forecast**: from a few windows of the chunk the model imagines the next ones with the actions that were taken. It
+- **forecast**: from a few stretches of the chunk the model imagines the next ones with the actions that were taken. It
   pays the negative log-likelihood of the losses that came, under a Student-t, which forgives outliers.
 
 Each member of the ensemble weighs the chunks with random exponential weights of its own (a Bayesian bootstrap; Rubin,
 1981). Where the data decide, all members learn the same; where they do not, members come to disagree.
 
-During a run there are few windows and each is seen once, so windows are kept in a [`Replay`] together with the latent
-state before them. A chunk may then begin anywhere without observing the run from its start. Learning from recorded
-runs is in `benchmarks/world_model/records.py`; it adds a loss for pairs of futures of the same state.
+During a run there are few stretches and each is seen once, so stretches are kept in a [`Replay`] together with the
+latent state before them. A chunk may then begin anywhere without observing the run from its start. Learning from
+recorded runs is in `benchmarks/world_model/records.py`; it adds a loss for pairs of futures of the same state.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Batch:
-    """N sequences of W windows, padded at the end."""
+    """N sequences of W stretches, padded at the end."""
 
     observations: Tensor  # [N, W, 69]: features and what `LossHistory` knew
     actions: Tensor  # [N, W, 4]
     log_losses: Tensor  # [N, W]
-    lengths: Tensor  # [N]: windows that are no padding
+    lengths: Tensor  # [N]: stretches that are no padding
     weights: Tensor  # [M, N]: weight of each sequence for each member of the ensemble
-    starts: Tensor  # [N, S]: windows from which the loss is imagined
-    observed: int  # windows to observe; later ones are only imagined
-    horizon: int  # windows to imagine, K
-    state: State | None = None  # before the first window; zeros by default
+    starts: Tensor  # [N, S]: stretches from which the loss is imagined
+    observed: int  # stretches to observe; later ones are only imagined
+    horizon: int  # stretches to imagine, K
+    state: State | None = None  # before the first stretch; zeros by default
 
     def to(self, device: torch.device) -> Batch:
         """The batch with all its tensors on this device."""
@@ -84,18 +85,18 @@ def rssm_loss(model: RSSM, batch: Batch, generator: torch.Generator) -> tuple[di
 
     Returns:
         `tuple[dict[str, Tensor], State]`: Scalars `reconstruction` (squared error of normalised features), `kl`, `loss`
-        (negative log-likelihood of the change of the log loss, imagined from every start window to every horizon) and
+        (negative log-likelihood of the change of the log loss, imagined from every start stretch to every horizon) and
         their weighted sum `total`; and the observed states `[M, N, W, ...]`.
     """
-    windows = batch.observed
-    observations, actions = batch.observations[:, :windows], batch.actions[:, :windows]
+    stretches = batch.observed
+    observations, actions = batch.observations[:, :stretches], batch.actions[:, :stretches]
     state = batch.state if batch.state is not None else model.initial(len(actions))
     states, posterior = model.unroll(state, observations, actions, generator)
     flat = State(*(part.flatten(1, 2) for part in states))
-    real = (torch.arange(windows, device=actions.device) < batch.lengths[:, None]).float() * batch.weights[..., None]
+    real = (torch.arange(stretches, device=actions.device) < batch.lengths[:, None]).float() * batch.weights[..., None]
     target = model.normalised(observations[..., :FEATURES])
-    error = (model.reconstruct(flat).unflatten(1, (-1, windows)) - target).square().mean(-1)
-    prior = model.prior(flat.deterministic).unflatten(1, (-1, windows))
+    error = (model.reconstruct(flat).unflatten(1, (-1, stretches)) - target).square().mean(-1)
+    prior = model.prior(flat.deterministic).unflatten(1, (-1, stretches))
     losses = {
         "reconstruction": weighted_mean(error, real),
         "kl": weighted_mean(kl_loss(posterior, prior), real),
@@ -110,7 +111,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def futures(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Actions `[N * S, K, 4]`, changes of the log loss `[N * S, K]` and validity of both after every start window."""
+    """Actions `[N * S, K, 4]`, changes of the log loss `[N * S, K]` and validity of both after every start stretch."""
     rows = torch.arange(len(batch.starts), device=batch.starts.device)[:, None, None]
     ahead = batch.starts[..., None] + torch.arange(1, batch.horizon + 1, device=batch.starts.device)
     valid = (ahead < batch.lengths[:, None, None]).float()
@@ -120,10 +121,10 @@ def futures(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.actions[rows, index].flatten(0, 1), change.flatten(0, 1), valid.flatten(0, 1)
 
 
-def starts_of(batch: Batch, states: State, rows: Tensor, windows: Tensor) -> tuple[State, Tensor]:
-    """States `[M, P, ...]` and observations `[P, 69]` at these windows of these sequences."""
-    at = State(*(part[:, rows, windows] for part in states))
-    return at, batch.observations[rows, windows]
+def starts_of(batch: Batch, states: State, rows: Tensor, stretches: Tensor) -> tuple[State, Tensor]:
+    """States `[M, P, ...]` and observations `[P, 69]` at these stretches of these sequences."""
+    at = State(*(part[:, rows, stretches] for part in states))
+    return at, batch.observations[rows, stretches]
 
 
 def _forecast_loss(model: RSSM, batch: Batch, states: State) -> Tensor:
@@ -146,7 +147,7 @@ def descend(model: RSSM, optimizer: torch.optim.Optimizer, total: Tensor) -> Non
 
 
 class Replay:
-    """The last `capacity` windows of a run, on the host, with the latent states of the model."""
+    """The last `capacity` stretches of a run, on the host, with the latent states of the model."""
 
     _COLUMNS = ("observations", "actions", "log_losses", "weights", "latents")
 
@@ -158,14 +159,14 @@ class Replay:
         return len(self.rows)
 
     def append(self, before: State, observation: Tensor, action: Tensor, log_loss: float, weights: Tensor) -> None:
-        """Keep a window, the state `[M, 1, ...]` before it, and the members' weights `[M]` of chunks from here."""
+        """Keep a stretch, the state `[M, 1, ...]` before it, and the members' weights `[M]` of chunks from here."""
         latents = torch.cat([part[:, 0].cpu() for part in before], -1)
         self.rows.append((observation.cpu(), action.cpu(), torch.tensor(log_loss), weights, latents))
 
     def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> Batch:
         """
-        Draw `count` stretches of the run that begin anywhere: `observed` windows (fewer than there are in the replay)
-        to observe, `starts` of them to imagine `horizon` windows from.
+        Draw `count` stretches of the run that begin anywhere: `observed` stretches (fewer than there are in the replay)
+        to observe, `starts` of them to imagine `horizon` stretches from.
         """
         total = len(self)
         begins = torch.randint(total - observed, (count,), generator=generator)
@@ -186,7 +187,7 @@ class Replay:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything, by column; empty before the first window."""
+        """Everything, by column; empty before the first stretch."""
         return {name: torch.stack(column) for name, column in zip(self._COLUMNS, zip(*self.rows))}
 
     def load(self, tensors: dict[str, Tensor]) -> None:

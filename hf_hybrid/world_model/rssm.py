@@ -8,18 +8,18 @@ made from the memory alone, before the observation; the *posterior* also sees th
 the state follows the posterior. To imagine the future the model rolls the prior forward under the actions that might
 be taken, without any observation. Training (learning.py) makes both agree.
 
-Here the process is a training run and time is counted in windows of some real steps. After each window the model
+Here the process is a training run and time is counted in stretches of some real steps. After each stretch the model
 observes 69 numbers: the 64 signals of leaps/signals.py (losses, gradient and weight norms, alignment of gradients,
 schedule, what the last leaps did) and five that `LossHistory` knows of the loss curve. An action is what was done in a
-window: how far leaps moved the weights, how many steps they replaced, the progress, and the learning rate.
+stretch: how far leaps moved the weights, how many steps they replaced, the progress, and the learning rate.
 
 The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
-enters with learned trust, and add a linear forecast fitted offline, a learned drift per window, and the effect of
+enters with learned trust, and add a linear forecast fitted offline, a learned drift per stretch, and the effect of
 leaps in proportion to their gain. The forecast is a Student-t whose scale grows with the horizon. Everything that
 depends on leaps starts at exactly zero: a leap of which the model knows nothing is worth nothing.
 
 The ensemble has three members with parameters of their own. Parameters carry a leading member dimension, so that one
-batched product serves all members. Shapes: M members, N sequences, W or K windows. The global random generators are
+batched product serves all members. Shapes: M members, N sequences, W or K stretches. The global random generators are
 never used.
 """
 
@@ -41,17 +41,17 @@ Tensor = torch.Tensor
 
 FEATURES = len(FEATURE_NAMES)
 OBSERVATION = FEATURES + len(HISTORY)
-"""Size of an observation: the 64 features after a window and what `LossHistory` knows then."""
+"""Size of an observation: the 64 features after a stretch and what `LossHistory` knows then."""
 ACTIONS = ("gain", "horizon", "progress", "rate")
 """
-What was done in a window: displacement by leaps in units of that by its real steps; predicted steps per real step;
+What was done in a stretch: displacement by leaps in units of that by its real steps; predicted steps per real step;
 share of the run that is done at its end; learning rate at its end over the peak of the run.
 """
 LINEAR = OBSERVATION + 5
-"""Inputs of the linear part: normalised observation and 1; and for each window ahead its progress and rate, the mean
+"""Inputs of the linear part: normalised observation and 1; and for each stretch ahead its progress and rate, the mean
 rate until then, and the forecast of the power law."""
 LINEAR_HORIZON = 20
-"""Windows ahead for which the linear part has weights; later ones use the last weights."""
+"""Stretches ahead for which the linear part has weights; later ones use the last weights."""
 LINEAR_LIMIT = 3.0
 """Bound of its normalised inputs, so that an input far out of range is not extrapolated from."""
 MIN_SCALE = 0.05
@@ -61,7 +61,7 @@ UNIFORM = 0.01
 
 
 class State(NamedTuple):
-    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; several windows add a dimension."""
+    """Deterministic `[M, N, D]` and stochastic `[M, N, groups * classes]` state; several stretches add a dimension."""
 
     deterministic: Tensor
     stochastic: Tensor
@@ -101,7 +101,7 @@ class EnsembleLinear(nn.Module):
 
 class RSSM(nn.Module):
     """
-    Recurrent state-space ensemble over windows of training; the module's docstring explains it.
+    Recurrent state-space ensemble over stretches of training; the module's docstring explains it.
 
     `deterministic` are the units of the GRU; `groups` are the categorical variables of the stochastic state, with
     `classes` each; `hidden` is the width of the hidden layers; `seed` is for the initial weights.
@@ -147,7 +147,7 @@ class RSSM(nn.Module):
         self.register_buffer("feature_scale", torch.ones(FEATURES))
         self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
         self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
-        """Added to log scales 1, 5 and 20 windows ahead, interpolated between: calibrated offline on unseen runs."""
+        """Added to log scales 1, 5 and 20 stretches ahead, interpolated between: calibrated offline on unseen runs."""
         self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
         """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
         with torch.no_grad():
@@ -158,7 +158,7 @@ class RSSM(nn.Module):
     # Inputs.
 
     def initial(self, count: int) -> State:
-        """State before the first window of `count` sequences."""
+        """State before the first stretch of `count` sequences."""
         zeros = self.feature_mean.new_zeros(self.members, count, self.deterministic + self.stochastic)
         return State(zeros[..., : self.deterministic], zeros[..., self.deterministic :])
 
@@ -174,15 +174,15 @@ class RSSM(nn.Module):
     def scaled(self, observations: Tensor) -> Tensor:
         """Observations in units of their usual variation, bounded."""
         features, history = observations[..., :FEATURES], observations[..., FEATURES:]
-        change, residual, exponent, window, noise = history.unbind(-1)
+        change, residual, exponent, stretch, noise = history.unbind(-1)
         scaled = torch.stack(
-            (10 * change, 10 * residual, 5 * exponent, window.clamp_min(1).log() - 3, noise.clamp_min(1e-5).log() + 4),
+            (10 * change, 10 * residual, 5 * exponent, stretch.clamp_min(1).log() - 3, noise.clamp_min(1e-5).log() + 4),
             -1,
         ).clamp(-2 * LIMIT, 2 * LIMIT)
         return torch.cat((self.normalised(features), scaled), -1)
 
     def linear_inputs(self, observation: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the linear part: those shared by all windows ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
+        """Inputs of the linear part: those shared by all stretches ahead, `[N, 70]`, and of each, `[N, K, 4]`."""
         shared = self.scaled(observation).clamp(-LINEAR_LIMIT, LINEAR_LIMIT)
         back, increments = power_law(observation[:, FEATURES:], actions.shape[1])
         progress, rate = actions[..., 2], actions[..., 3]
@@ -199,17 +199,17 @@ class RSSM(nn.Module):
         return product + torch.einsum("nki,mik->mnk", own, weights[:, split:])
 
     def _steer(self, actions: Tensor) -> tuple[Tensor, ...]:
-        """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each window `[M, N, 3 * D]`."""
+        """The part of the GRU's gates that comes from actions `[N, W, 4]`: for each stretch `[M, N, 3 * D]`."""
         inputs = torch.cat((torch.asinh(actions[..., :2]), actions[..., 2:]), -1).flatten(0, 1)
         gates = self.gates_action(inputs.expand(self.members, *inputs.shape))
         return gates.unflatten(1, actions.shape[:2]).unbind(2)
 
-    # One window.
+    # One stretch.
 
     def _recur(self, state: State, steer: Tensor) -> Tensor:
         reset, update, candidate = self.gates(torch.cat(state, -1), steer).chunk(3, -1)
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
-        # The update gate starts nearly closed, so that the state remembers many windows from the start.
+        # The update gate starts nearly closed, so that the state remembers many stretches from the start.
         return torch.lerp(state.deterministic, candidate, torch.sigmoid(update - 1.0))
 
     def _distribution(self, logits: Tensor) -> Tensor:
@@ -217,11 +217,11 @@ class RSSM(nn.Module):
         return (1 - UNIFORM) * probabilities + UNIFORM / self.classes
 
     def prior(self, deterministic: Tensor) -> Tensor:
-        """Probabilities of the stochastic state before the window is observed, `[M, N, groups, classes]`."""
+        """Probabilities of the stochastic state before the stretch is observed, `[M, N, groups, classes]`."""
         return self._distribution(self.prior_out(F.silu(self.prior_hidden(deterministic))))
 
     def posterior(self, deterministic: Tensor, embedded: Tensor) -> Tensor:
-        """Probabilities of the stochastic state once the window is observed, `[M, N, groups, classes]`."""
+        """Probabilities of the stochastic state once the stretch is observed, `[M, N, groups, classes]`."""
         return self._distribution(self.posterior_out(F.silu(self.posterior_hidden(deterministic) + embedded)))
 
     @staticmethod
@@ -234,13 +234,13 @@ class RSSM(nn.Module):
 
     def observe(self, state: State, observation: Tensor, action: Tensor) -> State:
         """
-        State after a window, from the state before it, the observation `[N, 69]` after it and its action `[N, 4]`. It
+        State after a stretch, from the state before it, the observation `[N, 69]` after it and its action `[N, 4]`. It
         holds mean probabilities instead of samples, so all processes compute the same.
         """
         deterministic = self._recur(state, self._steer(action[:, None])[0])
         return State(deterministic, self.posterior(deterministic, self.embed(observation)).flatten(-2))
 
-    # Many windows.
+    # Many stretches.
 
     def unroll(
         self, state: State, observations: Tensor, actions: Tensor, generator: torch.Generator
@@ -249,8 +249,8 @@ class RSSM(nn.Module):
         Observe sequences `[N, W, 69]` and `[N, W, 4]` with sampled states, for training. Returns states
         `[M, N, W, ...]` and posterior probabilities `[M, N, W, groups, classes]`.
         """
-        count, windows = actions.shape[:2]
-        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, (count, windows))
+        count, stretches = actions.shape[:2]
+        embedded = self.embed(observations.flatten(0, 1)).unflatten(1, (count, stretches))
         deterministic, stochastic, posteriors = [], [], []
         for steer, seen in zip(self._steer(actions), embedded.unbind(2)):
             hidden = self._recur(state, steer)
@@ -263,7 +263,7 @@ class RSSM(nn.Module):
 
     def imagine(self, state: State, actions: Tensor) -> State:
         """
-        Roll the prior forward under actions `[N, K, 4]`, without observations: the state after each window,
+        Roll the prior forward under actions `[N, K, 4]`, without observations: the state after each stretch,
         `[M, N, K, ...]`. It holds mean probabilities.
         """
         deterministic, stochastic = [], []
@@ -282,11 +282,11 @@ class RSSM(nn.Module):
 
     def forecast(self, start: State, observation: Tensor, actions: Tensor) -> LossHead:
         """
-        Imagine, and predict the change of the log loss from the start to every imagined window.
+        Imagine, and predict the change of the log loss from the start to every imagined stretch.
 
         The heads also read the last observation: a few categoricals hold what matters in the long run, but not every
-        feature that tells what a leap will do. The log scale combines two kinds of noise: that of a window itself,
-        and that of a walk, which adds up over windows.
+        feature that tells what a leap will do. The log scale combines two kinds of noise: that of a stretch itself,
+        and that of a walk, which adds up over stretches.
 
         `start` is the state `[M, N, ...]` to imagine from, with the observation `[N, 69]` there; actions of the future
         are `[N, K, 4]`.

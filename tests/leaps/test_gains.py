@@ -3,13 +3,13 @@ import random
 
 import pytest
 
-from hf_hybrid.leaps.gains import BanditGain, GainPlanner, Window, scheduled_gain
-from hf_hybrid.leaps.run import WindowCounter
+from hf_hybrid.leaps.gains import BanditGain, GainPlanner, Stretch, scheduled_gain
+from hf_hybrid.leaps.run import StretchCounter
 
 
-def window(loss, **changes):
+def stretch(loss, **changes):
     values = {"features": [0.0] * 64, "loss": loss, "gain": 0.0, "horizon": 0.0, "progress": 0.5, "rate": 0.5}
-    return Window(**{**values, **changes})
+    return Stretch(**{**values, **changes})
 
 
 def test_the_schedule_grows_with_the_run_or_is_constant():
@@ -32,7 +32,7 @@ def play(bandit, best, rounds, seed=0):
     for _ in range(rounds):
         arms.append(bandit.ARMS[bandit.arm])
         loss *= 1.0 - 0.01 * (2.0 - abs(bandit.ARMS[bandit.arm] - best)) + noise.gauss(0, 0.002)
-        bandit.observe(window(loss))
+        bandit.observe(stretch(loss))
     return arms
 
 
@@ -47,7 +47,7 @@ def test_the_bandit_plays_multiples_of_the_schedule():
     assert bandit.gain(0.5) == schedule.gain(0.5), "until it knows better"
     played = set()
     for loss in (3.0, 2.0, 2.5, 1.0, 1.5):
-        bandit.observe(window(loss))
+        bandit.observe(stretch(loss))
         played.add(bandit.gain(0.5) / schedule.gain(0.5))
     assert len(played) > 1 and played <= set(BanditGain.ARMS)
 
@@ -64,12 +64,12 @@ def test_the_bandit_goes_on_where_it_was_saved():
 def test_a_loss_of_zero_or_less_teaches_the_bandit_nothing():
     bandit = BanditGain(4.0, 2.0, 0.2)
     for loss in (0.0, -1.0, 0.0):
-        bandit.observe(window(loss))
+        bandit.observe(stretch(loss))
     assert (bandit.response == 0).all()
 
 
-def test_windows_hold_what_happened_in_their_real_steps():
-    counter = WindowCounter(stride=4)
+def test_stretches_hold_what_happened_in_their_real_steps():
+    counter = StretchCounter(stride=4)
     done = []
     for loss in (4.0, 2.0, None, 2.0):
         done.append(counter.step(loss, 0.1))
@@ -77,9 +77,9 @@ def test_windows_hold_what_happened_in_their_real_steps():
     done.append(counter.step(0.0, 0.05))
     assert done == [False, False, False, False, True]
     closed = counter.close([1.0], progress=0.25, learning_rate=0.05)
-    assert closed == Window([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
+    assert closed == Stretch([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
     assert counter.losses == [] and counter.gain == 0.0 and counter.predicted == 0
-    other = WindowCounter(stride=4)
+    other = StretchCounter(stride=4)
     counter.step(1.0, 0.02)
     other.load_state_dict(json.loads(json.dumps(counter.state_dict())))
     assert vars(other) == vars(counter)

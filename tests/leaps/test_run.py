@@ -12,7 +12,7 @@ from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
 from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.probe import HeldOutProbe
-from hf_hybrid.leaps.run import LeapRun, Trust, WindowCounter
+from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
@@ -36,7 +36,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, c
         signals=SignalObserver(),
         probe=probe,
         rescue=None,
-        windows=WindowCounter(10),
+        stretches=StretchCounter(10),
         leap_budget=1.0,
         correct_gain=correct_gain,
         max_steps=1000,

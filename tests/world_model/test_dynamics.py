@@ -20,12 +20,12 @@ def dynamics(**options):
     return DynamicsModel(**{"model": small(), "horizon": 5, "chunk": 4, **options})
 
 
-def follow(model, run, windows, *, keep=5):
-    """Observe windows of a run; after each, forecast what was really done next."""
+def follow(model, run, stretches, *, keep=5):
+    """Observe stretches of a run; after each, forecast what was really done next."""
     actions = torch.as_tensor(run.actions, dtype=torch.float32)
-    for window in windows:
-        model.observe_window(run.features[window], run.actions[window], run.losses[window])
-        future = actions[window + 1 : window + 1 + keep]
+    for stretch in stretches:
+        model.observe_stretch(run.features[stretch], run.actions[stretch], run.losses[stretch])
+        future = actions[stretch + 1 : stretch + 1 + keep]
         if len(future):
             model.forecast(future, keep=True)
     return model
@@ -48,7 +48,7 @@ def test_equal_runs_give_equal_models_and_leave_global_generators_alone():
 
 
 def test_features_are_normalised_by_the_run_or_by_the_start_weights(tmp_path):
-    run = make_run(0, windows=100)
+    run = make_run(0, stretches=100)
     run.features[:, 3] = 4.0 + 0.5 * torch.randn(100, generator=torch.Generator().manual_seed(0)).numpy()
     model = follow(dynamics(learn_every=0), run, range(100))
     assert model.model.feature_mean[3] == pytest.approx(4.0, abs=0.5)
@@ -61,7 +61,7 @@ def test_features_are_normalised_by_the_run_or_by_the_start_weights(tmp_path):
 
 
 def test_learning_online_improves_forecasts_of_the_same_run():
-    run = make_run(1, windows=60)
+    run = make_run(1, stretches=60)
     model = follow(dynamics(learn_every=0), run, range(60))
 
     model.optimizer.param_groups[0]["lr"] = 3e-3
@@ -80,8 +80,8 @@ def test_learning_online_improves_forecasts_of_the_same_run():
     assert nats() < before - 0.3
 
 
-def test_chunks_hold_consecutive_windows():
-    run = make_run(2, windows=30)
+def test_chunks_hold_consecutive_stretches():
+    run = make_run(2, stretches=30)
     model = follow(dynamics(learn_every=0, capacity=20), run, range(30))
     assert len(model.replay) == 20
     batch = model.replay.chunks(6, 4, 2, 5, torch.Generator().manual_seed(0))
@@ -97,9 +97,9 @@ def test_chunks_hold_consecutive_windows():
 
 def test_chunks_start_from_the_state_before_them():
     model, states = dynamics(learn_every=0), []
-    for window in range(20):
+    for stretch in range(20):
         states.append(model.state)
-        follow(model, make_run(0), [window], keep=0)
+        follow(model, make_run(0), [stretch], keep=0)
     batch = model.replay.chunks(6, 4, 2, 5, torch.Generator().manual_seed(0))
     begins = torch.randint(16, (6,), generator=torch.Generator().manual_seed(0)).tolist()
     for part, kept in enumerate(batch.state):
@@ -196,14 +196,14 @@ def test_scales_are_corrected_until_intervals_cover_what_they_say(heavy_tails, w
 
 
 def test_intervals_of_runs_cover_what_they_say():
-    runs = [make_run(seed, windows=300, noise=0.05, leaps=False) for seed in (6, 7)]
+    runs = [make_run(seed, stretches=300, noise=0.05, leaps=False) for seed in (6, 7)]
     places = {1: [], 5: []}
     for run in runs:
         model, forecasts = dynamics(learn_every=0), []
-        for window in range(300):
-            follow(model, run, [window], keep=0)
-            if window < 299:
-                future = torch.as_tensor(run.actions[window + 1 : window + 6], dtype=torch.float32)
+        for stretch in range(300):
+            follow(model, run, [stretch], keep=0)
+            if stretch < 299:
+                future = torch.as_tensor(run.actions[stretch + 1 : stretch + 6], dtype=torch.float32)
                 forecasts.append(model.forecast(future, keep=True))
         for k, found in places.items():
             changes = [math.log(after / before) for before, after in zip(run.losses, run.losses[k:])]
@@ -217,11 +217,11 @@ def test_intervals_of_runs_cover_what_they_say():
 def test_forecasts_meet_what_came_of_them():
     run = make_run(6)
     model, expected = dynamics(learn_every=0), []
-    for window in range(4):
-        follow(model, run, [window], keep=0)
+    for stretch in range(4):
+        follow(model, run, [stretch], keep=0)
         model.forecast(LEAPS, keep=True)
         expected.append((model.forecast(PLAIN, keep=True), model.observation[None, FEATURES:].clone()))
-    model.observe_window(run.features[4], run.actions[4], run.losses[4])
+    model.observe_stretch(run.features[4], run.actions[4], run.losses[4])
     changes = [math.log(run.losses[w + 1] / run.losses[w]) for w in range(4)]
     laws = [sum(part[0, 0].item() for part in power_law(history, 1)) for _, history in expected]
     errors = model.calibration.mean_errors(1)
@@ -251,7 +251,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path):
     assert whole.forecast(PLAIN) == resumed.forecast(PLAIN)
 
 
-def test_a_state_before_the_first_window_can_be_saved():
+def test_a_state_before_the_first_stretch_can_be_saved():
     model, other = dynamics(), dynamics(model=small(seed=3))
     other.load_state_dict(*model.state_dict())
     run = make_run(0)
@@ -272,17 +272,17 @@ def test_wrong_input_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`horizon` must be at least 1, got 0"):
         dynamics(horizon=0)
     model = dynamics()
-    with pytest.raises(ValueError, match="`observe_window` first"):
+    with pytest.raises(ValueError, match="`observe_stretch` first"):
         model.forecast(PLAIN)
     with pytest.raises(ValueError, match="`mean_loss` must be finite, got nan"):
-        model.observe_window([0.0] * 64, [0.0] * 4, math.nan)
+        model.observe_stretch([0.0] * 64, [0.0] * 4, math.nan)
     follow(model, make_run(0), range(2), keep=0)
     with pytest.raises(ValueError, match="`actions` must have the shape"):
         model.forecast(PLAIN[None])
     with pytest.raises(ValueError, match="gain, horizon, progress, rate"):
         model.compare(PLAIN[:, :3], PLAIN)
-    with pytest.raises(ValueError, match="`actions_a` is 5 windows long and `actions_b` 4"):
+    with pytest.raises(ValueError, match="`actions_a` is 5 stretches long and `actions_b` 4"):
         model.compare(PLAIN, PLAIN[:4])
     with pytest.raises(ValueError, match="`horizon` must be 1 to 5"):
         model.probability_better(LEAPS, PLAIN, 6)
-    assert model.windows == 2 and len(HISTORY) == 5
+    assert model.stretches == 2 and len(HISTORY) == 5

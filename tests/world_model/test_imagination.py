@@ -11,32 +11,32 @@ from synthetic_runs import make_run
 
 import hf_hybrid
 from hf_hybrid import HybridTrainer, setup
-from hf_hybrid.leaps.gains import GainPlanner, Window
+from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import ImaginedGain
 from hf_hybrid.world_model.rssm import RSSM, load_weights
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
-WINDOWS = 20
+STRETCHES = 20
 
 
 def planner(effect=0.0, members_agree=True, peak=2.0, **options):
-    """One whose world model believes that leaps change the log loss by `effect` per window of gain 1."""
+    """One whose world model believes that leaps change the log loss by `effect` per stretch of gain 1."""
     model = RSSM(**SMALL)
     with torch.no_grad():
         bias = torch.full((2,), effect / model._DRIFT) if members_agree else torch.tensor([5.0, -5.0]) * effect
         model.loss_out.bias[:, 0, 1] = bias
     dynamics = DynamicsModel(model=model, learn_every=0, **options)
     return ImaginedGain(
-        peak, 0.0, 0.2, dynamics=dynamics, rate_at=lambda progress: 1.0 - progress, window_share=1 / WINDOWS
+        peak, 0.0, 0.2, dynamics=dynamics, rate_at=lambda progress: 1.0 - progress, stretch_share=1 / STRETCHES
     )
 
 
-def follow(gains, windows, seed=0):
-    run = make_run(seed, windows=WINDOWS, leaps=False)
-    for k in windows:
-        progress = (k + 1) / WINDOWS
-        gains.observe(Window(run.features[k].tolist(), float(run.losses[k]), 0.0, 0.0, progress, 1.0 - progress))
+def follow(gains, stretches, seed=0):
+    run = make_run(seed, stretches=STRETCHES, leaps=False)
+    for k in stretches:
+        progress = (k + 1) / STRETCHES
+        gains.observe(Stretch(run.features[k].tolist(), float(run.losses[k]), 0.0, 0.0, progress, 1.0 - progress))
     return gains
 
 
@@ -68,10 +68,10 @@ def test_worth_is_what_is_saved_in_steps_at_the_imagined_pace():
         for name in ("loss_out", "start_out"):
             getattr(gains.dynamics.model, name).weight.zero_()
         gains.dynamics.model.start_out.bias[..., :2] = -50.0  # no trust in the power law
-        gains.dynamics.model.loss_out.bias[:, 0, 0] = -1.0  # falls by 0.05 per window
+        gains.dynamics.model.loss_out.bias[:, 0, 0] = -1.0  # falls by 0.05 per stretch
     follow(gains, range(5))
     assert gains.multiple == 2.0
-    # Of the five windows that are chosen for; behind them the loss falls by itself and by leaps on schedule.
+    # Of the five stretches that are chosen for; behind them the loss falls by itself and by leaps on schedule.
     saved, pace = 0.01 * math.asinh(4.0), 0.05 + 0.01 * math.asinh(2.0)
     assert gains.imagined_worth == pytest.approx(saved / pace, rel=1e-3)
     assert gains.worth_of(2.0, 10) == pytest.approx(min(gains.imagined_worth * 10, 2 * 0.2 * 10))
@@ -89,8 +89,8 @@ def test_a_planner_that_was_saved_goes_on_bit_for_bit():
         assert torch.equal(resumed.tensors()[name], tensor), name
 
 
-def test_the_last_window_plans_nothing():
-    assert len(follow(planner(), range(WINDOWS)).choices) == WINDOWS - 1
+def test_the_last_stretch_plans_nothing():
+    assert len(follow(planner(), range(STRETCHES)).choices) == STRETCHES - 1
 
 
 # Start weights.
@@ -138,8 +138,8 @@ def whole(tmp_path_factory):
 def test_a_run_tells_what_was_chosen(whole):
     summary = whole[1].hybrid_summary()
     choices = summary["planner"]["choices"]
-    windows = summary["real_steps"] // setup.WINDOW_STEPS
-    assert summary["steps"] == STEPS and windows - 1 <= len(choices) <= windows  # none where nothing is left to plan
+    stretches = summary["real_steps"] // setup.STRETCH_STEPS
+    assert summary["steps"] == STEPS and stretches - 1 <= len(choices) <= stretches
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
     assert summary["planner"]["seconds"] > 0 and summary["planner"]["updates"] == len(choices) // 5
     assert set(summary["planner"]["errors"]["1"]) == {"model", "persistence", "power_law"}

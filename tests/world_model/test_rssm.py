@@ -61,7 +61,7 @@ def test_ensemble_linear_is_one_linear_map_per_member():
     torch.testing.assert_close(layer(x), torch.stack(expected))
 
 
-def test_a_window_is_a_gated_recurrent_unit_step():
+def test_a_stretch_is_a_gated_recurrent_unit_step():
     model = RSSM(**SMALL)
     state = State(torch.randn(2, 1, 32, generator=generator()), torch.rand(2, 1, 32, generator=generator(1)))
     action = torch.tensor([[2.0, 0.5, 0.3, 0.9]])
@@ -183,7 +183,7 @@ def test_start_weights_are_read_or_refused(tmp_path):
 
 def test_padding_changes_nothing():
     model = RSSM(**SMALL)
-    short, long = make_run(0, windows=12), make_run(1, windows=30)
+    short, long = make_run(0, stretches=12), make_run(1, stretches=30)
     alone, beside = batch_of(model, [short]), batch_of(model, [short, long])
     beside.weights[:, 1] = 0.0
     model.sample = lambda probabilities, generator: probabilities.flatten(-2)
@@ -232,7 +232,7 @@ def test_student_t_agrees_with_torch():
 
 
 def test_the_history_finds_a_power_law_and_extrapolates_it():
-    losses = [5.0 * window**-0.3 for window in range(1, 61)]
+    losses = [5.0 * stretch**-0.3 for stretch in range(1, 61)]
     history = history_of(losses[:40])
     assert history.shape == (40, len(HISTORY)) and OBSERVATION == 64 + len(HISTORY)
     back, increments = power_law(history[-1:], 20)
