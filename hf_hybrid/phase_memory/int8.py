@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
-from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
+from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import host_tensor
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,9 @@ class Int8Predict(PhasePlugin):
     Args:
         mode (`str`): `"on"`, or `"auto"`: only while int8 is measured to add little noise to the paired differences.
             That needs [`probe_losses`] around what evaluates a probe's batch; without it `"auto"` never uses int8.
+        engine (`str`): `"torch"` expands each matrix to the dtype of the computation while it is used: only the weights
+            are rounded. `"bitsandbytes"` multiplies int8 by int8, so the inputs of every layer are rounded as well:
+            for hardware with fast int8 units; noisier by an order of magnitude.
         offload_master (`bool`): Park the weights in host memory during the probe; without it int8 comes on top of them.
         min_features (`int`): Matrices narrower than this on either side stay as they are.
         noise_limit (`float`): Added variance below which `"auto"` uses int8, relative to the probe's own.
@@ -173,15 +176,19 @@ class Int8Predict(PhasePlugin):
         self,
         mode: str = "auto",
         *,
+        engine: str = "torch",
         offload_master: bool = True,
         min_features: int = 256,
         noise_limit: float = 0.1,
     ):
-        if mode not in ("auto", "on"):
-            raise ValueError(f"`mode` must be one of auto, on, got `{mode}`.")
+        for name, value, choices in (("mode", mode, ("auto", "on")), ("engine", engine, ("torch", "bitsandbytes"))):
+            if value not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
         if not noise_limit > 0:
             raise ValueError(f"`noise_limit` must be greater than 0, got `{noise_limit}`; 0.1 is 10 % more variance.")
         self.mode, self.offload_master, self.min_features = mode, offload_master, min_features
+        multiply = None if engine == "torch" else bitsandbytes_functional().int8_linear_matmul
+        self._forward = _expanded_linear if multiply is None else partial(_int8_linear, multiply)
         self.meter = NoiseMeter(noise_limit)
         self._linears: list[nn.Linear] = []
         self._parked: list[tuple[nn.Parameter, Tensor]] = []
@@ -248,7 +255,7 @@ class Int8Predict(PhasePlugin):
                 stored[id(weight)] = quantize_rows(weight)
                 if self.offload_master:
                     self._park(weight)
-            module.forward = partial(_expanded_linear, module, *stored[id(weight)])
+            module.forward = partial(self._forward, module, *stored[id(weight)])
 
     def _park(self, weight: nn.Parameter) -> None:
         host = host_tensor(weight.data, pin=weight.device.type == "cuda").copy_(weight.data)
@@ -257,9 +264,22 @@ class Int8Predict(PhasePlugin):
         weight.data = weight.data.new_full((), math.nan).expand(weight.shape)
 
 
-def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    """In the dtype that `F.linear` would compute in: a replaced forward returns what the real one returns."""
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that `F.linear` would compute in: a replaced forward must return what the real one returns."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+    weight = torch.empty(codes.shape, dtype=_compute_dtype(x), device=codes.device)
     return F.linear(x, dequantize_rows(codes, scales, weight), module.bias)
+
+
+def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+    dtype = _compute_dtype(x)
+    # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
+    inputs, steps = quantize_rows(x.to(dtype).reshape(-1, x.shape[-1]))
+    out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
+    if module.bias is not None:
+        out += module.bias
+    return out.to(dtype).view(*x.shape[:-1], -1)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -114,14 +115,17 @@ def logits(model):
         return model(input_ids=ByteText(2)[0]["input_ids"][None]).logits
 
 
+@pytest.mark.parametrize("engine", ["torch", "bitsandbytes"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_probe_computes_nearly_the_same_in_the_same_dtype(autocast):
+def test_probe_computes_nearly_the_same_in_the_same_dtype(engine, autocast):
+    if engine == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
     model = tiny_model(**WIDE, attention_bias=True)
     seen = []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         full = logits(model)
-        plugin = started(model)
+        plugin = started(model, engine=engine)
         plugin.before_probe()
         int8 = logits(model)
         plugin.after_probe()
@@ -345,10 +349,15 @@ def test_meter_survives_a_checkpoint():
     assert restored.meter.hold == NoiseMeter.HOLD and not restored.meter.int8
 
 
-def test_errors_name_the_argument_and_the_way_out():
+def test_errors_name_the_argument_and_the_way_out(monkeypatch):
     with pytest.raises(ValueError, match="`mode` must be one of auto, on, got `yes`"):
         Int8Predict("yes")
+    with pytest.raises(ValueError, match="`engine` must be one of torch, bitsandbytes"):
+        Int8Predict(engine="numpy")
     with pytest.raises(ValueError, match="`noise_limit` must be greater than 0, got `0`"):
         Int8Predict(noise_limit=0)
     with pytest.raises(ValueError, match="`min_features=256`"):
         started(tiny_model())
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(ImportError, match=r'pip install "hf-hybrid\[quantization\]"'):
+        Int8Predict(engine="bitsandbytes")
