@@ -1,5 +1,6 @@
 """Tiny models from config and text that ships with Python: nothing here needs a network or a GPU."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,6 +23,12 @@ if not hasattr(TrainingArguments, CHECKPOINTING):
     CHECKPOINTING = "gradient_checkpointing"
 
 LENGTH = 32
+
+
+def pytest_collection_finish(session):
+    """Every full garbage collection would look through the million objects that the libraries made at import."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:

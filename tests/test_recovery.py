@@ -1,7 +1,6 @@
 """Out-of-memory in every phase is survived with nothing lost: the run ends where smaller micro-batches end."""
 
 import functools
-import gc
 import json
 
 import pytest
@@ -25,14 +24,6 @@ from hf_hybrid.recovery import (
 from hf_hybrid.streaming.walk import RandomStates
 
 TEXT = ByteText(400)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects():
-    """Every recovery collects garbage; what the libraries made at import need not be looked through each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def oom():
