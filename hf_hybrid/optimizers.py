@@ -90,7 +90,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _link(self) -> Iterable[torch.optim.Optimizer]:
-        """Both optimizers, over the groups and the state of now: others may have replaced them."""
+        """Both optimizers, over the current groups and state: others may have replaced them."""
         for algorithm, inner in self._inner.items():
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
             inner.state = self.state

@@ -213,7 +213,7 @@ class HybridTrainerMixin(PublishingMixin):
         if resume_from_checkpoint is True and self.hybrid_args.enable_predict:
             newest, broken = last_complete_checkpoint(self.args.output_dir)
             for folder in broken:
-                logger.warning("`%s` was not written to its end and is passed over.", folder)
+                logger.warning("`%s` was not written to its end and is skipped.", folder)
             resume_from_checkpoint = newest or True  # True: Trainer says that there is none
         self._resumed_from = self._resumed = self._held = None
         self.recovery.reset()

@@ -1,4 +1,19 @@
-"""The watch over training: from per-step numbers to a level with its reason, and what to do about it."""
+"""
+Watches training: turns the numbers of a step into a level, a reason and an action.
+
+Training can go wrong in ways that a leap causes and in ways that it does not. The monitor tells them by numbers that
+every run has, measured against what is normal in this run, so that no threshold depends on the model or the data:
+
+- gradients before they are used: a loss or norm that is not finite, or a norm far above its running median;
+- the loss after each real step: its deviation from the linear trend of the last 32 real steps, a lasting rise of their
+  mean, a loss that turns in nearly every step;
+- after a leap, at the end of Correct: the mean loss since the leap against the trend before it, in standard errors of
+  that comparison, and over several leaps the mean error of such forecasts.
+
+The answer is a rung of a ladder (`Action`), mildest first: shorter leaps, real steps for a while, no leaps for longer
+and longer, roll-back of the open leap, a dropped batch, a forgotten direction, and in the end an error that names the
+last good checkpoint. A loss that a rolled-back leap caused never becomes part of what counts as normal.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +42,7 @@ class Action(str, enum.Enum):
     FORCE_FULL = "force_full"
     """No leaps for a while."""
     BACK_OFF = "back_off"
-    """No leaps for a while, longer each time, then smaller ones; until one is kept, none that nobody looks at."""
+    """No leaps for a while, longer each time, then shorter ones; until one is kept, every leap is probed."""
     ROLL_BACK = "roll_back"
     """Put back the weights of before the last leap and lower the gain."""
     SKIP_BATCH = "skip_batch"

@@ -1,4 +1,14 @@
-"""How far leaps go and what they are worth: by schedule, fixed, by a contextual bandit, or by imagination."""
+"""
+How far leaps go, and how many steps they are worth: the planners.
+
+A planner answers two questions of the run. `gain(progress)`: how far a leap made now goes, in units of what the real
+steps since the last leap moved. `worth_of(gain, real_steps)`: how many steps a kept leap may replace. It learns from
+`Stretch`es, ten real steps or more at a time: their loss, the leaps in them, the 64 signals at their end.
+
+`GainPlanner` is the schedule and learns nothing. The other two did not beat it (docs/evaluation.md). `BanditGain` chooses
+among multiples of the schedule by what they earned. The world model chooses by what it imagines
+(world_model/imagination.py); it is reached through this interface only.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,14 @@
 """
-What became of a leap: predicted against realised displacement, and the gradient's projection on it.
+Compares a leap with what the real steps after it did.
 
-Both are estimated from at most `SAMPLE` evenly spaced coordinates of every parameter, so that they cost neither a
+Two comparisons, made in Correct and written down for every leap. The displacement: did the real steps go on along the
+leap (`cosine` near 1) or take it back (below 0), and how far did they go per unit of learning rate (`norm_ratio`)? The
+slope: the projection of the gradient on the leap, as the direction expected it before the leap and as the real steps
+met it after. Where the slope was negative before and is positive after, the leap went past the lowest point of the loss
+along it, which the secant through both slopes locates. `GainCorrection` turns that into a factor on the next gain, one
+for each kind of parameter.
+
+All of it is estimated from at most `SAMPLE` evenly spaced coordinates of every parameter, so that it costs neither a
 buffer nor a pass over the weights.
 """
 
