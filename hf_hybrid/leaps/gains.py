@@ -5,8 +5,8 @@ A planner answers two questions of the run. `gain(progress)`: how far a leap mad
 steps since the last leap moved. `worth_of(gain, real_steps)`: how many steps a kept leap may replace. It learns from
 `Stretch`es, ten real steps or more at a time: their loss, the leaps in them, the 64 signals at their end.
 
-`GainPlanner` is the schedule and learns nothing. The other two did not beat it (docs/evaluation.md). `BanditGain` chooses
-among multiples of the schedule by what they earned. The world model chooses by what it imagines
+`GainPlanner` is the schedule and learns nothing. The other two did not beat it (docs/evaluation.md). `BanditGain`
+chooses among multiples of the schedule by what they earned. The world model chooses by what it imagines
 (world_model/imagination.py); it is reached through this interface only.
 """
 
