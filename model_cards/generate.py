@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from hub_server import LocalHub, card_errors  # noqa: E402
+from rig.hub_server import LocalHub, card_errors  # noqa: E402
 
 USER = "your-name"
 QUICKSTART = "examples/01_quickstart.py --compare_with_trainer False --push_to_hub True --hub_model_id"

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
-from tiny_architectures import build_model
+from rig.tiny_architectures import build_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
-from fake_device import MESSAGE, FakeDevice, RowLimit, Witness
+from rig.fake_device import MESSAGE, FakeDevice, RowLimit, Witness
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

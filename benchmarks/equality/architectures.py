@@ -26,7 +26,7 @@ from typing import Any
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tiny models on the CPU; a GPU would only add start-up time
 
 import torch
-from tiny_architectures import build_model, causal_lm_types, samples
+from rig.tiny_architectures import build_model, causal_lm_types, samples
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 

@@ -23,7 +23,7 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from tiny_architectures import build_model, causal_lm_types, samples
+from rig.tiny_architectures import build_model, causal_lm_types, samples
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 

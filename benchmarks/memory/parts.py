@@ -23,7 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 import torch.nn.functional as F
-from live_bytes import LiveBytes, saved_for_backward
+from rig.live_bytes import LiveBytes, saved_for_backward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance

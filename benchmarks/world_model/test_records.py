@@ -27,7 +27,7 @@ from hf_hybrid.world_model.rssm import FEATURES, RSSM, State, load_weights
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "world_model")]
 
-from synthetic_runs import SIGNAL, make_run  # noqa: E402
+from rig.synthetic_runs import SIGNAL, make_run  # noqa: E402
 from test_rssm import SMALL, an_observation, generator  # noqa: E402
 
 

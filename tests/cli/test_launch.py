@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import launched
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from rig import launched
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,12 +20,14 @@ from hf_hybrid.config import check_training_arguments
 from hf_hybrid.processes import warn_of_lone_process
 from hf_hybrid.setup import check_streamable
 
-ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
 CONFIGS = ROOT / "examples" / "accelerate_configs"
 
 
 def accelerate_launch(*arguments, cwd, timeout=600):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
+    paths = f"{ROOT}{os.pathsep}{TESTS}"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = ["--config_file", CONFIGS / "ddp_cpu.yaml", "--num_processes", "2", "--main_process_port", "0"]
     return subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *map(str, [*command, *arguments])],

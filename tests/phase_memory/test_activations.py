@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINTING, ByteText, assert_same_weights, hybrid_config, tiny_model, weights
-from live_bytes import saved_for_backward
+from rig.live_bytes import saved_for_backward
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification

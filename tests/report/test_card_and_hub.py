@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from conftest import ByteText, hybrid_config, tiny_model
-from hub_server import TOKEN, YAML_BLOCK, card_errors
 from huggingface_hub import ModelCard
+from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer, __version__
@@ -469,7 +469,7 @@ def test_a_card_that_cannot_be_written_does_not_stop_the_training(tmp_path, monk
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("hub")
-    started = [sys.executable, str(TESTS / "hub_scenario.py"), str(folder)]
+    started = [sys.executable, str(TESTS / "rig" / "hub_scenario.py"), str(folder)]
     result = subprocess.run(started, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
-from run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_record, write
+from rig.run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_record, write
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer

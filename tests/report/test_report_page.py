@@ -8,7 +8,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
+from rig.run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
 from hf_hybrid.cli.main import main
 from hf_hybrid.report.page import write_comparison, write_report

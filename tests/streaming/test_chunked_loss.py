@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
-from live_bytes import LiveBytes
-from tiny_architectures import build_model
+from rig.live_bytes import LiveBytes
+from rig.tiny_architectures import build_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration

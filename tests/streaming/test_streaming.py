@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from conftest import CHECKPOINTING, ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
-from tiny_architectures import build_model, samples
+from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer

@@ -3,8 +3,8 @@ import math
 
 import pytest
 import torch
+from rig.synthetic_runs import batch_of, make_run
 from safetensors.torch import load_file, save_file
-from synthetic_runs import batch_of, make_run
 
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import HISTORY, TOLERANCE, Calibration, power_law, student_t_cdf

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
-from synthetic_runs import make_run
+from rig.synthetic_runs import make_run
 
 import hf_hybrid
 from hf_hybrid import HybridTrainer, setup

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
+from rig.synthetic_runs import batch_of, make_run
 from safetensors.torch import save_file
-from synthetic_runs import batch_of, make_run
 
 from hf_hybrid.world_model.forecasts import (
     HISTORY,

@@ -1,6 +1,8 @@
 """
-A Hub on this machine that speaks the upload and download API as `huggingface_hub` calls it: accounts with one token,
-repositories with branches and commits, preupload, large files (in one piece or in parts), cards checked.
+A Hub on this machine that speaks the upload and download API as `huggingface_hub` calls it.
+
+It has one account with one token, repositories with branches and commits, preupload, large files (in one piece or in
+parts), and it checks cards.
 
     with LocalHub() as hub:
         environment = hub.environment(home)  # for a subprocess: endpoint, token and cache

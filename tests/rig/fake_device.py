@@ -4,9 +4,10 @@ import contextlib
 import weakref
 
 import torch
-from live_bytes import storages
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
+
+from rig.live_bytes import storages
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (a fake device with {limit} bytes)."
 

@@ -1,4 +1,4 @@
-"""Started by a test: import every module of the package, and compare what other packages are before and after."""
+"""A process that imports every module of the package and compares what other packages are before and after."""
 
 import importlib
 import logging

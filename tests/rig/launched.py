@@ -1,4 +1,8 @@
-"""What the processes run that `test_launch.py` launches: several runs in one start, as starting is what takes long."""
+"""
+The runs of two processes that `tests/cli/test_launch.py` launches: several in one start, as starting takes long.
+
+    PYTHONPATH=tests accelerate launch tests/rig/launched.py FOLDER NAME...
+"""
 
 import hashlib
 import json

@@ -1,8 +1,10 @@
 """
-Trains, pushes and downloads against a Hub on this machine. `test_hub.py` starts it in a process of its own, as the
-endpoint is read when `huggingface_hub` is imported, and judges what it writes down.
+A process that trains, pushes and downloads against a Hub on this machine.
 
-    python tests/hub_scenario.py FOLDER
+`tests/report/test_card_and_hub.py` starts it, as the endpoint is read when `huggingface_hub` is imported, and judges
+what it writes down.
+
+    python tests/rig/hub_scenario.py FOLDER
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from hub_server import TOKEN, LocalHub
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
 
-ROOT = Path(__file__).parent.parent
+from rig.hub_server import TOKEN, LocalHub  # noqa: E402
+
+ROOT = TESTS.parent
 FOLDER = Path(sys.argv[1]).absolute()
 HUB = LocalHub(part_size=1_000_000)
 os.environ.pop("HF_HUB_OFFLINE", None)

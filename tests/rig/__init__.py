@@ -1,0 +1,19 @@
+"""
+What several tests share, beside the fixtures and the tiny trainings of `tests/conftest.py`. Benchmarks use it too.
+
+Tests import it as `rig`: pytest puts `tests/` on the path when it loads `conftest.py`.
+
+| file | what it gives |
+|---|---|
+| `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
+| `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
+| `hub_server.py` | a Hub on this machine |
+| `import_everything.py` | a process that imports every module and compares other packages before and after |
+| `launched.py` | the runs that two processes of `accelerate launch` make |
+| `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
+| `run_folders.py` | output folders as runs leave them, with known numbers |
+| `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
+| `tiny_architectures.py` | a tiny model of every causal language model architecture |
+
+A process of its own starts from the path of its file and gets nothing from pytest.
+"""
