@@ -19,9 +19,10 @@ INTRODUCTION = """\
 
 *Written by `python docs/generate_configuration.py` from `hf_hybrid/arguments.py`.*
 
-`HybridConfig` is `transformers.TrainingArguments` with the options below; no default of the former differs. `optim`
-takes one more value: `muon`, Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
-`HybridDPOConfig` add the same options to TRL's configs. All of them are flat, on the command line and in YAML too:
+`HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of `TrainingArguments`.
+`optim` takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
+`HybridDPOConfig` add the same options to TRL's configs. An option has the same name in Python, on the command line and in
+YAML:
 
 ```python
 from hf_hybrid import HybridConfig
@@ -39,8 +40,8 @@ leap_memory_steps: 20
 learning_rate: 2.0e-5
 ```
 
-A value that cannot work is refused at construction, with the option, the value and what to change. A run writes the
-options that differ from their defaults to `hybrid_config.json`; `HybridConfig.from_json("out")` reads them back.
+A config with a value that cannot work is refused at construction. The error names the option, the value and what to change.
+A run writes the options that differ from their defaults to `hybrid_config.json`; `HybridConfig.from_json("out")` reads them.
 """
 
 
@@ -56,7 +57,7 @@ def values_of(option: Field, hint: object) -> str:
 
 
 def row(option: Field, hint: object) -> str:
-    """A line of a table; what a help text says of its default goes into the column for it."""
+    """A line of a table. The part of a help text behind "Default:" goes into the column of defaults."""
     text, _, said = option.metadata["help"].text.replace("%%", " %").replace("|", "\\|").partition(" Default: ")
     default = said.strip().rstrip(".") if option.default is None else f"`{option.default}`"
     return f"| `{option.name}` | {values_of(option, hint)} | {default or 'none'} | {text.strip()} |"
@@ -78,8 +79,8 @@ def page() -> str:
     names = list(next(iter(PRESETS.values())))
     presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
     parts.append(
-        "## What a preset decides\n\nUnless the option is given. `gain_factor` multiplies the gain of the direction; "
-        "`fast` also sets `optim=muon` where\n`optim` was left at its default.\n\n"
+        "## What a preset decides\n\nA preset sets these values unless you set the option. `gain_factor` multiplies the gain "
+        "of the direction. `fast` also\nsets `optim=muon` if `optim` was left at its default.\n\n"
         + table(["", *(f"`{name}`" for name in PRESETS)], presets)
         + "\n"
     )
