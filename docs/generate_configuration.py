@@ -19,10 +19,10 @@ INTRODUCTION = """\
 
 *Written by `python docs/generate_configuration.py` from `hf_hybrid/arguments.py`.*
 
-`HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of `TrainingArguments`.
-`optim` takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
-`HybridDPOConfig` add the same options to TRL's configs. An option has the same name in Python, on the command line and in
-YAML:
+`HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
+takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
+`HybridDPOConfig` add the same options to TRL's configs. An option has the same name in Python, on the command line and
+in YAML:
 
 ```python
 from hf_hybrid import HybridConfig
@@ -40,8 +40,9 @@ leap_memory_steps: 20
 learning_rate: 2.0e-5
 ```
 
-A config with a value that cannot work is refused at construction. The error names the option, the value and what to change.
-A run writes the options that differ from their defaults to `hybrid_config.json`; `HybridConfig.from_json("out")` reads them.
+A config with a value that cannot work is refused at construction. The error names the option, the value and what to
+change. A run writes the options that differ from their defaults to `hybrid_config.json`, and
+`HybridConfig.from_json("out")` reads them.
 """
 
 
@@ -79,8 +80,8 @@ def page() -> str:
     names = list(next(iter(PRESETS.values())))
     presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
     parts.append(
-        "## What a preset decides\n\nA preset sets these values unless you set the option. `gain_factor` multiplies the gain "
-        "of the direction. `fast` also\nsets `optim=muon` if `optim` was left at its default.\n\n"
+        "## What a preset decides\n\nA preset sets these values unless you set the option. `gain_factor` multiplies "
+        "the gain of the direction.\n`fast` also sets `optim=muon` if `optim` was left at its default.\n\n"
         + table(["", *(f"`{name}`" for name in PRESETS)], presets)
         + "\n"
     )

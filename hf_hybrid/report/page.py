@@ -466,7 +466,7 @@ def _world_model(errors: dict) -> str:
     names = ("model", "persistence", "power_law")
     rows = [(ahead, *_cells(as_dict(found), names)) for ahead, found in errors.items()]
     caption = "Mean absolute error in the log loss"
-    headers = ("windows ahead", "world model", "persistence", "power law")
+    headers = ("stretches ahead", "world model", "persistence", "power law")
     return _section("Forecasts of the world model", _table(headers, rows, caption, caption=caption))
 
 
