@@ -100,6 +100,15 @@ def assert_same_weights(first: dict, second: dict) -> None:
     assert not different, f"{len(different)} of {len(first)} parameters differ, first {different[:3]}"
 
 
+def losses(trainer) -> list[float]:
+    """The losses that were logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def finite(model) -> bool:
+    return all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
 @pytest.fixture
 def train_set() -> ByteText:
     return ByteText(400)

@@ -1,4 +1,4 @@
-"""`kill -9` in each phase, then `resume_from_checkpoint`: the weights of a run that was never interrupted."""
+"""`hf_hybrid/checkpoint.py`: `kill -9` in each phase and resume, what a checkpoint holds, and what a resume tells."""
 
 import json
 import logging
@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoint import is_complete, last_complete_checkpoint
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.checkpoint import (
+    VALUES_NAME,
+    is_complete,
+    last_complete_checkpoint,
+    load_hybrid_state,
+    save_hybrid_state,
+)
 from hf_hybrid.phases import Phase
 
 STEPS = 60
@@ -292,3 +299,48 @@ def test_a_checkpoint_that_says_less_resumes_without_a_word(uninterrupted, tmp_p
 
 def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
     assert uninterrupted[2]["resumed"] is None
+
+
+# What a checkpoint holds.
+
+
+@pytest.mark.parametrize("version, said", [(None, "missing"), (99, "`99`")])
+def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
+    save_hybrid_state(tmp_path, {"a": torch.ones(2)}, {"engine": {}})
+    tensors, values = load_hybrid_state(tmp_path)
+    assert torch.equal(tensors["a"], torch.ones(2)) and values == {"engine": {}}
+    written = json.loads((tmp_path / VALUES_NAME).read_text())
+    changed = {**written, "schema_version": version} if version else {"engine": written["engine"]}
+    (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `2`"):
+        load_hybrid_state(tmp_path)
+
+
+def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):
+    """In every phase a checkpoint loads to exactly the weights that the model holds."""
+    held, phases = {}, set()
+
+    class Keep(TrainerCallback):
+        def on_save(self, args, state, control, model=None, **kwargs):
+            held[state.global_step] = weights(model)
+            phases.add(trainer.run.last_phase)
+
+    trainer = HybridTrainer(
+        tiny_model(),
+        hybrid_config(tmp_path, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1),
+        train_dataset=ByteText(400),
+        eval_dataset=ByteText(32, offset=800),
+        callbacks=[Keep],
+    )
+    trainer.train()
+    assert phases == set(Phase)
+    evals = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    for step in (2, 6, 12, 20, 29):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}")
+        assert_same_weights(weights(loaded), held[step])
+        fresh = HybridTrainer(
+            loaded,
+            HybridConfig(**config_values(tmp_path / "e"), enable_predict=False),
+            eval_dataset=trainer.eval_dataset,
+        )
+        assert fresh.evaluate()["eval_loss"] == evals[step]

@@ -1,4 +1,4 @@
-"""The memory guard: warns early and once, cleans up, has one checkpoint written before memory runs out."""
+"""The memory guard of `hf_hybrid/recovery.py`: it warns early and once, cleans up, and saves before memory runs out."""
 
 import logging
 import subprocess

@@ -1,7 +1,11 @@
+"""`hf_hybrid/phases.py`: the order of phases, and the plugins that follow them."""
+
 import json
 
 import pytest
+from conftest import ByteText, hybrid_config, tiny_model
 
+from hf_hybrid import HybridTrainer, PhasePlugin
 from hf_hybrid.phases import LEGAL_TRANSITIONS, Phase, PhaseController, PhaseLengths
 
 LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)
@@ -84,3 +88,54 @@ def test_only_legal_transitions_happen():
 def test_lengths_below_one_are_refused(field):
     with pytest.raises(ValueError, match=f"`PhaseLengths.{field}` must be at least 1, got 0"):
         PhaseLengths(**{**vars(LENGTHS), field: 0})
+
+
+# Plugins.
+
+
+def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
+    calls = []
+
+    class Plugin(PhasePlugin):
+        def __init__(self, name):
+            self.name, self.count = name, 0
+
+        def on_phase_change(self, old, new):
+            calls.append((self.name, "change", old, new))
+
+        def before_forward(self, phase):
+            self.count += 1
+            calls.append((self.name, "before", phase))
+
+        def after_backward(self, phase):
+            calls.append((self.name, "after", phase))
+
+        def before_probe(self):
+            calls.append((self.name, "probe"))
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = self.restored = state["count"]
+
+    first, second = Plugin("first"), Plugin("second")
+    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=10)
+    HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), plugins=[first, second]).train()
+    index = calls.index(("first", "before", Phase.WARMUP))
+    assert [c[:2] for c in calls[index : index + 4]] == [
+        ("first", "before"), ("second", "before"), ("second", "after"), ("first", "after")
+    ]  # fmt: skip
+    changes = [call[2:] for call in calls if call[:2] == ("first", "change")]
+    assert changes[0] == (Phase.WARMUP, Phase.FULL) and all(a != b for a, b in changes)
+    assert ("first", "probe") in calls and not any(Phase.PREDICT in call for call in calls if call[1] == "before")
+    resumed = Plugin("first")
+    trainer = HybridTrainer(
+        tiny_model(),
+        hybrid_config(tmp_path, max_steps=10),
+        train_dataset=ByteText(400),
+        plugins=[resumed],
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    state = json.loads((tmp_path / "checkpoint-10" / "hybrid_state.json").read_text())
+    assert resumed.restored == state["plugins"]["first"]["count"] > 0

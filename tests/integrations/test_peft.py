@@ -251,3 +251,13 @@ def test_loaders_with_persistent_workers_are_not_mixed_up(tmp_path):
     batches = trainer.sequence_losses(trainer, trainer.plugins).batches()
     assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), held_out.blocks)
     assert trainer.evaluate()["eval_loss"] == first
+
+
+def test_adapters_leap_and_the_base_stays(tmp_path):
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(400))
+    trainer.train()
+    assert trainer.hybrid_summary()["predicted_steps"] > 0
+    now = dict(trainer.model.named_parameters())
+    assert all(torch.equal(value, now[name]) for name, value in base.items())

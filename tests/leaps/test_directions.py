@@ -1,4 +1,4 @@
-"""Directions of leaps: the optimizers' own rules, what holds for every direction, and a user's own."""
+"""`hf_hybrid/leaps/directions/`: the optimizers' own rules, what holds for every direction, and a user's own."""
 
 import json
 from copy import deepcopy
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import hybrid_config, tiny_model
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from test_trajectory import Toy, kept_leap
 from transformers.optimization import Adafactor
 
@@ -329,3 +329,66 @@ def test_attributes_of_a_direction_count(direction, tmp_path, train_set):
 def test_a_name_is_no_direction_of_the_user(tmp_path, train_set):
     with pytest.raises(ValueError, match="`direction` must be a subclass of `Direction`.*got `'none'`"):
         HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=train_set, direction="none")
+
+
+# Orthogonal leaps.
+
+
+def trained(optimizer, names, gain=3.0):
+    """A tiny model after six steps, and how each of the directions moves its weights from there."""
+    model, moved, memories = tiny_model(), {}, {}
+    for name in names:
+        twin = deepcopy(model)
+        matrices = split_parameters(twin)[0]
+        trajectory = Trajectory(
+            list(twin.named_parameters()),
+            made := optimizer(twin.parameters(), lr=1e-3),
+            direction=DIRECTIONS[name],
+            matrices=matrices,
+            memory_steps=10,
+            max_relative_norm=10.0,
+        )
+        text = ByteText(48)
+        for step in range(6):
+            ids = torch.stack([text[i]["input_ids"] for i in range(8 * step, 8 * step + 8)])
+            twin(input_ids=ids, labels=ids).loss.backward()
+            trajectory.observe_gradients()
+            made.step()
+            trajectory.observe_step([1e-3])
+            made.zero_grad()
+        before = weights(twin)
+        with trajectory.trial(Leap(6, real_steps=6)):
+            trajectory.leap(gain)
+            moved_to = weights(twin)
+        moved[name] = {key: value - before[key] for key, value in moved_to.items()}
+        memories[name] = dict(zip(trajectory.names, trajectory.direction.buffers["memory"]))
+    return moved, memories, list(matrices), gain * 6e-3
+
+
+def newton_schulz(matrix):
+    """Muon's iteration (Jordan et al., 2024) in fp64."""
+    matrix = matrix / matrix.norm()
+    for _ in range(5):
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
+    return matrix
+
+
+def test_orthogonal_leaps_of_hidden_matrices_and_of_the_rest():
+    moved, memories, matrices, way = trained(torch.optim.AdamW, ["orthogonal", "gradient_memory"])
+    assert len(matrices) == 14 and way == pytest.approx(3.0 * 6e-3)
+    for name, delta in moved["orthogonal"].items():
+        if name not in matrices:
+            assert torch.equal(delta, moved["gradient_memory"][name])
+            continue
+        root_mean_square = delta.square().mean().sqrt().item()
+        assert root_mean_square == pytest.approx(0.2 * way, rel=0.3)
+        expected = -0.2 * way * max(delta.shape) ** 0.5 * newton_schulz(memories["orthogonal"][name].double())
+        assert (delta - expected).norm() < 0.03 * expected.norm()
+        assert not torch.allclose(delta, moved["gradient_memory"][name], rtol=0.1)
+
+
+def test_under_sgd_everything_leaps_along_the_gradient_memory():
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    moved, _, _, _ = trained(sgd, ["orthogonal", "gradient_memory"])
+    assert_same_weights(moved["orthogonal"], moved["gradient_memory"])

@@ -1,8 +1,16 @@
+"""The divergence monitor: which losses and gradients alarm it, and what a training does then."""
+
 import json
 import math
 import random
 
-from hf_hybrid.leaps.divergence import Action, DivergenceMonitor, Level, linear_trend
+import pytest
+import torch
+from conftest import ByteText, finite, hybrid_config, tiny_model
+from safetensors.torch import load_file
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.leaps.divergence import Action, DivergenceMonitor, Level, TrainingDivergedError, linear_trend
 
 
 def monitor(**overrides):
@@ -127,3 +135,97 @@ def test_state_survives_json():
 def test_linear_trend_continues_a_line():
     trend, deviation = linear_trend([5.0 - 0.5 * step for step in range(10)])
     assert abs(trend - 0.0) < 1e-9 and deviation < 1e-9
+
+
+# In whole trainings: bad luck is survived, and no checkpoint holds NaN.
+
+
+class Poisoned(tiny_model().__class__):
+    """A model whose loss is poisoned in chosen forward passes of training."""
+
+    poison: dict = {}
+    calls = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if self.training:
+            self.calls += 1
+            output.loss = output.loss * self.poison.get(self.calls, 1.0)
+        return output
+
+
+def poisoned(poison):
+    model = Poisoned(tiny_model().config)
+    model.load_state_dict(tiny_model().state_dict())
+    model.poison = poison
+    return model
+
+
+@pytest.mark.parametrize("call", [2, 12, 25])
+def test_a_nan_batch_is_skipped(tmp_path, call):
+    trainer = HybridTrainer(
+        poisoned({call: math.nan}),
+        hybrid_config(tmp_path, max_steps=40, remove_unused_columns=False),
+        train_dataset=ByteText(400),
+    )
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert finite(trainer.model) and summary["skipped_batches"] == 1
+    (event,) = [e for e in summary["divergence_events"] if "not finite" in e["reason"]]
+    assert (event["level"], event["action"]) == ("critical", "skip_batch")
+    last = [e["loss"] for e in trainer.state.log_history if "loss" in e][-1]
+    assert last < 5.0
+
+
+@pytest.mark.parametrize("factor, clip", [(1e6, 0.0), (math.inf, 1.0)])
+def test_a_poisoned_gradient_does_not_reach_weights_or_optimizer(tmp_path, factor, clip):
+    config = hybrid_config(tmp_path, max_steps=50, max_grad_norm=clip, remove_unused_columns=False)
+    trainer = HybridTrainer(poisoned({33: factor}), config, train_dataset=ByteText(400))
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert finite(trainer.model) and summary["skipped_batches"] == 1
+    largest = max(s["exp_avg_sq"].max().item() for s in trainer.optimizer.state_dict()["state"].values())
+    assert largest < 10.0
+
+
+def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):
+    config = hybrid_config(
+        tmp_path, max_steps=60, save_strategy="steps", save_steps=10, max_bad_steps=5, remove_unused_columns=False
+    )
+    trainer = HybridTrainer(poisoned({call: math.nan for call in range(20, 200)}), config, train_dataset=ByteText(400))
+    with pytest.raises(TrainingDivergedError, match=r"5 in a row.*last good checkpoint is `.*checkpoint-\d+`"):
+        trainer.train()
+    assert finite(trainer.model)
+    for file in tmp_path.glob("checkpoint-*/model.safetensors"):
+        assert all(torch.isfinite(t).all() for t in load_file(file).values())
+
+
+def test_nan_weights_are_never_saved(tmp_path):
+    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=2)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400))
+    original = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        if trainer.state.global_step == 3:  # in Warmup: no leap to roll back
+            next(trainer.model.parameters()).data.fill_(math.nan)
+        return original(*args, **kwargs)
+
+    trainer.training_step = training_step
+    with pytest.raises(TrainingDivergedError, match="checkpoint-2"):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_a_lasting_rise_of_the_loss_keeps_leaps_away(tmp_path, train_set, monkeypatch):
+    """Whatever the leaps of a direction do, a run that gets worse goes on without leaps that nobody looks at."""
+    rises = iter([(Level.NORMAL, "")] * 20 + [(Level.WARNING, "risen")] * 2)
+    monkeypatch.setattr(DivergenceMonitor, "_rise", lambda monitor: next(rises, (Level.NORMAL, "")))
+    config = hybrid_config(tmp_path, max_steps=60, probe_budget=0.0, leap_budget=100.0)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    events = [event for event in summary["divergence_events"] if event["reason"] == "risen"]
+    assert [event["action"] for event in events] == ["back_off"] * 2
+    made = [leap["step"] for leap in summary["leaps"]]
+    assert any(step < events[0]["step"] for step in made)
+    assert not any(step > events[-1]["step"] for step in made), "with no budget for a look there is none after that"

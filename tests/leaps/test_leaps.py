@@ -1,19 +1,17 @@
-"""Leaps from the plan to the verdict: what is written down of each, what changes them, and that they are resumed."""
+"""Leaps in whole trainings: what is written down, what moves the weights and puts them back, and how they resume."""
 
-from copy import deepcopy
-from functools import partial
+import math
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, finite, hybrid_config, tiny_model, weights
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.directions import DIRECTIONS
 from hf_hybrid.leaps.gains import GainPlanner
-from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.optimizers import split_parameters
+from hf_hybrid.phases import Phase
 
 SEEN = {"unprobed", "kept", "shrunk"}
 
@@ -109,67 +107,7 @@ def test_a_run_resumes_bit_for_bit(options, tmp_path):
             assert resumed.hybrid_summary()[name] == summary[name]
 
 
-# Orthogonal leaps.
-
-
-def trained(optimizer, names, gain=3.0):
-    """A tiny model after six steps, and how each of the directions moves its weights from there."""
-    model, moved, memories = tiny_model(), {}, {}
-    for name in names:
-        twin = deepcopy(model)
-        matrices = split_parameters(twin)[0]
-        trajectory = Trajectory(
-            list(twin.named_parameters()),
-            made := optimizer(twin.parameters(), lr=1e-3),
-            direction=DIRECTIONS[name],
-            matrices=matrices,
-            memory_steps=10,
-            max_relative_norm=10.0,
-        )
-        text = ByteText(48)
-        for step in range(6):
-            ids = torch.stack([text[i]["input_ids"] for i in range(8 * step, 8 * step + 8)])
-            twin(input_ids=ids, labels=ids).loss.backward()
-            trajectory.observe_gradients()
-            made.step()
-            trajectory.observe_step([1e-3])
-            made.zero_grad()
-        before = weights(twin)
-        with trajectory.trial(Leap(6, real_steps=6)):
-            trajectory.leap(gain)
-            moved_to = weights(twin)
-        moved[name] = {key: value - before[key] for key, value in moved_to.items()}
-        memories[name] = dict(zip(trajectory.names, trajectory.direction.buffers["memory"]))
-    return moved, memories, list(matrices), gain * 6e-3
-
-
-def newton_schulz(matrix):
-    """Muon's iteration (Jordan et al., 2024) in fp64."""
-    matrix = matrix / matrix.norm()
-    for _ in range(5):
-        square = matrix @ matrix.T
-        matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
-    return matrix
-
-
-def test_orthogonal_leaps_of_hidden_matrices_and_of_the_rest():
-    moved, memories, matrices, way = trained(torch.optim.AdamW, ["orthogonal", "gradient_memory"])
-    assert len(matrices) == 14 and way == pytest.approx(3.0 * 6e-3)
-    for name, delta in moved["orthogonal"].items():
-        if name not in matrices:
-            assert torch.equal(delta, moved["gradient_memory"][name])
-            continue
-        root_mean_square = delta.square().mean().sqrt().item()
-        assert root_mean_square == pytest.approx(0.2 * way, rel=0.3)
-        expected = -0.2 * way * max(delta.shape) ** 0.5 * newton_schulz(memories["orthogonal"][name].double())
-        assert (delta - expected).norm() < 0.03 * expected.norm()
-        assert not torch.allclose(delta, moved["gradient_memory"][name], rtol=0.1)
-
-
-def test_under_sgd_everything_leaps_along_the_gradient_memory():
-    sgd = partial(torch.optim.SGD, momentum=0.9)
-    moved, _, _, _ = trained(sgd, ["orthogonal", "gradient_memory"])
-    assert_same_weights(moved["orthogonal"], moved["gradient_memory"])
+# Wherever the weights are, and of adapters.
 
 
 @pytest.mark.parametrize("build", [tiny_model, lora])
@@ -192,3 +130,200 @@ def test_adapters_leap_and_their_base_stays(tmp_path):
     trained_model = train(tmp_path, model).model
     for name, weight in weights(trained_model).items():
         assert torch.equal(weight, before[name]) == ("lora_" not in name)
+
+
+# The weights: what moves them, and what puts them back.
+
+
+class Recorder(TrainerCallback):
+    """Weights and optimizer step counts around every step."""
+
+    def __init__(self):
+        self.before, self.after, self.counts = [], [], []
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.before.append(weights(model))
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.after.append(weights(model))
+        states = optimizer.state_dict()["state"].values()
+        self.counts.append(max(int(s["step"]) for s in states))
+
+
+def run(tmp_path, *, callbacks=(), **overrides):
+    """With the options of `hybrid_config`."""
+    trainer = HybridTrainer(
+        tiny_model(),
+        hybrid_config(tmp_path, **overrides),
+        train_dataset=ByteText(400),
+        eval_dataset=ByteText(32, offset=800),
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return trainer
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_every_step_does_what_its_phase_says(tmp_path):
+    recorder = Recorder()
+    phases = []
+
+    class Phases(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            phases.append(trainer.run.last_phase)
+
+    trainer = HybridTrainer(
+        tiny_model(),
+        hybrid_config(tmp_path, max_steps=40),
+        train_dataset=ByteText(400),
+        callbacks=[recorder],
+    )
+    trainer.add_callback(Phases)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert set(phases) == set(Phase)
+    counted = 0
+    for phase, before, after, count in zip(phases, recorder.before, recorder.after, recorder.counts):
+        if phase is Phase.PREDICT:
+            assert same(before, after)  # the leap was made before the step; the step itself costs nothing
+        else:
+            counted += 1
+            assert not same(before, after)
+        assert count == counted  # AdamW's own counter sees real steps only
+    # Between two steps weights change only by a leap, and an accepted leap changes every one of them.
+    kept = {leap["step"] for leap in summary["leaps"] if leap["verdict"] != "rejected"}
+    moved = {i + 1 for i, (a, b) in enumerate(zip(recorder.after, recorder.before[1:])) if not same(a, b)}
+    assert moved == kept and kept
+    for step in kept:
+        a, b = recorder.after[step - 1], recorder.before[step]
+        assert all(not torch.equal(a[name], b[name]) for name in a)
+
+
+def test_frozen_control_changes_nothing_in_predicted_steps(tmp_path):
+    recorder = Recorder()
+    trainer = run(tmp_path, callbacks=[recorder], direction="none")
+    assert trainer.hybrid_summary()["predicted_steps"] > 0
+    assert all(same(a, b) for a, b in zip(recorder.after, recorder.before[1:]))
+
+
+def test_a_leap_is_not_clipped_by_max_grad_norm(tmp_path):
+    """A clipping threshold far below any gradient leaves the size of Adam's steps, and so of leaps, as they are."""
+    norms = [
+        [leap["relative_norm"] for leap in run(tmp_path / str(limit), max_grad_norm=limit).hybrid_summary()["leaps"]]
+        for limit in (0.0, 1e-3)
+    ]
+    # Adam's second moment shrinks with the clipped gradients: the leap keeps its size instead of shrinking with them.
+    assert norms[0][0] > 1e-3 and norms[1][0] == pytest.approx(norms[0][0], rel=0.3)
+
+
+class Spy:
+    """Stands in for `Trajectory.leap` and keeps the weights around it."""
+
+    def __init__(self, monkeypatch, factor=1.0):
+        original = Trajectory.leap
+        self.before = []
+
+        def leap(trajectory, gain):
+            if trajectory.open.gain == 0:  # not moved yet
+                self.before.append([p.detach().clone() for p in trajectory.parameters])
+            trajectory.max_relative_norm = 1e3
+            return original(trajectory, gain * factor)
+
+        monkeypatch.setattr(Trajectory, "leap", leap)
+
+
+def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
+    Spy(monkeypatch, factor=-5000.0)  # uphill, far
+    recorder = Recorder()
+    trainer = run(tmp_path, callbacks=[recorder], probe_budget=1.0)
+    rejected = [leap for leap in trainer.hybrid_summary()["leaps"] if leap["verdict"] == "rejected"]
+    assert len(rejected) >= 2
+    for leap in rejected:
+        assert leap["loss_after"] - leap["loss_before"] > 2 * leap["standard_error"]
+        assert same(recorder.after[leap["step"] - 1], recorder.before[leap["step"]])
+        assert leap["horizon"] == 0
+
+
+def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch):
+    """Probed at first, terrible later when nobody looks: Correct sees the loss jump and goes back exactly."""
+    original = Trajectory.leap
+    at_leap = []
+
+    def leap(trajectory, gain):
+        trajectory.max_relative_norm = 10.0
+        terrible = trajectory.clock.steps_seen > 60 and not at_leap
+        if terrible:
+            at_leap.extend(p.detach().clone() for p in trajectory.parameters)
+        trajectory.max_relative_norm = 10.0
+        return original(trajectory, -600.0 if terrible else gain)
+
+    restored = []
+    rolled = Trajectory.roll_back
+
+    def roll_back(trajectory):
+        rolled(trajectory)
+        restored.append([p.detach().clone() for p in trajectory.parameters])
+
+    monkeypatch.setattr(Trajectory, "leap", leap)
+    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
+    trainer = run(tmp_path, max_steps=90, probe_budget=0.0, direction="gradient_memory")
+    summary = trainer.hybrid_summary()
+    terrible = [leap for leap in summary["leaps"] if leap["gain"] < -100]
+    assert [leap["verdict"] for leap in terrible] == ["rolled_back"]
+    back = [event for event in summary["divergence_events"] if event["action"] == "roll_back"]
+    assert len(back) == summary["roll_backs"] and back[-1]["step"] <= terrible[0]["step"] + 2
+    assert any(all(torch.equal(a, b) for a, b in zip(at_leap, state)) for state in restored)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 5
+
+
+def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
+    """The same 8 sequences a step as 8, 2 or 1 at a time: the same phases, leaps and verdicts, the same losses."""
+    found = {}
+    for size, parts in ((8, 1), (2, 4), (1, 8)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": parts, "probe_budget": 1.0}
+        trainer = run(tmp_path / str(size), max_steps=40, **options)
+        summary, log = trainer.hybrid_summary(), trainer.state.log_history
+        assert summary["backward_passes"] == parts * summary["real_steps"]
+        found[size] = (
+            [entry["hybrid/phase"] for entry in log if "hybrid/phase" in entry],
+            [(leap["step"], leap["horizon"], leap["verdict"]) for leap in summary["leaps"]],
+            [entry["loss"] for entry in log if "loss" in entry],
+            [leap["loss_after"] for leap in summary["leaps"] if leap["loss_after"] is not None],
+        )
+    phases, leaps, losses, probed = found[8]
+    assert set(phases) == {phase.index for phase in Phase} and len(leaps) >= 4 and probed
+    for size in (2, 1):
+        assert found[size][:2] == (phases, leaps)
+        assert found[size][2] == pytest.approx(losses, abs=1e-5)
+        assert found[size][3] == pytest.approx(probed, abs=1e-5)
+
+
+def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
+    """Correct is shorter than the row of bad steps that the monitor waits for: the way back must not close."""
+    original, before = Trajectory.leap, []
+
+    def leap(trajectory, gain):
+        original(trajectory, gain)
+        if trajectory.clock.steps_seen > 20 and not before:
+            before.extend(saved.clone() for saved in trajectory.snapshot)
+            trajectory.parameters[0].data.fill_(math.nan)
+
+    restored, rolled = [], Trajectory.roll_back
+
+    def roll_back(trajectory):
+        rolled(trajectory)
+        restored.append([p.detach().clone() for p in trajectory.parameters])
+
+    monkeypatch.setattr(Trajectory, "leap", leap)
+    monkeypatch.setattr(Trajectory, "roll_back", roll_back)
+    trainer = HybridTrainer(
+        tiny_model(), hybrid_config(tmp_path, max_steps=50, probe_budget=0.0), train_dataset=ByteText(400)
+    )
+    trainer.train()
+    assert before and finite(trainer.model)
+    assert any(all(torch.equal(a, b) for a, b in zip(before, state)) for state in restored)
+    assert "rolled_back" in trainer.hybrid_summary()["leaps_by_verdict"]

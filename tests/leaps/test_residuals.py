@@ -1,3 +1,5 @@
+"""`hf_hybrid/leaps/residuals.py`: what real steps after a leap say of it, by kind of parameter."""
+
 import json
 
 import pytest

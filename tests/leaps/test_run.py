@@ -1,5 +1,6 @@
-"""One leap from the decision to the verdict, on a problem of one weight that is small enough to be known."""
+"""`hf_hybrid/leaps/run.py`: one leap from the decision to the verdict, on a problem of one weight that can be known."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from conftest import weights
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
 from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
-from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.leaps.probe import HeldOutProbe
 from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
@@ -286,3 +287,23 @@ def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
     for name, factor in factors.items():
         assert after[name] == pytest.approx(factor * without[name], rel=1e-5)
     assert plain.trajectory.gain_factors is None
+
+
+# Stretches.
+
+
+def test_stretches_hold_what_happened_in_their_real_steps():
+    counter = StretchCounter(stride=4)
+    done = []
+    for loss in (4.0, 2.0, None, 2.0):
+        done.append(counter.step(loss, 0.1))
+    counter.leap(3.0, real_steps=2)
+    done.append(counter.step(0.0, 0.05))
+    assert done == [False, False, False, False, True]
+    closed = counter.close([1.0], progress=0.25, learning_rate=0.05)
+    assert closed == Stretch([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
+    assert counter.losses == [] and counter.gain == 0.0 and counter.predicted == 0
+    other = StretchCounter(stride=4)
+    counter.step(1.0, 0.02)
+    other.load_state_dict(json.loads(json.dumps(counter.state_dict())))
+    assert vars(other) == vars(counter)

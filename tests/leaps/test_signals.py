@@ -1,3 +1,5 @@
+"""`hf_hybrid/leaps/signals.py`: the features of a step are bounded, independent of units, and never constant."""
+
 import json
 
 from conftest import ByteText, hybrid_config, tiny_model

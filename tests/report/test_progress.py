@@ -246,3 +246,10 @@ def test_the_page_lists_every_value(tmp_path):
 def test_trackers_show_the_values_as_the_page_says():
     assert list(rewrite_logs({"hybrid/phase": 1})) == ["train/hybrid/phase"]
     assert "`train/hybrid/phase`" in (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
+
+
+def test_the_progress_bar_shows_phase_and_loss(tmp_path, capfd):
+    make(tmp_path).train()
+    text = capfd.readouterr().err
+    assert "phase=warmup loss=" in text and "phase=correct loss=" in text
+    assert text.count("15/15") >= 1
