@@ -1,20 +1,16 @@
+"""`hf_hybrid/config.py`: options beside those of TrainingArguments, what cannot be combined, and the saved config."""
+
 import dataclasses
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
-from hf_hybrid.arguments import PRESETS
-from hf_hybrid.setup import leap_memory_steps, phase_lengths, rescue_is_on
-
-PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
+from hf_hybrid.config import check_training_arguments
 
 
 def test_defaults_of_training_arguments_are_untouched(tmp_path):
@@ -38,39 +34,6 @@ def test_command_line_and_yaml(tmp_path):
     assert (config.preset, config.leap_gain, config.learning_rate) == ("conservative", 1.5, 1e-3)
 
 
-def test_help_is_complete_and_cheap():
-    """The options alone need neither torch nor transformers, and argparse can print them."""
-    code = (
-        "import sys, dataclasses, argparse\n"
-        "from hf_hybrid import HybridArguments\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-        "parser = argparse.ArgumentParser()\n"
-        "for f in dataclasses.fields(HybridArguments):\n"
-        "    assert len(f.metadata['help']) > 20, f.name\n"
-        "    parser.add_argument('--' + f.name, help=f.metadata['help'])\n"
-        "print(parser.format_help())\n"
-    )
-    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "--leap_worth" in text and "5% of" in text
-    assert "Must be at least 0 and less than 1." in text
-
-
-def test_options_are_few():
-    assert len(dataclasses.fields(HybridArguments)) <= 40
-
-
-def test_every_option_is_read_by_something():
-    source = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "arguments.py"}
-    text = "\n".join(source.values())
-    unread = [
-        field.name
-        for field in dataclasses.fields(HybridArguments)
-        if not re.search(rf'options\.{field.name}\b|hybrid_args\.{field.name}\b|["\']{field.name}["\']', text)
-    ]
-    # Read by `preset_value` and `final_gain`.
-    assert set(unread) <= {"preset", "leap_gain"}
-
-
 @pytest.mark.parametrize(
     "option, value, message",
     [
@@ -89,54 +52,6 @@ def test_every_option_is_read_by_something():
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         HybridConfig(**config_values(tmp_path), **{option: value})
-
-
-@pytest.mark.parametrize(
-    "option, value, message",
-    [
-        ("enable_predict", "False", "`enable_predict` must be `True` or `False`, got `'False'`"),
-        ("enable_predict", None, "`enable_predict` must be `True` or `False`, got `None`"),
-        ("correct_gain", 1, "`correct_gain` must be `True` or `False`, got `1`"),
-        ("stream_embeddings", "no", "`stream_embeddings` must be `True` or `False`, got `'no'`"),
-        ("probe_samples", 2.5, "`probe_samples` must be an integer, got `2.5`"),
-        ("probe_samples", None, "`probe_samples` must be an integer, got `None`"),
-        ("full_phase_steps", 1.5, "`full_phase_steps` must be an integer, got `1.5`"),
-        ("full_phase_steps", True, "`full_phase_steps` must be an integer, got `True`"),
-        ("full_phase_steps", "4", "`full_phase_steps` must be an integer, got `'4'`"),
-        ("max_bad_steps", float("inf"), "`max_bad_steps` must be an integer, got `inf`"),
-        ("leap_gain", "much", "`leap_gain` must be a finite number, got `'much'`"),
-        ("leap_gain", float("nan"), "`leap_gain` must be at least 0, got nan"),
-        ("max_bad_steps", float("nan"), "`max_bad_steps` must be an integer, got `nan`"),
-        ("leap_gain", False, "`leap_gain` must be a finite number, got `False`"),
-        ("leap_gain", "inf", "`leap_gain` must be a finite number, got `'inf'`"),
-        ("leap_budget", float("inf"), "`leap_budget` must be a finite number, got `inf`"),
-        ("probe_budget", [0.1], "`probe_budget` must be a finite number, got `[0.1]`"),
-        ("vram_budget_gib", 10**400, "`vram_budget_gib` must be a finite number, got `1000"),
-        ("checkpoint_phases", ["full"], "`checkpoint_phases` must be text, got `['full']`"),
-        ("preset", True, "`preset` must be one of conservative, balanced, aggressive, fast, got `True`"),
-        ("preset", ["fast"], "`preset` must be one of conservative, balanced, aggressive, fast, got `['fast']`"),
-        ("memory", True, "`memory` must be one of off, auto, stream, got `on`"),
-    ],
-)
-def test_values_of_another_type_are_refused(option, value, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        HybridArguments(**{option: value})
-
-
-@pytest.mark.parametrize("value", [{}, float("nan"), float("inf")])
-def test_every_option_refuses_what_none_can_use(value):
-    for field in dataclasses.fields(HybridArguments):
-        with pytest.raises(ValueError, match=f"`{field.name}` must be "):
-            HybridArguments(**{field.name: value})
-
-
-def test_numbers_have_the_type_of_their_option():
-    numbers = HybridArguments(
-        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, probe_samples=np.int64(9)
-    )
-    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.probe_samples]
-    assert values == [0.1, 0.5, 2, 9] and [type(value) for value in values] == [float, float, int, int]
-    assert numbers.probe_budget == 0
 
 
 def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):
@@ -179,35 +94,6 @@ def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path):
         check_training_arguments(args, off)
 
 
-def test_presets_are_ordered_and_options_win():
-    names = list(PRESETS)
-    for option in ("leap_worth", "divergence_threshold"):
-        values = [HybridArguments(preset=name).preset_value(option) for name in names[:3]]
-        assert values == sorted(values) and len(set(values)) == 3
-    gains = [HybridArguments(preset=name).final_gain(3.0) for name in names[:3]]
-    assert gains == sorted(gains) and len(set(gains)) == 3
-    assert HybridArguments(preset="aggressive", leap_worth=0.5).preset_value("leap_worth") == 0.5
-    assert HybridArguments(leap_gain=0.5).final_gain(3.0) == 0.5 and HybridArguments().final_gain(4.0) == 4.0
-
-
-@pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])
-def test_phase_lengths_suit_the_run(steps):
-    lengths = phase_lengths(HybridArguments(), steps)
-    cycle = lengths.warmup + lengths.full + lengths.correct
-    assert cycle < steps or steps < 10
-    assert lengths.warmup <= 100 and lengths.max_predict <= 10
-    assert 5 <= leap_memory_steps(HybridArguments(), steps, None) <= 1000
-    assert phase_lengths(HybridArguments(warmup_phase_steps=3), steps).warmup == 3
-
-
-def test_rescue_respects_a_learning_rate_that_was_chosen(tmp_path):
-    chosen, default = HybridConfig(**config_values(tmp_path)), HybridConfig(str(tmp_path))
-    assert rescue_is_on(default, default) and not rescue_is_on(chosen, chosen)
-    for value, expected in (("on", True), ("off", False)):
-        config = HybridConfig(str(tmp_path), lr_rescue=value)
-        assert rescue_is_on(config, config) is expected
-
-
 def test_the_config_is_saved_and_read_back(tmp_path):
     config = hybrid_config(tmp_path, preset="aggressive", hub_token="secret", optim_args="a=1")
     HybridTrainer(tiny_model(), config, train_dataset=ByteText(100)).train()
@@ -223,3 +109,34 @@ def test_unknown_keys_in_a_saved_config_are_named(tmp_path):
     (tmp_path / "hybrid_config.json").write_text(json.dumps({"output_dir": "x", "leap_gian": 1}))
     with pytest.raises(ValueError, match="Unknown options in .*`leap_gian`"):
         HybridConfig.from_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options,complaint",
+    [
+        ({"memory": "always"}, "`memory` must be one of off, auto, stream"),
+        ({"vram_budget_gib": 0}, "`vram_budget_gib` must be greater than 0"),
+        ({"resident_layers": -1}, "`resident_layers` must be at least 0"),
+        ({"base_precision": "int8"}, "`base_precision=int8`"),
+        ({"weight_precision": "int4"}, "int4"),
+        ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
+        ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
+        ({"predict_states": "disk"}, "`predict_states`"),
+    ],
+)
+def test_values_that_cannot_work(options, complaint, tmp_path):
+    with pytest.raises(ValueError, match=complaint):
+        hybrid_config(tmp_path, **options)
+
+
+def test_8bit_states_need_an_adamw(tmp_path):
+    with pytest.raises(ValueError, match="`optimizer_states=8bit`"):
+        hybrid_config(tmp_path, optimizer_states="8bit", optim="sgd")
+
+
+def test_deepspeed_is_refused_before_it_is_looked_for(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    args = SimpleNamespace(optim="adamw_torch", fp16=False, bf16=True)
+    with pytest.raises(ValueError, match="`deepspeed` cannot be combined with leaps.*`enable_predict=False`"):
+        check_training_arguments(args, HybridArguments())
+    check_training_arguments(args, HybridArguments(enable_predict=False))

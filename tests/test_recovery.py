@@ -1,11 +1,11 @@
-"""Out-of-memory in every phase is survived with nothing lost: the run ends where smaller micro-batches end."""
+"""Out of memory, in `hf_hybrid/recovery.py`: every phase survives it, to the bits of smaller micro-batches."""
 
 import functools
 import json
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
 from rig.fake_device import MESSAGE, FakeDevice, RowLimit, Witness
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -58,10 +58,6 @@ def train_limited(trainer, most, **limit):
     with RowLimit(trainer, most, **limit).active() as device:
         trainer.train()
     return device
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def events(trainer):

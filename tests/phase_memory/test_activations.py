@@ -443,3 +443,28 @@ def test_errors_say_what_to_do():
     model.parameters = lambda: iter([SimpleNamespace(device=torch.device("mps"))])
     with pytest.raises(ValueError, match="needs a device with streams, not `mps`"):
         BoundaryOffload(model)
+
+
+# Of the options.
+
+
+def test_wrong_checkpoint_phase(tmp_path, train_set):
+    with pytest.raises(ValueError, match="`predict`"):
+        config = hybrid_config(tmp_path, checkpoint_phases="full,predict")
+        HybridTrainer(tiny_model(), config, train_dataset=train_set)
+
+
+class WatchCheckpointing(PhasePlugin):
+    def __init__(self, model):
+        self.model, self.seen = model, {}
+
+    def before_forward(self, phase):
+        self.seen.setdefault(phase, set()).add(self.model.model.layers[0].gradient_checkpointing)
+
+
+def test_checkpointing_follows_the_phase(tmp_path, train_set):
+    model = tiny_model()
+    watch = WatchCheckpointing(model)
+    config = hybrid_config(tmp_path, max_steps=16, checkpoint_phases="full")
+    HybridTrainer(model, config, train_dataset=train_set, plugins=[watch]).train()
+    assert watch.seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {False}}

@@ -361,3 +361,14 @@ def test_errors_name_the_argument_and_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ImportError, match=r'pip install "hf-hybrid\[quantization\]"'):
         Int8Predict(engine="bitsandbytes")
+
+
+def test_int8_probes(tmp_path, train_set):
+    pytest.importorskip("bitsandbytes")
+    model = tiny_model(num_hidden_layers=2, hidden_size=256, intermediate_size=256)
+    options = {"weight_precision": "predict=int8", "probe_budget": 0.3, "leap_budget": 100.0}
+    trainer = HybridTrainer(model, hybrid_config(tmp_path, max_steps=24, **options), train_dataset=train_set)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert any(leap["verdict"] != "unprobed" for leap in summary["leaps"])
+    assert all(type(module.weight) is torch.nn.Parameter for module in model.modules() if hasattr(module, "weight"))

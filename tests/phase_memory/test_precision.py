@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -140,10 +140,6 @@ def train(folder, *plugins, model=None, **overrides):
     )
     trainer.train()
     return trainer
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def lora_model():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
 from torch import nn
 
 from hf_hybrid import HybridTrainer
@@ -276,3 +276,14 @@ def _last_in_predict(folder):
             found.append((step, checkpoint))
     assert found, "no Predict of two steps in this run"
     return max(found)[1]
+
+
+@pytest.mark.parametrize("placement", ["8bit", "drop"])
+def test_lossy_placements_finish(placement, tmp_path, train_set):
+    if placement == "8bit":
+        pytest.importorskip("bitsandbytes")
+    config = hybrid_config(tmp_path, predict_states=placement)
+    trainer = HybridTrainer(tiny_model(num_hidden_layers=4), config, train_dataset=train_set)
+    trainer.train()
+    assert trainer.hybrid_summary()["predicted_steps"] > 0
+    assert losses(trainer)[-1] < losses(trainer)[0]

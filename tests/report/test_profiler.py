@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -31,10 +31,6 @@ def lines(folder, name="steps.jsonl") -> list[dict]:
 
 def summary(folder) -> dict:
     return json.loads((Path(folder) / "profile" / "summary.json").read_text())
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def held_total(record) -> int:

@@ -1,15 +1,18 @@
 """The chunked loss is the model's own loss, gradients included, in a fraction of its memory."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
+from conftest import config_values, losses, tiny_model, weights
 from rig.live_bytes import LiveBytes
 from rig.tiny_architectures import build_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.streamer import LayerStreamer
@@ -447,3 +450,43 @@ def test_streamed_model(tied, walked):
         found = {name: streamer.counterpart(parameter).grad for name, parameter in model.named_parameters()}
         assert_same_gradients(found, expected)
         streamer.detach()
+
+
+# In a training.
+
+
+def big_vocabulary():
+    return tiny_model(num_hidden_layers=2, vocab_size=40_000)
+
+
+@pytest.mark.parametrize("memory", ["off", "stream"])
+def test_chunked_loss_is_the_loss(memory, tmp_path, train_set):
+    options = {"max_steps": 6, "gradient_accumulation_steps": 2, "weight_decay": 0.1}
+    plain = Trainer(big_vocabulary(), TrainingArguments(**config_values(tmp_path, **options)), train_dataset=train_set)
+    config = HybridConfig(
+        **config_values(tmp_path, **options), enable_predict=False, memory=memory,
+        chunked_loss="auto" if memory == "stream" else "on", stream_embeddings=memory == "stream" or None,
+    )  # fmt: skip
+    chunked = HybridTrainer(big_vocabulary(), config, train_dataset=train_set)
+    plain.train()
+    chunked.train()
+    torch.testing.assert_close(losses(chunked), losses(plain), rtol=1e-5, atol=0)
+    assert "forward" not in vars(chunked.model.lm_head)
+    for name, weight in weights(plain.model).items():
+        torch.testing.assert_close(chunked.model.get_parameter(name), weight, rtol=0, atol=2e-4)
+
+
+def test_chunked_loss_is_not_forced_on_a_loss_of_ones_own(tmp_path, train_set, caplog):
+    options = config_values(tmp_path, max_steps=2)
+
+    def own_loss(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.float().square().mean()
+
+    with pytest.raises(ValueError, match="`chunked_loss=on` cannot be used"):
+        config = HybridConfig(**options, enable_predict=False, chunked_loss="on")
+        HybridTrainer(big_vocabulary(), config, train_dataset=train_set, compute_loss_func=own_loss).train()
+    config = HybridConfig(**options, enable_predict=False, memory="stream")
+    trainer = HybridTrainer(big_vocabulary(), config, train_dataset=train_set, compute_loss_func=own_loss)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "computed from all logits" in caplog.text

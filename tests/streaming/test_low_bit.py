@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.streaming import low_bit
 from hf_hybrid.streaming.low_bit import AdamW8bit, stochastic_round_
 
@@ -309,3 +309,41 @@ def test_leaps_go_along_the_gradients_as_far_as_the_steps_did(tmp_path):
     summary = hybrid.hybrid_summary()
     assert summary["direction"] == "gradient_memory" and all(leap["relative_norm"] > 0 for leap in summary["leaps"])
     assert summary["leaps"] and 0 < summary["buffer_bytes"]["sample"] < summary["buffer_bytes"]["memory"]
+
+
+# Of the options, streamed or not.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_8bit_states_streamed_or_not(dtype, tmp_path, train_set):
+    """The same update, on the device as units stream in or resident: the same weights."""
+    found = []
+    for memory in ("off", "stream"):
+        model = tiny_model(num_hidden_layers=4, hidden_size=64, intermediate_size=128).to(dtype)
+        config = HybridConfig(
+            **config_values(tmp_path, max_steps=8, gradient_accumulation_steps=2),
+            enable_predict=False, memory=memory, optimizer_states="8bit", accumulation_walk="micro_batch",
+        )  # fmt: skip
+        trainer = HybridTrainer(model, config, train_dataset=train_set)
+        trainer.train()
+        found.append(trainer)
+    assert losses(found[0]) == losses(found[1])
+    assert_same_weights(weights(found[0].model), weights(found[1].model))
+    states = found[1].optimizer.optimizer.state
+    assert any(value.dtype == torch.uint8 for state in states.values() for value in state.values())
+
+
+def test_8bit_states_resume(tmp_path, train_set):
+    options = {
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "enable_predict": False, "memory": "stream",
+        "optimizer_states": "8bit",
+    }  # fmt: skip
+
+    def make(folder):
+        model = tiny_model(num_hidden_layers=4, hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+        return HybridTrainer(model, HybridConfig(**config_values(folder, **options)), train_dataset=train_set)
+
+    whole, resumed = make(tmp_path / "whole"), make(tmp_path / "resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert_same_weights(weights(resumed.model), weights(whole.model))

@@ -1,11 +1,10 @@
-"""Two processes over gloo decide alike, hold the same weights, and resume after one of them was killed."""
+"""`hf_hybrid/processes.py`: two processes decide alike and resume after a kill; what a launcher asks for is heeded."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +13,11 @@ from rig import launched
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_hybrid import HybridArguments, HybridTrainer
+from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoint import last_complete_checkpoint
-from hf_hybrid.config import check_training_arguments
 from hf_hybrid.processes import warn_of_lone_process
-from hf_hybrid.setup import check_streamable
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CONFIGS = ROOT / "examples" / "accelerate_configs"
 
@@ -150,33 +147,3 @@ def test_a_model_that_is_sharded_already_is_refused(tmp_path):
             HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(40))
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "environment, message",
-    [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "`deepspeed` places the weights itself. Drop it, or set `memory=off`"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "`fp16=True` scales losses.*Use `bf16=True`, or set `memory=off`"),
-        ({"WORLD_SIZE": "2"}, "there are 2 processes, and streaming is for one. Launch one process"),
-    ],
-)
-def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    args = SimpleNamespace(
-        memory="stream",
-        world_size=int(environment.get("WORLD_SIZE", 1)),
-        torch_compile=False,
-        deepspeed=None,
-        fsdp=None,
-    )
-    with pytest.raises(ValueError, match=f"`memory=stream` cannot be used here: .*{message}"):
-        check_streamable(args, tiny_model(), None)
-
-
-def test_deepspeed_is_refused_before_it_is_looked_for(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    args = SimpleNamespace(optim="adamw_torch", fp16=False, bf16=True)
-    with pytest.raises(ValueError, match="`deepspeed` cannot be combined with leaps.*`enable_predict=False`"):
-        check_training_arguments(args, HybridArguments())
-    check_training_arguments(args, HybridArguments(enable_predict=False))
