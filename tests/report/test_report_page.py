@@ -1,46 +1,17 @@
-"""The pages, plots and command of reports, and the summary that displays itself."""
+"""`hf_hybrid/report/page.py` and its plots: pages are whole, load nothing, and show what is in files as text."""
 
 import json
 import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
+from rig.pages import Page
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
-from hf_hybrid.cli.main import main
 from hf_hybrid.report.page import write_comparison, write_report
 from hf_hybrid.report.plots import PALETTE, running_mean, thinned
-from hf_hybrid.report.summary import HybridSummary, format_bytes, format_number, format_seconds
-
-VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Tags that were opened and closed, attributes, and text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attributes]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attributes]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -135,34 +106,6 @@ def test_comparison_page(tmp_path):
     assert "MemoryProfilerCallback" in Page(files[0].read_text()).text
 
 
-def test_command(tmp_path, capsys, caplog, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    hybrid_run(tmp_path / "run")
-    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "there")]) == 0
-    told = capsys.readouterr()
-    assert told.out.splitlines()[0] == str(tmp_path / "there" / "report.html") and "leaps.csv" in told.out
-    assert "hf-hybrid[report]" in caplog.text
-    assert main(["report", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
-    assert "comparison.html" in capsys.readouterr().out
-    assert main(["report", str(tmp_path / "nothing")]) == 1
-    assert "`" + str(tmp_path / "nothing") + "` is not a folder" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 1
-    assert "`output`" in capsys.readouterr().err
-
-
-def test_a_report_needs_neither_torch_nor_transformers(tmp_path):
-    hybrid_run(tmp_path)
-    code = (
-        "import sys\n"
-        "from hf_hybrid.cli.main import main\n"
-        "sys.modules['matplotlib'] = None\n"
-        f"assert main(['report', {str(tmp_path)!r}]) == 0\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 def test_many_points_lose_no_peak():
     points = [(step, float(step % 7)) for step in range(10_000)]
     points[5003] = (5003, 99.0)
@@ -197,59 +140,3 @@ def test_a_browser_has_nothing_to_complain_about(reported, tmp_path, width):
     )
     assert shot.stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
-
-
-# The summary.
-
-
-def test_summary_is_a_dictionary_that_shows_itself():
-    values = {
-        "steps_by_phase": {"warmup": 5, "predict": 2},
-        "seconds_by_phase": {"warmup": 1.5, "predict": 0.01},
-        "real_steps": 5,
-        "predicted_steps": 2,
-        "backward_passes": 5,
-        "leaps_by_verdict": {"kept": 150, "rolled_back": 50},
-        "leaps": [leap(step) for step in range(200)],
-        "divergence_events": [{"reason": NASTY}] * 30,
-        "direction": NASTY,
-        "out_of_memory": [{"step": 3}],
-        "learning_rate_scale": 4.0,
-        "memory": {"held": {"total": {"device": 0, "host": 3 * GIB}}},
-    }
-    summary = HybridSummary(values)
-    assert summary == values and json.loads(json.dumps(summary)) == values
-    assert {**summary, "more": 1}["real_steps"] == 5
-    text, page = str(summary), Page(summary._repr_html_())
-    assert "warmup" in text and "1.5 s" in text and "leaps: 200 (150 kept, 50 rolled back)" in text
-    assert "recovered from out of memory: 1 x" in text
-    assert "divergence events: 30" in text and "3.00 GiB host" in text
-    assert len(text) < 1000 and len(summary._repr_html_()) < 4000, "lists are folded"
-    assert page.open == [] and "script" not in page.tags and NASTY in page.text and "200 (150 kept" in page.text
-
-
-def test_summary_of_a_run_that_did_nothing():
-    assert str(HybridSummary()) == "" and Page(HybridSummary()._repr_html_()).open == []
-    assert str(HybridSummary(memory={"held": None})) == ""
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (format_bytes(0), "0 B"),
-        (format_bytes(1536), "1.50 KiB"),
-        (format_bytes(12.4 * GIB), "12.4 GiB"),
-        (format_bytes(None), "–"),
-        (format_seconds(0.0421), "42.1 ms"),
-        (format_seconds(61), "61.0 s"),
-        (format_seconds(245), "4 min 05 s"),
-        (format_seconds(8000), "2 h 13 min"),
-        (format_number(1234567), "1,234,567"),
-        (format_number(0.25), "0.250"),
-        (format_number(-12.345), "-12.3"),
-        (format_number(3e-5), "3e-05"),
-        (format_number(float("inf")), "inf"),
-    ],
-)
-def test_numbers_are_readable(shown, expected):
-    assert shown == expected

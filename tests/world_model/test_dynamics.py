@@ -1,3 +1,5 @@
+"""`hf_hybrid/world_model/dynamics.py`: it observes, imagines, calibrates itself, and resumes."""
+
 import json
 import math
 

@@ -1,3 +1,5 @@
+"""`hf_hybrid/world_model/rssm.py`: the model, its ensemble, and its start weights."""
+
 import math
 
 import pytest
@@ -5,19 +7,9 @@ import torch
 from rig.synthetic_runs import batch_of, make_run
 from safetensors.torch import save_file
 
-from hf_hybrid.world_model.forecasts import (
-    HISTORY,
-    LossHistory,
-    history_of,
-    interpolated,
-    power_law,
-    student_t_cdf,
-    student_t_nll,
-)
-from hf_hybrid.world_model.learning import FREE_NATS, kl_loss, rssm_loss
+from hf_hybrid.world_model.learning import rssm_loss
 from hf_hybrid.world_model.rssm import (
     FEATURES,
-    OBSERVATION,
     RSSM,
     UNIFORM,
     EnsembleLinear,
@@ -35,9 +27,6 @@ def generator(seed=0):
 def an_observation(count=1, seed=0):
     features = torch.randn(count, FEATURES, generator=generator(seed))
     return torch.cat((features, torch.tensor([[-0.01, 0.005, 0.2, 10.0, 0.01]]).repeat(count, 1)), -1)
-
-
-# The model.
 
 
 def test_standard_size():
@@ -94,23 +83,6 @@ def test_samples_follow_the_distribution_and_pass_its_gradient():
     torch.testing.assert_close(sample.mean(0), torch.tensor([0.7, 0.2, 0.1]), atol=0.03, rtol=0)
     sample[:, 1].sum().backward()
     assert torch.equal(probabilities.grad[:, 0], torch.tensor([0.0, 1.0, 0.0]).repeat(4000, 1))
-
-
-def test_divergence_has_free_nats_and_pulls_mostly_the_prior():
-    logits = torch.zeros(3, 4, 8, requires_grad=True)
-    kl = kl_loss(logits.softmax(-1), torch.full((3, 4, 8), 1 / 8))
-    kl.sum().backward()
-    torch.testing.assert_close(kl.detach(), torch.full((3,), FREE_NATS))
-    assert not logits.grad.any()
-
-    logits = [(3 * torch.randn(1, 4, 8, generator=generator(seed))).requires_grad_() for seed in (1, 2)]
-    posterior, prior = (torch.distributions.Categorical(logits=values) for values in logits)
-    kl = kl_loss(posterior.probs, prior.probs)
-    torch.testing.assert_close(kl, torch.distributions.kl_divergence(posterior, prior).sum(-1))
-    ours = torch.autograd.grad(kl.sum(), logits, retain_graph=True)
-    plain = torch.autograd.grad(torch.distributions.kl_divergence(posterior, prior).sum(), logits)
-    torch.testing.assert_close(ours[0], 0.2 * plain[0])
-    torch.testing.assert_close(ours[1], 0.8 * plain[1])
 
 
 def test_gradient_reaches_every_parameter():
@@ -178,29 +150,6 @@ def test_start_weights_are_read_or_refused(tmp_path):
         load_weights(model, tmp_path / "broken.safetensors")
 
 
-# What it learns from.
-
-
-def test_padding_changes_nothing():
-    model = RSSM(**SMALL)
-    short, long = make_run(0, stretches=12), make_run(1, stretches=30)
-    alone, beside = batch_of(model, [short]), batch_of(model, [short, long])
-    beside.weights[:, 1] = 0.0
-    model.sample = lambda probabilities, generator: probabilities.flatten(-2)
-    padded, _ = rssm_loss(model, beside, generator())
-    for name, value in rssm_loss(model, alone, generator())[0].items():
-        torch.testing.assert_close(padded[name], value, msg=name)
-
-
-def test_a_member_learns_in_proportion_to_its_weights():
-    model = RSSM(**SMALL)
-    batch = batch_of(model, [make_run(0), make_run(1)])
-    batch.weights[1] = 0.0
-    rssm_loss(model, batch, generator())[0]["total"].backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None or not parameter.grad[1].any(), name
-
-
 def test_the_error_of_a_difference_grows_with_what_is_done_differently():
     model = RSSM(**SMALL)
     plain = torch.zeros(1, 4, 4)
@@ -209,42 +158,3 @@ def test_the_error_of_a_difference_grows_with_what_is_done_differently():
     nothing, some, most = (model.pair_log_scale(first, plain) for first in (plain, little, much))
     assert (nothing < some).all() and (some < most).all() and (some.diff(dim=-1) > 0).all()
     torch.testing.assert_close(model.pair_log_scale(plain, much), most)
-
-
-# The arithmetic below.
-
-
-def test_interpolation_is_straight_in_the_logarithm_of_the_horizon():
-    values = interpolated(torch.tensor([0.0, 1.0, 3.0]), 25)
-    assert values[[0, 4, 19, 24]].tolist() == [0.0, 1.0, 3.0, 3.0]
-    assert values[9].item() == pytest.approx(2.0)  # 10 is halfway from 5 to 20
-
-
-def test_student_t_agrees_with_torch():
-    reference = torch.distributions.StudentT(5.0, 0.0, 0.3)
-    x = torch.linspace(-4, 4, 9)
-    torch.testing.assert_close(student_t_nll(x / 0.3, torch.tensor(math.log(0.3))), -reference.log_prob(x))
-    grid = torch.linspace(-200, 1.3, 400_001, dtype=torch.float64)
-    integral = torch.trapezoid(torch.distributions.StudentT(5.0).log_prob(grid).exp(), grid)
-    assert student_t_cdf(1.3) == pytest.approx(integral.item(), abs=1e-6)
-    assert student_t_cdf(-1.3) == pytest.approx(1 - student_t_cdf(1.3))
-    assert student_t_cdf(2.015) == pytest.approx(0.95, abs=1e-4)
-
-
-def test_the_history_finds_a_power_law_and_extrapolates_it():
-    losses = [5.0 * stretch**-0.3 for stretch in range(1, 61)]
-    history = history_of(losses[:40])
-    assert history.shape == (40, len(HISTORY)) and OBSERVATION == 64 + len(HISTORY)
-    back, increments = power_law(history[-1:], 20)
-    expected = torch.tensor(losses[40:]).log() - math.log(losses[39])
-    torch.testing.assert_close((back + increments.cumsum(-1))[0], expected, atol=0.02, rtol=0)
-    assert history[0].tolist()[:3] == [0.0, 0.0, 0.0]
-
-
-def test_the_history_continues_after_saving():
-    whole, first, second = LossHistory(), LossHistory(), LossHistory()
-    values = [2.0, 1.7, 1.8, 1.5, 1.2]
-    expected = [whole.observe(value) for value in values]
-    got = [first.observe(value) for value in values[:3]]
-    second.load_state_dict(first.state_dict())
-    assert got + [second.observe(value) for value in values[3:]] == expected

@@ -1,0 +1,50 @@
+"""`RunLog` of `hf_hybrid/report/run_folder.py`: what a profiled run writes, by process, and when the disk is full."""
+
+import json
+
+import pytest
+import torch
+
+from hf_hybrid.report.run_folder import RunLog
+
+
+def lines(folder, name="steps.jsonl"):
+    return [json.loads(line) for line in (folder / "profile" / name).read_text().splitlines()]
+
+
+def test_other_processes_write_their_own_files_only(tmp_path):
+    first, second = RunLog(tmp_path / "profile"), RunLog(tmp_path / "profile", rank=1)
+    for log in (first, second):
+        log.write("run.json", {"processes": 2})
+        log.add_step({"step": 1, "rank": log.rank})
+        log.add_log({"step": 1})
+        log.write("summary.json", {})
+        log.close()
+    second.write_out_of_memory(4, {})
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "logs.jsonl", "oom-4-rank1", "run.json", "steps-rank1.jsonl", "steps.jsonl", "summary.json",
+    ]  # fmt: skip
+    assert lines(tmp_path, "steps-rank1.jsonl") == [{"step": 1, "rank": 1}] == list(second.records())
+    again = RunLog(tmp_path / "profile", rank=1, resumed=True)
+    again.add_step({"step": 2})
+    anew = [line["step"] for line in lines(tmp_path, "steps-rank1.jsonl")]
+    other = RunLog(tmp_path / "profile", rank=1)
+    other.add_step({"step": 5})
+    assert anew == [1, 2] and lines(tmp_path, "steps-rank1.jsonl") == [{"step": 5}]
+
+
+def test_what_json_cannot_hold_becomes_null(tmp_path):
+    log = RunLog(tmp_path / "profile")
+    log.add_log({"step": 1, "logs": {"loss": float("nan"), "norm": torch.tensor(2.5), "other": float("inf")}})
+    text = (tmp_path / "profile" / "logs.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["logs"] == {"loss": None, "norm": 2.5, "other": None}
+
+
+def test_files_written_whole_do_not_end_it_either(tmp_path, caplog):
+    log = RunLog(tmp_path / "profile")
+    (tmp_path / "profile" / "oom-1").write_text("in the way")
+    assert log.write_out_of_memory(1, {}) is None
+    log.write("summary.json", {})
+    log.write("run.json", {})
+    assert caplog.text.count("cannot be written") == 1, "after the first, nothing is tried"
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["oom-1"]
