@@ -1,13 +1,15 @@
-"""The house: imports run one way, the package prints nothing and imports lightly, and CONTRIBUTING.md maps it."""
+"""The house: imports run one way, the package prints nothing and imports lightly, and the tests mirror it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "hf_hybrid"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms (folders and loose modules) by floor. A room imports from its own floor and from those below.
@@ -98,3 +100,24 @@ def test_lazy_names_are_those_that_type_checkers_see():
 
 def test_few_modules_lie_loose():
     assert len(list(PACKAGE.glob("*.py"))) <= 11
+
+
+# The tests.
+
+
+def test_files_of_tests_say_what_they_are_about():
+    silent = [path.name for path in TESTS.rglob("*.py") if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent
+
+
+def test_tests_mirror_the_package():
+    for path in PACKAGE.iterdir():
+        if (path / "__init__.py").is_file():
+            assert list((TESTS / path.name).glob("test_*.py")), f"`{path.name}/` has no tests in `tests/{path.name}/`"
+        elif path.suffix == ".py" and not path.name.startswith("__"):
+            assert (TESTS / f"test_{path.name}").is_file(), f"`{path.name}` has no `tests/test_{path.name}`"
+
+
+def test_the_rig_lists_its_files():
+    listed = re.findall(r"^\| `(\w+\.py)`", (TESTS / "rig" / "__init__.py").read_text(), flags=re.M)
+    assert listed == sorted(path.name for path in (TESTS / "rig").glob("[!_]*.py"))
