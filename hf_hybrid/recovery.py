@@ -53,6 +53,7 @@ GIB = 2**30
 _MESSAGES = (
     *(f"{device} out of memory" for device in ("cuda", "hip", "xpu", "npu", "mps backend")),
     "error: out of memory",  # of the CUDA runtime
+    "out of memory (2)",  # of `torch.cuda.check_error`
     "defaultcpuallocator: not enough memory",
     "defaultcpuallocator: can't allocate memory",
     "cublas_status_alloc_failed",

@@ -161,6 +161,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             if self.on_device:
                 self._pending[unit] = pending
             else:
+                unit.updating = True
                 unit.update = self._worker.submit(self._step_on_host, unit, *pending)
         for unit in self.streamer.layers[: self.streamer.ahead + 1]:
             self.streamer.fetch(unit)
@@ -181,6 +182,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         for master in masters:
             master.grad = None
         unit.storage.refresh()
+        self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
 
     def _fetch_for_step(self, unit: Unit) -> None:
         """Gradients and states start to travel beside the weights."""
@@ -237,7 +239,7 @@ class LazyOptimizer(torch.optim.Optimizer):
     # Nothing is left pending.
 
     def flush(self) -> None:
-        """Finish every scheduled step. After it the masters are the weights."""
+        """Finish every scheduled step. After it the masters are the weights, nothing reads them and nothing travels."""
         for unit in self.streamer.units:
             if unit.update is not None:
                 unit.update.result()
@@ -245,7 +247,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         for unit in [unit for unit in self.streamer.units if unit in self._pending]:
             self.streamer.bring_in(unit, backward=False)
             self.streamer.release(unit)
-        self.streamer.transfers.finish_sending()
+        # Also what comes in: layers that `step` fetched ahead are read from masters, which a leap may write now.
+        self.streamer.transfers.finish()
 
     def drop_gradients(self) -> None:
         """Drop gradients that no step used, because the step was withheld or an error cut the window short."""

@@ -102,6 +102,8 @@ class LayerStreamer:
             if units:
                 size = max(unit.storage.packed_bytes for unit in units)
                 self._pools.append(SlotPool(size, ahead=ahead, kept=kept, device=self.device))
+                for slot in self._pools[-1].slots:
+                    self.transfers.release(slot)  # its memory may still be read by what was computed before
                 for unit in units:
                     unit.pool = self._pools[-1]
         expanded = max((unit.storage.expanded_bytes for unit in self.units), default=0)
@@ -128,8 +130,12 @@ class LayerStreamer:
         self._undo.clear()
         self._in_backward = None
         for unit in self.units:
-            # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
-            unit.pool, unit.slot, unit.loaded, unit.bound = None, None, False, False
+            with unit.lock:  # no load begins from here on, whichever update finishes meanwhile
+                # Without its pool too: a unit would keep every slot alive while the next attach makes new ones.
+                unit.pool, unit.slot, unit.loaded, unit.bound = None, None, False, False
+        # Layers fetched ahead still travel into slots and out of packed buffers, which both go now.
+        self.transfers.finish()
+        for unit in self.units:
             unit.storage.restore(for_good=expand)
         self._pools.clear()
         self._expanded = torch.empty(0)
@@ -262,19 +268,23 @@ class LayerStreamer:
     def fetch(self, unit: Unit) -> None:
         """Start bringing a unit in, as soon as its update is done; nothing happens if there is no room."""
         if unit.slot is None and self._take_slot(unit):
-            if unit.update is None:
-                self._load(unit)
-            else:
-                unit.update.add_done_callback(lambda _: self._load(unit))
+            self._load(unit)
 
     def _take_slot(self, unit: Unit) -> bool:
-        loaded = unit in unit.pool.held
-        unit.slot, unit.loaded = unit.pool.take(unit), loaded
-        return unit.slot is not None
+        with unit.lock:
+            unit.loaded = unit in unit.pool.held
+            unit.slot = unit.pool.take(unit)
+            return unit.slot is not None
+
+    def updated(self, unit: Unit) -> None:
+        """The unit's update is done, on whatever thread; its weights travel now if they are waited for."""
+        with unit.lock:
+            unit.updating = False
+        self._load(unit)
 
     def _load(self, unit: Unit) -> None:
         with unit.lock:
-            if unit.slot is not None and not unit.loaded:
+            if unit.slot is not None and not unit.loaded and not unit.updating:
                 self.transfers.load(unit.slot, unit.storage.packed, after=unit.storage.written)
                 unit.loaded = True
                 unit.loads += 1
@@ -346,7 +356,7 @@ class LayerStreamer:
         """Loads, bytes each way, and seconds that computation stood still for an update."""
         return {
             "loads": sum(unit.loads for unit in self.units),
-            "bytes_in": self.transfers.bytes_in,
+            "bytes_in": sum(unit.loads * unit.storage.packed_bytes for unit in self.units) + self.transfers.bytes_in,
             "bytes_out": self.transfers.bytes_out,
             "seconds_waited": self.seconds_waited,
             "streamed_units": len(self.units),

@@ -108,7 +108,6 @@ class Transfers:
 
     def load(self, slot: Slot, packed: Tensor, *, after: Event = None) -> None:
         """Start copying `packed` into the slot, once `after` has happened and the slot is not in use any more."""
-        self.bytes_in += packed.numel()
         for event in (slot.idle, slot.sent, after):
             if event is not None:
                 self._in.wait_event(event)
@@ -137,9 +136,19 @@ class Transfers:
 
     def finish_sending(self) -> None:
         """Return when everything sent has arrived on the host."""
-        while self._leaving:
-            self._leaving[0][0].synchronize()  # before the source is let go of
-            self._leaving.popleft()
+        if self._leaving:
+            # The last is over when all are: a stream keeps their order. Sources are let go of only then.
+            self._leaving[-1][0].synchronize()
+            self._leaving.clear()
+
+    def finish(self) -> None:
+        """
+        Return when no copy is under way, also of those that nobody will take: the host may write what was copied from,
+        and what was copied to may be freed.
+        """
+        self.finish_sending()
+        if self.beside:
+            self._in.synchronize()
 
     def fetch(self, source: Tensor, *, after: Event = None) -> Fetched:
         """Start copying a host tensor to the device, once `after` has happened."""

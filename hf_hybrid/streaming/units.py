@@ -249,7 +249,9 @@ class Unit:
     loads: int = 0
     calls: int = 0
     update: Future | None = None
-    """The pending optimizer update; what is loaded before it is done would be old."""
+    """The pending optimizer update."""
+    updating: bool = False
+    """Its masters are not the new weights yet: what is loaded now would be old."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
