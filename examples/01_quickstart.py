@@ -1,15 +1,15 @@
 """
-Train a small Llama from scratch with HybridTrainer, and compare with plain Trainer; two minutes on two CPU cores.
+Train a small Llama from scratch with HybridTrainer, and compare with plain Trainer (two minutes on two CPU cores).
 
     python examples/01_quickstart.py
     python examples/01_quickstart.py --direction gradient_memory --max_steps 600
 
-On two CPU processes (`accelerate launch --cpu` starts only one, whatever `--num_processes` says):
+On two CPU processes (`accelerate launch --cpu` would ignore `--num_processes` and start only one):
 
     accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/01_quickstart.py --use_cpu
 
-Nothing is downloaded: the text is the source of Python's standard library, and the tokenizer is trained on it first.
-The same script fine-tunes a real model on your text; every option of HybridConfig and TrainingArguments is a flag:
+Nothing is downloaded. The text is the source of Python's standard library, and the tokenizer is trained on it first.
+The same script fine-tunes a real model on your text. Every option of HybridConfig and TrainingArguments is a flag:
 
     python examples/01_quickstart.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 \\
         --learning_rate 2e-5 --num_train_epochs 1 --max_steps -1 --compare_with_trainer False
@@ -50,17 +50,17 @@ class ScriptArguments:
     )
     dataset_name: Optional[str] = field(default=None, metadata={"help": "Data set on the Hub or in a folder."})
     dataset_config: Optional[str] = field(default=None, metadata={"help": "Its configuration."})
-    text_column: str = field(default="text", metadata={"help": "Its column with the text."})
+    text_column: str = field(default="text", metadata={"help": "Column of the data set that holds the text."})
     text_file: Optional[str] = field(default=None, metadata={"help": "A text file to train on."})
     block_size: int = field(default=128, metadata={"help": "Tokens per training sequence."})
-    eval_share: float = field(default=0.05, metadata={"help": "Share of the text that is kept for evaluation."})
+    eval_share: float = field(default=0.05, metadata={"help": "Share of the text used for evaluation."})
     compare_with_trainer: bool = field(
         default=True, metadata={"help": "Also run plain Trainer for as many backward passes."}
     )
 
 
 def python_source() -> list[str]:
-    """Read the source files of the standard library, a text that every Python ships with."""
+    """Read the source files of the standard library, which every Python installation has."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
     files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
@@ -68,7 +68,7 @@ def python_source() -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; this takes seconds."""
+    """Train a byte-level BPE tokenizer, which takes seconds."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -211,7 +211,7 @@ def main() -> None:
         print(report(summary, losses, seconds))
         if script.compare_with_trainer:
             print(f"Both ran {summary['real_steps']} optimizer steps with backward passes and the same settings.")
-    trainer.accelerator.wait_for_everyone()  # to the others, a process that leaves early looks dead
+    trainer.accelerator.wait_for_everyone()  # a process that exits early looks dead to the others
     trainer.accelerator.end_training()
 
 

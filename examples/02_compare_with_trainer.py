@@ -1,13 +1,12 @@
 """
-Is it worth it for your task? HybridTrainer, its frozen control, Muon and plain Trainer, compared fairly; about a
-minute on two idle CPU cores.
+Compare HybridTrainer, its frozen control, Muon and plain Trainer fairly (about a minute on two idle CPU cores).
 
     python examples/02_compare_with_trainer.py
     python examples/02_compare_with_trainer.py --arms trainer hybrid --learning_rates 1e-3 2e-3 4e-3 --seeds 0 1 2
 
-Nothing is downloaded: a Llama of 160,000 parameters learns the bytes of Python's documentation. To compare on your own
-task, put your model and data into `small_llama` and `byte_blocks`, and search learning rates until the best one is
-inside the list. Against a baseline whose rate was not searched, everything looks fast.
+Nothing is downloaded. A Llama of 160,000 parameters learns the bytes of Python's documentation. To compare on your own
+task, put your model and data into `small_llama` and `byte_blocks`. Search learning rates until the best one is not at
+the edge of the list. If the rate of the baseline is not searched, every method looks fast.
 
 The arms:
 
@@ -16,8 +15,8 @@ The arms:
     frozen    the same, with leaps that go nowhere: the control
     muon      HybridTrainer with optim="muon" and without leaps
 
-Every arm makes `max_steps` steps; hybrid and frozen skip some of them. "fewer" is plain Trainer again, with its own
-schedule over as many steps as the best hybrid run had backward passes. docs/evaluation.md has real measurements.
+Every arm makes `max_steps` steps; hybrid and frozen skip some of them. "fewer" is plain Trainer with as many steps as
+the best hybrid run had backward passes, and its own schedule over them. docs/evaluation.md has real measurements.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ ARMS = {
 class ScriptArguments:
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": f"Among {', '.join(ARMS)}."})
     learning_rates: list[float] = field(
-        default_factory=lambda: [3e-3, 6e-3], metadata={"help": "Tried for every arm; the best one counts."}
+        default_factory=lambda: [3e-3, 6e-3], metadata={"help": "Tried for every arm. The best one counts."}
     )
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Runs per arm and learning rate."})
-    max_steps: int = field(default=120, metadata={"help": "Optimizer steps of a run, as Trainer counts them."})
+    max_steps: int = field(default=120, metadata={"help": "Optimizer steps per run, as Trainer counts them."})
     output_dir: str = field(default="out/compare", metadata={"help": "Gets comparison.json."})
 
     def __post_init__(self):
@@ -81,9 +80,9 @@ def small_llama(seed: int, layers: int = 3, width: int = 64) -> LlamaForCausalLM
 
 
 def run(arm: str, rate: float, seed: int, steps: int, folder: str) -> dict:
-    """One run; everything but the arm is equal."""
+    """Make one run. Everything except the arm is equal."""
     blocks, evaluation = byte_blocks(64)
-    # The same training set for all arms, and so the same batches: another order alone moves such a short run by 0.3.
+    # All arms have the same training set and batches. Another order alone changes the loss of such a short run by 0.3.
     probes, train_set = Subset(blocks, range(64)), Subset(blocks, range(64, len(blocks)))
     options = ARMS["trainer" if arm == "fewer" else arm]
     values = {
@@ -128,10 +127,10 @@ def report(runs: list[dict], rates: list[float]) -> str:
         lines.append(f"{arm:10s} {group[0]['learning_rate']:<9g}  {losses:29s}  {passes:15.0f}  {seconds:7.1f}")
         at_edge = len(rates) < 3 or group[0]["learning_rate"] in (min(rates), max(rates))
         if at_edge and arm != "fewer":
-            lines.append(f"{'':10s} its best rate is at the edge of those that were tried: try more")
+            lines.append(f"{'':10s} the best rate is at the edge of the list: try more rates")
     if len({run["seed"] for run in runs}) < 3:
-        lines.append("With fewer than three seeds small differences are chance: --seeds 0 1 2")
-    lines.append("One small model and text: these numbers are for this run, not for yours.")
+        lines.append("With fewer than three seeds, small differences are chance. Add: --seeds 0 1 2")
+    lines.append("These numbers are for one small model and text. Yours will differ.")
     return "\n".join(lines)
 
 

@@ -1,15 +1,15 @@
 """
-Train the same model with its bytes in different places, and check that the result is the same; under a minute on two
-idle CPU cores.
+Train the same model with its memory in different places, and compare the results (under a minute on two idle CPU
+cores).
 
     python examples/03_memory_policies.py
     python examples/03_memory_policies.py --layers 12 --width 256 --ways resident streamed half_kept
     python examples/03_memory_policies.py --enable_predict True
 
-Nothing is downloaded. Each way trains the same model on the same batches. The table has the bytes that were held on
-device and host at the end of the last step, the seconds of a step, and the distance of the final weights from those of
-the first way. On a CPU "device" and "host" are the same memory: bytes and equality carry over to a GPU, times do not.
-docs/memory.md describes the options; every other option of HybridConfig is a flag.
+Nothing is downloaded. Each way trains the same model on the same batches. The table shows the bytes held on device and
+host at the end of the last step, the seconds per step, and the largest difference between the final weights and those
+of the first way. On a CPU, "device" and "host" are the same memory. Bytes and equality should carry over to a GPU, but
+times do not. docs/memory.md describes the options. Every other option of HybridConfig is a flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_hybrid import HybridConfig, HybridTrainer
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 
-# transformers 5.17 has another name for it.
+# transformers 5.17 has another name for this option.
 CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(HybridConfig, name)
 )
@@ -51,7 +51,7 @@ class ScriptArguments:
         metadata={"help": f"Among {', '.join(WAYS)} (8bit needs bitsandbytes)."},
     )
     layers: int = field(default=8, metadata={"help": "Decoder layers of the model."})
-    width: int = field(default=128, metadata={"help": "Its hidden size."})
+    width: int = field(default=128, metadata={"help": "Hidden size of the model."})
 
     def __post_init__(self):
         unknown = sorted(set(self.ways) - set(WAYS))
@@ -60,7 +60,7 @@ class ScriptArguments:
 
 
 def train(way: str, script: ScriptArguments, args: HybridConfig) -> tuple[dict[str, torch.Tensor], str]:
-    """Run one way; return its weights and its line of the table."""
+    """Run one way, and return its weights and its line of the table."""
     options = dict(WAYS[way])
     if options.get("resident_layers") == "half":
         options["resident_layers"] = script.layers // 2

@@ -1,15 +1,15 @@
 """
-Kill a run in the middle of a Predict phase, resume it, and compare with an uninterrupted run; under a minute on two
-idle CPU cores.
+Kill a run inside a Predict phase, resume it, and compare with an uninterrupted run (under a minute on two idle CPU
+cores).
 
     python examples/04_resume.py
     python examples/04_resume.py --save_steps 5 --max_steps 80
 
-The script starts itself in another process. That process kills itself with SIGKILL after it has written a checkpoint
-inside a Predict phase; the script then resumes from this checkpoint. The final models are compared weight by weight and
-bit by bit. Your own script needs only `trainer.train(resume_from_checkpoint=True)`.
+The script starts itself in another process. That process writes a checkpoint inside a Predict phase and kills itself
+with SIGKILL. The script then resumes from this checkpoint and compares the final models weight by weight, bit by bit.
+Your own script needs only `trainer.train(resume_from_checkpoint=True)`.
 
-Nothing is downloaded; every option of HybridConfig is a flag.
+Nothing is downloaded. Every option of HybridConfig is a flag.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.p
 class ScriptArguments:
     die: bool = field(
         default=False,
-        metadata={"help": "Used by the script when it starts itself: die in Predict."},
+        metadata={"help": "The script sets this when it starts itself: die in Predict."},
     )
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     status = subprocess.run([sys.executable, *sys.argv, "--die", "True"]).returncode
     if status != -signal.SIGKILL:
-        raise SystemExit(f"The run was not killed, but ended with status {status}.")
+        raise SystemExit(f"The run was not killed. It ended with status {status}.")
     resumed = train(args, resume=True)
     print(f"resumed: {resumed.hybrid_summary()['steps_by_phase']}", flush=True)
 

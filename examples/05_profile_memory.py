@@ -1,12 +1,12 @@
 """
-Profile the memory of a small run, phase by phase, with MemoryProfilerCallback; half a minute on two idle CPU cores.
+Profile the memory of a small run by phase with MemoryProfilerCallback (half a minute on two idle CPU cores).
 
     python examples/05_profile_memory.py
     python examples/05_profile_memory.py --memory stream
     python examples/05_profile_memory.py --enable_predict False --optim sgd
 
-Nothing is downloaded: the model is built from config and the text ships with Python. Every option of HybridConfig is a
-flag. The files of the run are in `out/profile/profile`; docs/profiling.md describes them, and
+Nothing is downloaded. The model is built from a config, and the text comes with Python. Every option of HybridConfig is
+a flag. The files of the run are in `out/profile/profile`. docs/profiling.md describes them, and
 `hf-hybrid report out/profile` draws them.
 """
 
@@ -65,7 +65,7 @@ def main() -> None:
     trainer.train()
     print(profiler)
     found = profiler.summary()
-    print(f"\nThe profiler took {found['own_seconds'] / found['seconds']:.2%} of the time of training.")
+    print(f"\nThe profiler took {found['own_seconds'] / found['seconds']:.2%} of the training time.")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """
-Fine-tune a model with LoRA adapters in HybridTrainer; about a minute on two CPU cores.
+Fine-tune a model with LoRA adapters in HybridTrainer (about a minute on two CPU cores).
 
     python examples/06_lora.py
     python examples/06_lora.py --method dora --optim muon --merge True
     python examples/06_lora.py --four_bits True        # QLoRA; needs bitsandbytes
 
-Nothing is downloaded: a small Llama is trained briefly on the source of Python's standard library, and then adapted
-to Python's documentation. With a model from the Hub and your own text:
+Nothing is downloaded. A small Llama is trained briefly on the source of Python's standard library, and then adapted to
+Python's documentation. With a model from the Hub and your own text:
 
     python examples/06_lora.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 --bf16 True \\
         --learning_rate 2e-4 --num_train_epochs 1 --max_steps -1
 
-Only the adapters are trained, so only they leap. docs/peft_and_trl.md says whether that pays.
+Only the adapters are trained, so only their weights leap. docs/peft_and_trl.md says whether that pays.
 
 With `--four_bits True` bitsandbytes quantises the base to nf4, on CPUs too. Create the trainer before you evaluate or
-generate with such a model: on some CPUs bitsandbytes packs 4-bit weights at the first evaluation in a way that cannot
-be trained, and HybridTrainer prevents that.
+generate with such a model. On some CPUs bitsandbytes packs 4-bit weights at the first evaluation, and packed weights
+cannot be trained. HybridTrainer prevents this.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class ScriptArguments:
     model_name_or_path: Optional[str] = field(
         default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama trained on the spot."}
     )
-    base_steps: int = field(default=120, metadata={"help": "Steps that the small Llama is trained for."})
+    base_steps: int = field(default=120, metadata={"help": "Training steps of the small Llama."})
     text_file: Optional[str] = field(default=None, metadata={"help": "Text to adapt to. Default: Python's docs."})
     block_size: int = field(default=128, metadata={"help": "Tokens per training sequence."})
     method: Literal["lora", "dora", "ia3", "prompt"] = field(default="lora", metadata={"help": "Kind of adapter."})
     rank: int = field(default=8, metadata={"help": "Rank of LoRA and DoRA."})
     four_bits: bool = field(default=False, metadata={"help": "QLoRA: load the base in 4 bits (bitsandbytes)."})
-    merge: bool = field(default=False, metadata={"help": "Also save the model with the adapters merged into it."})
+    merge: bool = field(default=False, metadata={"help": "Also save the model with merged adapters."})
 
 
 def make_base(folder: str, steps: int, seed: int = 0) -> str:
-    """Train a small Llama briefly on source code; return the folder that holds it and its tokenizer."""
+    """Train a small Llama briefly on source code, and return the folder with the model and its tokenizer."""
     texts = quickstart["python_source"]()[:150]
     tokenizer = quickstart["train_tokenizer"]([*texts, *topics.topics.values()])
     data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, 128)
@@ -75,7 +75,7 @@ def make_base(folder: str, steps: int, seed: int = 0) -> str:
 
 
 def load_base(folder: str, four_bits: bool, args: HybridConfig):
-    """Load the base as it is, or in nf4 with quantised scales, norms in fp32 and activation checkpointing."""
+    """Load the base unquantised, or in nf4 with quantised scales, norms in fp32 and activation checkpointing."""
     if not four_bits:
         return AutoModelForCausalLM.from_pretrained(folder)
     quantization = BitsAndBytesConfig(
@@ -89,7 +89,7 @@ def load_base(folder: str, four_bits: bool, args: HybridConfig):
 
 
 def make_adapters(model, script: ScriptArguments):
-    """Add adapters of the kind that was asked for; everything else is frozen."""
+    """Add adapters of the chosen kind, and freeze all other weights."""
     if script.method == "ia3":
         config = IA3Config(task_type="CAUSAL_LM")
     elif script.method == "prompt":

@@ -1,12 +1,12 @@
 """
-Supervised fine-tuning on conversations with TRL, in phases; about a minute on two CPU cores.
+Fine-tune on conversations with TRL, in phases (about a minute on two CPU cores).
 
     pip install "hf-hybrid[trl]"
     python examples/07_sft_trl.py
     python examples/07_sft_trl.py --packing True
 
-Nothing is downloaded: the conversations are questions about Python's documentation, the model is the small Llama of
-06_lora.py. With a model and a data set from the Hub:
+Nothing is downloaded. The conversations are questions about Python's documentation, and the model is the small Llama
+of 06_lora.py. With a model and a data set from the Hub:
 
     python examples/07_sft_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/Capybara \\
         --learning_rate 2e-5 --num_train_epochs 1 --max_steps -1 --use_cpu False --bf16 True
@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# transformers 5.17 has another name for it.
+# transformers 5.17 has another name for this option.
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if hasattr(HybridSFTConfig, name))
 
@@ -44,7 +44,7 @@ class ScriptArguments:
     model_name_or_path: Optional[str] = field(
         default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama trained on the spot."}
     )
-    base_steps: int = field(default=120, metadata={"help": "Steps that the small Llama is trained for."})
+    base_steps: int = field(default=120, metadata={"help": "Training steps of the small Llama."})
     dataset_name: Optional[str] = field(
         default=None, metadata={"help": "Conversations on the Hub or in a folder. Default: made from Python's docs."}
     )
@@ -52,7 +52,7 @@ class ScriptArguments:
 
 
 def conversations() -> Dataset:
-    """Make conversations: questions about topics of Python's documentation, answered by one of its paragraphs."""
+    """Make conversations. Each asks about a topic of Python's documentation, and a paragraph of it is the answer."""
     rows = []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n")[:12]:

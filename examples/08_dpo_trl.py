@@ -1,19 +1,19 @@
 """
-Preference optimisation (DPO) with TRL, in phases; about a minute on two CPU cores.
+Train on preferences (DPO) with TRL, in phases (about a minute on two CPU cores).
 
     pip install "hf-hybrid[trl]"
     python examples/08_dpo_trl.py
     python examples/08_dpo_trl.py --loss_type ipo --lora_rank 8
 
-Nothing is downloaded: the preferred text is a passage of Python's documentation, the rejected text has its words in
-another order, and the model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
+Nothing is downloaded. The preferred text is a passage of Python's documentation, and the rejected text has its words in
+another order. The model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
 
     python examples/08_dpo_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 --num_train_epochs 1 --max_steps -1 \\
         --use_cpu False --bf16 True
 
 To start from it, change two lines of your own script: `DPOTrainer` to `HybridDPOTrainer`, `DPOConfig` to
-`HybridDPOConfig`. Leaps are tested on the preference loss of pairs that are held out of the training set.
+`HybridDPOConfig`. Leaps are tested on the preference loss of pairs held out from the training set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# transformers 5.17 has another name for it.
+# transformers 5.17 has another name for this option.
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if hasattr(HybridDPOConfig, name))
 
@@ -41,7 +41,7 @@ class ScriptArguments:
     model_name_or_path: Optional[str] = field(
         default=None, metadata={"help": "Model on the Hub or in a folder. Default: a small Llama trained on the spot."}
     )
-    base_steps: int = field(default=120, metadata={"help": "Steps that the small Llama is trained for."})
+    base_steps: int = field(default=120, metadata={"help": "Training steps of the small Llama."})
     dataset_name: Optional[str] = field(
         default=None, metadata={"help": "Preferences on the Hub or in a folder. Default: made from Python's docs."}
     )
@@ -49,7 +49,7 @@ class ScriptArguments:
 
 
 def preferences(seed: int = 0) -> Dataset:
-    """Make preferences: passages of Python's documentation over the same words shuffled."""
+    """Make preferences. Passages of Python's documentation are preferred to the same words in random order."""
     shuffle, rows = random.Random(seed).shuffle, []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n")[:12]:

@@ -1,12 +1,12 @@
 """
-Train a small Llama, write its model card from the run, and push both to the Hub; under a minute on two CPU cores.
+Train a small Llama, write its model card and push both to the Hub (under a minute on two CPU cores).
 
     python examples/09_push_to_hub.py
     python examples/09_push_to_hub.py --repo_id your-name/small-llama --dry_run False
 
-The first command writes the folder and the card and needs no account: read `out/push_to_hub/README.md`. The second
-pushes them; log in first with `hf auth login`, or set HF_TOKEN. `--hub_private_repo True` makes the repository private,
-`--push_to_hub True` pushes while training as well, and every other option of HybridConfig is a flag too.
+The first command writes the folder and the card `out/push_to_hub/README.md`. It needs no account. The second command
+pushes them. Log in first with `hf auth login`, or set HF_TOKEN. `--hub_private_repo True` makes the repository private.
+`--push_to_hub True` also pushes during training. Every other option of HybridConfig is a flag too.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ BLOCK = 64
 
 @dataclass
 class ScriptArguments:
-    repo_id: Optional[str] = field(default=None, metadata={"help": "Where to push to: your-name/model-name."})
+    repo_id: Optional[str] = field(default=None, metadata={"help": "Repository to push to, as your-name/model-name."})
     dry_run: bool = field(default=True, metadata={"help": "Write the folder and the card, and push nothing."})
     license: Optional[str] = field(default=None, metadata={"help": "Licence of the model, for example apache-2.0."})
     baseline: bool = field(
-        default=True, metadata={"help": "Also run plain Trainer, for as many backward passes, and put it on the card."}
+        default=True, metadata={"help": "Also run plain Trainer for as many backward passes, and add it to the card."}
     )
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of 1,024 words."""
+    """Train a byte-level BPE tokenizer with 1,024 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -110,7 +110,7 @@ def main() -> None:
     if script.dry_run:
         trainer.save_model()
         trainer.create_model_card(**card)
-        print(f"Written to {args.output_dir}, nothing was pushed. The card: {Path(args.output_dir) / 'README.md'}")
+        print(f"Written to {args.output_dir}; nothing was pushed. The card: {Path(args.output_dir) / 'README.md'}")
     else:
         trainer.push_to_hub(**card)
         print(f"Pushed to {trainer.hub_model_id}.")

@@ -1,12 +1,12 @@
 """
-Write your own direction for the leaps, and a plugin that follows the phases; under half a minute on two idle CPU cores.
+Write your own direction for leaps, and a plugin that follows the phases (under half a minute on two idle CPU cores).
 
     python examples/10_custom_direction.py
     python examples/10_custom_direction.py --least_agreement 0 --leap_gain 2
 
-`Agreement` repeats Adam's last step, but only for weights whose gradients kept their sign. It shows the parts of a
-direction; it is not a good one, and the script compares it with the default. `PhaseClock` is a
-plugin. Nothing is downloaded; every option of HybridConfig is a flag.
+`Agreement` repeats Adam's last step for weights whose gradients kept their sign. It shows the parts of a direction. It
+is not a good direction; the script compares it with the default. `PhaseClock` is a plugin. Nothing is downloaded. Every
+option of HybridConfig is a flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.p
 
 class Agreement(Direction):
     """
-    Repeats Adam's last step for weights whose gradients agree about the sign.
+    Repeats Adam's last step for weights whose gradients mostly have the same sign.
 
     Args:
         context (`DirectionContext`): Parameters, optimizer and where buffers belong.
@@ -41,7 +41,7 @@ class Agreement(Direction):
     def __init__(self, context, least: float):
         super().__init__(context)
         self.least = least
-        # Put into `buffers` what a checkpoint must keep, one tensor per parameter; they are saved and restored for you.
+        # Tensors in `buffers`, one per parameter, are saved and restored with every checkpoint.
         self.buffers["signs"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
 
     @property
@@ -50,12 +50,12 @@ class Agreement(Direction):
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        """After every real backward pass, with the clipped gradients."""
+        """Average the signs of the clipped gradients, after every real backward pass."""
         for signs, parameter in zip(self.buffers["signs"], self.context.parameters):
             signs.lerp_(parameter.grad.sign().to(signs), 1.0 / self.context.memory_steps)
 
     def displacement(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """Per unit of learning rate, as an optimizer's step is; `out` lies where the buffers do."""
+        """Write the displacement per unit of learning rate into `out`, which is on the device of the buffers."""
         state, group = self.context.state(index), self.context.group(index)
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         scale = out.copy_(state["exp_avg_sq"]).div_(1 - beta2**step).sqrt_().add_(group["eps"])
@@ -68,7 +68,7 @@ class Agreement(Direction):
 
 
 class PhaseClock(PhasePlugin):
-    """Counts seconds and forward passes in each phase; its `state_dict` is part of every checkpoint."""
+    """Counts seconds and forward passes in each phase. Its `state_dict` is part of every checkpoint."""
 
     name = "phase_clock"
 

@@ -1,20 +1,20 @@
 """
-Train GPT-2 small (124M parameters, random weights) through all phases, and check the run; about a minute on two idle
-CPU cores, and 4 GiB of memory.
+Train GPT-2 small (124M parameters, random weights) through all phases, and check the run (about a minute on two idle
+CPU cores, with 4 GiB of memory).
 
     python examples/11_gpt2_small.py
     python examples/11_gpt2_small.py --memory stream --max_steps 8
 
-Nothing is downloaded: the text is Python's documentation. The defaults make a dozen steps of 64 tokens, which shows
-that everything works at this size and says nothing about speed. On a GPU, with your own corpus:
+Nothing is downloaded. The text is Python's documentation. The defaults make a dozen steps of 64 tokens, which shows
+that everything works at this size. It says nothing about speed. On a GPU, with your own corpus:
 
     python examples/11_gpt2_small.py --text_file corpus.txt --block_size 1024 --per_device_train_batch_size 16 \\
         --gradient_accumulation_steps 4 --max_steps 2000 --bf16 True --direction orthogonal --leap_worth 0.2 \\
         --compare_with_trainer True
 
-The script writes `validation.json`, and ends with status 1 if a check fails. Leaps go along
-`gradient_memory` by default: with 64 tokens per step orthogonalising matrices of this size would cost more than the
-steps themselves (docs/how_it_works.md). This run was never made on a GPU.
+The script writes `validation.json` and ends with status 1 if a check fails. By default leaps go along
+`gradient_memory`. With 64 tokens per step, orthogonalising matrices of this size would cost more than the steps
+themselves (docs/how_it_works.md). This run was never made on a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ScriptArguments:
 
 
 def gpt2(script: ScriptArguments, tokenizer, seed: int) -> GPT2LMHeadModel:
-    """Build GPT-2 with random weights. Its vocabulary is larger than that of this script's tokenizer."""
+    """Build GPT-2 with random weights. Its vocabulary is larger than the vocabulary of this script's tokenizer."""
     set_seed(seed)
     sizes = {"n_layer": script.n_layer, "n_embd": script.n_embd, "n_head": max(script.n_embd // 64, 1)}
     end = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -57,7 +57,7 @@ def gpt2(script: ScriptArguments, tokenizer, seed: int) -> GPT2LMHeadModel:
 
 
 def load_blocks(script: ScriptArguments, seed: int):
-    """Make the tokenizer, the training set, and a few sequences to evaluate on."""
+    """Make the tokenizer, the training set and a few sequences for evaluation."""
     texts = [Path(script.text_file).read_text()] if script.text_file else list(topics.topics.values())
     tokenizer = quickstart["train_tokenizer"](texts, vocab_size=8192)
     data = quickstart["blocks"](Dataset.from_dict({"text": texts}), tokenizer, script.block_size)
@@ -66,7 +66,7 @@ def load_blocks(script: ScriptArguments, seed: int):
 
 
 def validate(summary: dict, before: float, after: float, steps: int) -> dict[str, bool]:
-    """Check what must hold of every run of this script."""
+    """Check facts that must hold for every run of this script."""
     phases = summary["steps_by_phase"]
     return {
         "every phase was reached": all(phases[name] > 0 for name in ("warmup", "full", "predict", "correct")),
