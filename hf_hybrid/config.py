@@ -12,9 +12,9 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.machine import computes_on_cpu, mixed_precision_of, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
-from hf_hybrid.processes import computes_on_cpu, mixed_precision_of, sharding_of
 
 CONFIG_NAME = "hybrid_config.json"
 

@@ -28,13 +28,13 @@ from hf_hybrid.leaps.rescue import LearningRateRescue
 from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, optimizer_name, split_parameters
 from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
-from hf_hybrid.plan.accounting import ModelShape, device_memory, host_memory
+from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.processes import mixed_precision_of, sharding_of
 from hf_hybrid.recovery import UnrecoveredMemoryError
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
@@ -353,7 +353,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     direction = direction_class(trainer.custom_direction or DIRECTIONS[options.direction])
     orthogonalises = muon or issubclass(direction, Orthogonal)
     shape = _shape(model, device_map, muon=hidden if muon else (), leaps=hidden if orthogonalises else ())
-    on_gpu = args.device.type == "cuda"
+    on_gpu = args.device.type != "cpu"  # of any kind: all are planned by the rules of CUDA
     vram, ram = (
         None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
     )
@@ -421,7 +421,12 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         ValueError: With the option to change; where the model decides, with its bytes and the nearest plan that works.
     """
     why = None
-    if mixed_precision_of(args) == "fp16":
+    if args.device.type != "cpu" and not copies_beside(args.device):
+        why = (
+            f"`{args.device.type}` has no streams beside the one that computes and reads no page-locked memory, so the "
+            "device would stand still while layers travel. Use a device of CUDA, ROCm or XPU, or `use_cpu=True`"
+        )
+    elif mixed_precision_of(args) == "fp16":
         why = "`fp16=True` scales losses, and streamed gradients leave before they are unscaled. Use `bf16=True`"
     elif sharding_of(args):
         why = f"`{sharding_of(args)}` places the weights itself. Drop it"

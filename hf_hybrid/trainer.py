@@ -32,10 +32,10 @@ from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, hold_out, keep_differentiable
 from hf_hybrid.leaps.run import NoLeaps
+from hf_hybrid.machine import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.plan.accounting import ByteTable
-from hf_hybrid.processes import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms (folders and loose modules) by floor. A room imports from its own floor and from those below.
 FLOORS = {
-    "words": {"arguments", "phases", "optimizers", "processes"},
+    "words": {"arguments", "phases", "optimizers", "machine"},
     "arithmetic": {"leaps", "world_model", "streaming", "phase_memory", "plan"},
     "engines": {"config", "recovery", "checkpoint", "setup", "report"},
     "Trainer": {"trainer", "integrations", "cli"},

@@ -83,16 +83,20 @@ def _ram() -> str:
 
 
 def _cuda() -> str:
-    import torch
+    from hf_hybrid.machine import torch_build
 
-    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
+    return torch_build()
 
 
 def _torch_gpus() -> str:
     import torch
 
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return _joined(f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in found)
+    from hf_hybrid.machine import describe_device
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+    found = [{"name": device.type, **describe_device(device)} for device in devices]
+    return _joined(gpu["name"] + (f", {gpu['total_memory'] / 2**30:.1f} GiB" if len(gpu) > 1 else "") for gpu in found)
 
 
 def _nvml_gpus() -> str:

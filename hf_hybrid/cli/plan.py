@@ -95,7 +95,8 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
-        from hf_hybrid.plan.accounting import device_memory, host_memory, measure_machine
+        from hf_hybrid.machine import device_memory
+        from hf_hybrid.plan.accounting import host_memory, measure_machine
         from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.planner import Planner, recommended
 

@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
             line.check_required()
             if line.values.accelerate_config or processes(line.values) > 1:
                 return launch(line)
-            _use_one_device()
+            from hf_hybrid.machine import use_one_gpu
+
+            use_one_gpu()
         from hf_hybrid.cli.run import train
 
         return train(line)
@@ -68,16 +70,7 @@ def processes(values: argparse.Namespace) -> int:
         return 1
     import torch
 
-    return max(torch.cuda.device_count(), 1)
-
-
-def _use_one_device() -> None:
-    """Hide all GPUs but one: `Trainer` would spread each batch over all that one process sees (`DataParallel`)."""
-    import torch
-
-    if torch.cuda.device_count() > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible or "0"
+    return max(torch.accelerator.device_count(), 1)
 
 
 def launch(line: CommandLine) -> int:

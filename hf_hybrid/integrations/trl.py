@@ -12,6 +12,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
+from hf_hybrid.machine import native_bf16
 from hf_hybrid.phases import PluginList
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
@@ -74,8 +75,8 @@ def _choose_bf16(args: SFTConfig | DPOConfig) -> None:
         return
     if args.use_cpu or torch.backends.mps.is_available():  # emulated on many
         args.bf16 = False
-    elif torch.cuda.is_available():
-        args.bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif (native := native_bf16()) is not None:
+        args.bf16 = native
     else:
         args.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
 

@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_hybrid.machine import copies_beside, host_tensor
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
-from hf_hybrid.streaming.transfers import host_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -232,10 +232,13 @@ class Int8Predict(PhasePlugin):
     def after_probe(self) -> None:
         for module in self._linears:
             vars(module).pop("forward", None)
+        coming = []
         while self._parked:
             weight, host = self._parked[-1]
-            weight.data = host.to(weight.device, non_blocking=True)
-            self._parked.pop()
+            weight.data = host.to(weight.device, non_blocking=copies_beside(weight.device))
+            coming.append(self._parked.pop())
+        for device in {weight.device for weight, _ in coming if copies_beside(weight.device)}:
+            torch.accelerator.current_stream(device).synchronize()  # what is copied from is freed as this returns
 
     def on_train_end(self) -> None:
         self.after_probe()
@@ -258,7 +261,9 @@ class Int8Predict(PhasePlugin):
             module.forward = partial(self._forward, module, *stored[id(weight)])
 
     def _park(self, weight: nn.Parameter) -> None:
-        host = host_tensor(weight.data, pin=weight.device.type == "cuda").copy_(weight.data)
+        beside = copies_beside(weight.device)
+        # Nobody reads it before it is copied back, on the same stream.
+        host = host_tensor(weight.shape, weight.dtype, pin=beside).copy_(weight.data, non_blocking=beside)
         self._parked.append((weight, host))
         # One NaN seen as the whole matrix: shape and dtype are right, and using it by mistake gives NaN.
         weight.data = weight.data.new_full((), math.nan).expand(weight.shape)

@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
+from hf_hybrid.machine import host_tensor
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
-from hf_hybrid.streaming.transfers import Fetched, Transfers, host_tensor, is_big
+from hf_hybrid.streaming.transfers import Fetched, Transfers, is_big
 
 Tensor = torch.Tensor
 States = MutableMapping[Tensor, dict[str, Any]]
@@ -143,7 +144,7 @@ class _Host(_Stay):
             self._transfers[tensor.device] = Transfers(tensor.device)
         transfers, host = self._transfers[tensor.device], self._buffers.get(entry)
         if host is None:
-            host = host_tensor(tensor, pin=self.pinned and transfers.beside)
+            host = host_tensor(tensor.shape, tensor.dtype, pin=self.pinned and transfers.beside)
             if self.pinned:
                 self._buffers[entry] = host
         transfers.send(tensor, host)

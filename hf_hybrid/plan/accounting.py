@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hf_hybrid.machine import copies_beside
 from hf_hybrid.streaming.layers import ask
 
 Tensor = torch.Tensor
@@ -258,14 +259,6 @@ def _usual_size(parameters: list[nn.Parameter]) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def device_memory(device: torch.device | str | int | None = None) -> int | None:
-    """Bytes that this process can still allocate on a GPU: what is free, and what torch keeps unused. Else `None`."""
-    if not torch.cuda.is_available():
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 def host_memory(root: str | Path = "/") -> int:
     """Bytes that can still be allocated on the host: what is available, or what control groups leave."""
     root = Path(root)
@@ -309,18 +302,19 @@ def measure_machine(seconds: float = 0.1) -> dict[str, float]:
     """
     source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
     rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}
-    if torch.cuda.is_available():
-        pinned, there = source.pin_memory(), source.cuda()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and copies_beside(device):
+        pinned, there = source.pin_memory(), source.to(device)
         rates["h2d"] = pinned.nbytes * _per_second(lambda: there.copy_(pinned, non_blocking=True), seconds)
         rates["d2h"] = pinned.nbytes * _per_second(lambda: pinned.copy_(there, non_blocking=True), seconds)
-        left = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        left = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
         result = left @ left
         rates["flops"] = 2 * 8192**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
     return rates
 
 
 def _per_second(work: Callable[[], object], seconds: float) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     work()
     wait()
     count, start = 0, time.perf_counter()

@@ -31,7 +31,7 @@ import statistics
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import accelerate
@@ -42,6 +42,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_hybrid
+from hf_hybrid import machine
+from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
 from hf_hybrid.report.summary import format_bytes
@@ -51,58 +53,6 @@ logger = logging.getLogger(__name__)
 PLACES = ("device", "host")
 
 # What allocator, driver and kernel say.
-
-
-class DeviceMemory:
-    """One CUDA device as torch's allocator sees it."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def read(self) -> dict[str, int]:
-        """Bytes: `allocated`, `reserved`, and the peak of each since [`reset_peak`]."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        found = {}
-        for name in ("allocated", "reserved"):
-            values = stats.get(f"{name}_bytes", {}).get("all", {})
-            found[name], found[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
-        return found
-
-    def reset_peak(self) -> None:
-        """Count peaks from now on."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
-class DriverMemory:
-    """
-    One CUDA device as the driver sees it, through NVML: other processes, CUDA contexts and libraries included.
-
-    [`read`] returns `None` where NVML is missing or does not know the device (a MIG slice, say).
-    """
-
-    def __init__(self, device: torch.device):
-        self._handle = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # By its identity, because NVML counts the devices that `CUDA_VISIBLE_DEVICES` hides.
-            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self._pynvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(identity)
-        except Exception as error:  # NVML's errors are many, and none of them may stop a training
-            logger.debug("NVML cannot be read: %s", error)
-
-    def read(self) -> dict[str, int] | None:
-        """Bytes: `used` and `total`."""
-        if self._handle is None:
-            return None
-        try:
-            memory = self._pynvml.nvmlDeviceGetMemoryInfo(self._handle)
-        except self._pynvml.NVMLError as error:
-            logger.debug("NVML is not read any more: %s", error)
-            self._handle = None
-            return None
-        return {"used": int(memory.used), "total": int(memory.total)}
 
 
 class HostMemory:
@@ -134,9 +84,7 @@ class HostMemory:
             peak = self._sampled = max(self._sampled, rss)
         else:
             rss, peak = self._read_status()
-        # Buffers above 32 MiB that the streamer registers with the driver bypass the pinned allocator.
-        stats = torch.cuda.host_memory_stats_as_nested_dict() if torch.cuda.is_initialized() else {}
-        return {"rss": rss, "peak_rss": max(rss, peak), "pinned": stats.get("allocated_bytes", {}).get("current", 0)}
+        return {"rss": rss, "peak_rss": max(rss, peak), "pinned": machine.page_locked_bytes()}
 
     def reset_peak(self) -> None:
         """Count the peak from now on."""
@@ -150,12 +98,11 @@ class HostMemory:
 
 
 class MemoryProbes:
-    """All that can be read on this machine. Of devices, only CUDA's have an allocator that is read."""
+    """All that can be read on this machine."""
 
     def __init__(self, device: torch.device):
-        on_gpu = device.type == "cuda"
-        self.device = DeviceMemory(device) if on_gpu else None
-        self.driver = DriverMemory(device) if on_gpu else None
+        self.device = DeviceMemory.of(device)
+        self.driver = DriverMemory(device) if device.type == "cuda" else None
         self.host = HostMemory()
 
     def read(self, *, with_driver: bool = True) -> dict[str, dict[str, int] | None]:
@@ -351,40 +298,6 @@ def _columns(rows: Iterable[list[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-# Out of memory on CUDA.
-
-_listener: weakref.WeakMethod | None = None
-_attached = False
-
-
-def listen(report: Callable[[int], None]) -> bool:
-    """
-    Call a method with the bytes that were asked for, whenever torch's CUDA allocator is about to raise.
-
-    Torch cannot detach an observer. So there is one for the whole process, which calls whoever listened last and still
-    lives: `report` is a bound method, kept by a weak reference. Returns whether this build of torch can tell.
-    """
-    global _listener, _attached
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        return False
-    _listener = weakref.WeakMethod(report)
-    if not _attached:
-        attach(_observe)
-        _attached = True
-    return True
-
-
-def _observe(device: int, requested: int, device_total: int, device_free: int) -> None:
-    report = None if _listener is None else _listener()
-    if report is None:
-        return
-    try:
-        report(requested)
-    except Exception:  # called from within the allocator: the error that matters is the one it raises
-        logger.exception("The out-of-memory record was not written.")
-
-
 # The callback.
 
 
@@ -442,7 +355,6 @@ class MemoryProfilerCallback(TrainerCallback):
     """Out-of-memory errors that the summary lists."""
     SNAPSHOTS_KEPT = 3
     """CUDA snapshots of one run: they are large, and a trainer that retries may run out of memory often."""
-    HISTORY_ENTRIES = 100_000
     """Allocations and frees that a snapshot goes back."""
 
     def __init__(self, *, account_every: int | None = None, memory_history: bool = False):
@@ -509,29 +421,26 @@ class MemoryProfilerCallback(TrainerCallback):
         self._run = self._describe(args, state, model)
         self._log.write("run.json", self._run)
         if args.device.type == "cuda":
-            if not listen(self._about_to_raise):
+            if not machine.listen(self._about_to_raise):
                 logger.info("This build of torch does not announce out-of-memory errors, so none will be recorded.")
             if self.memory_history:
-                torch.cuda.memory._record_memory_history(max_entries=self.HISTORY_ENTRIES, stacks="python")
+                machine.remember_allocations(True)
         self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
         self._probes.reset_peaks()
         self._begun = self._section_begun = time.perf_counter()
 
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
-        global _listener
         self._log.write("summary.json", self.summary())
-        _listener = None
+        machine.stop_listening()
         if self.memory_history and args.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(enabled=None)
+            machine.remember_allocations(False)
         self._log.close()
         self._log = None
 
     def _describe(self, args, state, model) -> dict:
         device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
-        if args.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(args.device)
-            device = {"type": "cuda", "name": properties.name, "total_memory": properties.total_memory}
+        device |= machine.describe_device(args.device)
         parameters, name = list(model.parameters()), getattr(getattr(model, "config", None), "name_or_path", None)
         packages = {"hf_hybrid": hf_hybrid, "torch": torch, "transformers": transformers, "accelerate": accelerate}
         versions = {name: package.__version__ for name, package in packages.items()}
@@ -731,7 +640,7 @@ class MemoryProfilerCallback(TrainerCallback):
         event["error"] = message
         values = {**event, **self._probes.read(), "records": list(self._recent)}
         with_snapshot = self.memory_history and self._probes.device is not None
-        dump = torch.cuda.memory._dump_snapshot if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
+        dump = machine.dump_allocations if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
         self._snapshots += self._log.write_out_of_memory(self._step, values, dump) is not None
         self._log.write("summary.json", self.summary())
         return folder

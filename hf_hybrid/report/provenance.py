@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from hf_hybrid.machine import describe_device
 from hf_hybrid.report.summary import format_bytes
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
@@ -95,9 +96,9 @@ def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> s
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
     """What the run computed on; `device` is the kind of its devices, `devices` how many all its processes have."""
     found = {}
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found["Accelerator"] = f"{devices} x {properties.name}, {format_bytes(properties.total_memory)} each"
+    known = describe_device(torch.device(device))
+    if known:
+        found["Accelerator"] = f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each"
     elif device != "cpu":
         found["Accelerator"] = f"{devices} x {device}"
     found["CPU"] = f"{_cpu_name()}, {os.cpu_count()} logical cores"

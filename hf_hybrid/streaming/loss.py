@@ -38,6 +38,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_hybrid.streaming.walk import RandomStates
+
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
@@ -413,12 +415,13 @@ def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
 def _quiet(model: nn.Module):
     """Evaluation mode, no gradients, the same random numbers each time; modes and random state are restored."""
     modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
+    before = RandomStates.now(next(model.parameters()).device)
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad():
             torch.manual_seed(0)
             yield
     finally:
+        before.restore()
         for module, training in modes:
             module.training = training

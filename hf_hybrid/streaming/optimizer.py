@@ -34,8 +34,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from hf_hybrid.machine import host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer
-from hf_hybrid.streaming.transfers import Fetched, host_tensor, is_big
+from hf_hybrid.streaming.transfers import Fetched, is_big
 from hf_hybrid.streaming.units import Piece, Unit
 
 Tensor = torch.Tensor
@@ -225,7 +226,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         for name, value in stepper.state[on_device].items():
             if is_big(value):
                 if name not in host_state:
-                    host_state[name] = host_tensor(value, pin=transfers.beside)
+                    host_state[name] = host_tensor(value.shape, value.dtype, pin=transfers.beside)
                 transfers.send(value, host_state[name])
             else:
                 host_state[name] = value

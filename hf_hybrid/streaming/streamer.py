@@ -31,7 +31,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid.streaming.transfers import Transfers, host_tensor
+from hf_hybrid.machine import host_tensor
+from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
 Tensor = torch.Tensor
@@ -329,7 +330,7 @@ class LayerStreamer:
         master = piece.master
         if master.grad is None:
             if piece.gradient is None:
-                piece.gradient = host_tensor(piece.parameter, pin=self.transfers.beside, dtype=master.dtype)
+                piece.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
             master.grad = piece.gradient
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.

@@ -13,8 +13,7 @@ expressed with events:
 - A copy back of what was just sent waits for that copy (`after`): the two directions do not know each other.
 
 The driver copies asynchronously only from and to page-locked ("pinned") host memory. Locking pages is slow, so buffers
-are kept and used again ([`HostBuffers`]), and torch's own allocator of pinned memory rounds sizes up to powers of two,
-so large buffers are ordinary memory that is registered with the driver instead ([`host_buffer`]).
+are kept and used again ([`HostBuffers`]).
 
 On a CPU all of it runs too: torch.cpu has streams and events that do nothing, and a copy is over when it returns. This
 is how the tests compare every streamed run with a resident one.
@@ -23,38 +22,16 @@ is how the tests compare every streamed run with a resident one.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import deque
 from typing import Any
 
 import torch
 
+from hf_hybrid.machine import copies_beside, host_buffer
+
 Tensor = torch.Tensor
 Event = Any
 """A device's event; `None` on a CPU, where a copy that was started is over."""
-
-PAGE = 4096
-SMALL = 32 * 2**20
-"""Bytes below which torch's pinned allocator is used: rounding up to powers of two costs little there."""
-
-
-def host_buffer(size: int, *, pin: bool) -> Tensor:
-    """`size` bytes of host memory, page-locked if asked for; large ones are whole pages registered with the driver."""
-    if not pin or size < SMALL or not torch.cuda.is_available():
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-    whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
-    start = -whole.data_ptr() % PAGE
-    driver, address = torch.cuda.cudart(), whole.data_ptr() + start
-    torch.cuda.check_error(driver.cudaHostRegister(address, -(-size // PAGE) * PAGE, 0))
-    unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
-    unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
-    return whole[start : start + size]
-
-
-def host_tensor(like: Tensor, *, pin: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised host memory of the shape of `like`, and of its dtype unless another is given."""
-    dtype = dtype or like.dtype
-    return host_buffer(like.numel() * dtype.itemsize, pin=pin).view(dtype).view(like.shape)
 
 
 def is_big(value: Any) -> bool:
@@ -81,11 +58,10 @@ class Transfers:
     """
 
     def __init__(self, device: torch.device):
-        module = torch.get_device_module(device)
-        self._streams = module if hasattr(module, "Stream") else torch.cpu  # MPS has none: its copies block
-        self.beside = device.type != "cpu" and self._streams is module
-        """Copies run beside computation, which takes page-locked host memory."""
-        make = functools.partial(module.Stream, device=device) if self.beside else self._streams.Stream
+        self.beside = copies_beside(device)
+        """Copies run beside computation, which takes page-locked host memory. Without streams (MPS) they block."""
+        self._streams = torch.get_device_module(device) if self.beside else torch.cpu
+        make = functools.partial(self._streams.Stream, device=device) if self.beside else self._streams.Stream
         self.device, self._in, self._out = device, make(), make()
         self.bytes_in = self.bytes_out = 0
         self._leaving: deque[tuple[Event, Tensor]] = deque()
@@ -101,7 +77,7 @@ class Transfers:
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Event:
         with self._streams.stream(stream):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self.beside)
         return stream.record_event()
 
     # A slot: one unit, loaded and used many times.

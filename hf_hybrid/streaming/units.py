@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hf_hybrid.machine import host_buffer
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
-from hf_hybrid.streaming.transfers import Event, Slot, host_buffer
+from hf_hybrid.streaming.transfers import Event, Slot
 
 Tensor = torch.Tensor
 

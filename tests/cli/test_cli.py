@@ -29,6 +29,7 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
+from hf_hybrid.machine import use_one_gpu
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -501,7 +502,7 @@ def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
     ],
 )
 def test_one_process_for_each_gpu(monkeypatch, arguments, gpus, processes):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
     assert train.processes(parse_values(arguments)) == processes
 
 
@@ -512,7 +513,7 @@ def test_one_process_sees_one_gpu(monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-        train._use_one_device()
+        use_one_gpu()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 

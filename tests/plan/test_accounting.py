@@ -8,11 +8,11 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_hybrid.machine import device_memory
 from hf_hybrid.plan.accounting import (
     ByteTable,
     ModelShape,
     Unit,
-    device_memory,
     format_bytes,
     host_memory,
     measure_held,
@@ -242,11 +242,11 @@ def test_host_memory_without_proc(tmp_path):
 
 
 def test_device_memory_counts_what_torch_keeps_unused(monkeypatch):
-    assert device_memory() is None, "tests see no GPU"
-    told = {"is_available": True, "mem_get_info": (100, 200), "memory_reserved": 50, "memory_allocated": 30}
+    assert device_memory() is device_memory(torch.device("cpu")) is None, "tests see no GPU"
+    told = {"mem_get_info": (100, 200), "memory_reserved": 50, "memory_allocated": 30}
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert device_memory() == 120
+    assert device_memory(torch.device("cuda")) == 120
 
 
 def test_this_machine():

@@ -11,7 +11,7 @@ import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridTrainer, machine
 from hf_hybrid.report import profiler as profiler_module
 from hf_hybrid.report.profiler import (
     DeviceMemory,
@@ -220,8 +220,8 @@ def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monk
 
 def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
     observers, dumped = [], []
-    monkeypatch.setattr(profiler_module, "_attached", False)
-    monkeypatch.setattr(profiler_module, "_listener", None)
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
 
     def dump(path):
@@ -245,7 +245,7 @@ def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
 
     def begin(self, args, state, control, **kwargs):
         MemoryProfilerCallback.on_train_begin(self, args, state, control, **kwargs)
-        assert profiler_module.listen(self._about_to_raise)
+        assert machine.listen(self._about_to_raise)
 
     monkeypatch.setattr(profiler, "on_train_begin", types.MethodType(begin, profiler))
     run(tmp_path, FakeSteps(fake), profiler, Full(), gradient_accumulation_steps=2)
@@ -268,8 +268,8 @@ def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monk
     stats = {name: {"all": {"current": 3, "peak": 4}} for name in ("allocated_bytes", "reserved_bytes")}
     properties = types.SimpleNamespace(name="A GPU", total_memory=80, uuid="abc")
     observers, history = [], []
-    monkeypatch.setattr(profiler_module, "_attached", False)
-    monkeypatch.setattr(profiler_module, "_listener", None)
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: history.append(kwargs))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
@@ -302,8 +302,8 @@ def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monk
 
 def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, caplog):
     observers = []
-    monkeypatch.setattr(profiler_module, "_attached", False)
-    monkeypatch.setattr(profiler_module, "_listener", None)
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
 
     class Listener:
@@ -311,12 +311,12 @@ def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, 
             raise OSError("disk full")
 
     listener = Listener()
-    profiler_module.listen(listener.hear)
+    machine.listen(listener.hear)
     observers[0](0, 1, 2, 3)
     assert "disk full" in caplog.text
     caplog.clear()
     gone = Listener()
-    profiler_module.listen(gone.hear)
+    machine.listen(gone.hear)
     del gone
     gc.collect()
     observers[0](0, 1, 2, 3)

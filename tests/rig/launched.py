@@ -1,5 +1,5 @@
 """
-The runs of two processes that `tests/test_processes.py` launches: several in one start, as starting takes long.
+The runs of two processes that `tests/test_machine.py` launches: several in one start, as starting takes long.
 
     PYTHONPATH=tests accelerate launch tests/rig/launched.py FOLDER NAME...
 """

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from hf_hybrid.machine import copies_beside, host_tensor
+
 Tensor = torch.Tensor
 
 
@@ -98,14 +100,16 @@ class DirectionContext:
         self,
         like: Tensor,
         *,
-        shape: tuple[int, ...] | None = None,
+        shape: torch.Size | None = None,
         dtype: torch.dtype = torch.float32,
         zero: bool = False,
     ) -> Tensor:
-        """A buffer for the parameter `like`, of its shape or another, on the host (pinned for a GPU) or beside it."""
-        pin = self.host and like.device.type == "cuda"
-        make = torch.zeros if zero else torch.empty
-        return make(like.shape if shape is None else shape, dtype=dtype, device=self.device_of(like), pin_memory=pin)
+        """A buffer for the parameter `like`, of its shape or another, beside it or on the host (page-locked)."""
+        shape = like.shape if shape is None else shape
+        if self.host and copies_beside(like.device):
+            buffer = host_tensor(shape, dtype, pin=True)
+            return buffer.zero_() if zero else buffer
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device_of(like))
 
     def device_of(self, parameter: Tensor) -> torch.device:
         """Where the buffers of a parameter live."""

@@ -1,4 +1,4 @@
-"""`hf_hybrid/processes.py`: two processes decide alike and resume after a kill; what a launcher asks for is heeded."""
+"""`hf_hybrid/machine.py`: two processes decide alike and resume after a kill; what a launcher asks for is heeded."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoint import last_complete_checkpoint
-from hf_hybrid.processes import warn_of_lone_process
+from hf_hybrid.machine import warn_of_lone_process
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -1,0 +1,312 @@
+"""
+The machine that a run computes on: its processes and its devices.
+
+How a run is spread over processes is told by its options and by the environment that a launcher sets.
+
+Devices are reached through `torch.get_device_module(device)` and `torch.accelerator`, here and in the whole package, so
+that the same code runs on every kind that torch knows. What torch offers for CUDA alone stands in this file and nowhere
+else: locking pages that torch did not allocate, the driver's own books (NVML), the history of allocations, and whether
+bf16 is emulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Tensor = torch.Tensor
+
+# Processes.
+
+# Set by torchrun and by the MPI launchers that accelerate and torch know.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+# If several are asked for, the first is named.
+_LAUNCHED = {
+    "deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp": "ACCELERATE_USE_FSDP",
+    "megatron_lm": "ACCELERATE_USE_MEGATRON_LM",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+
+
+def sharding_of(args: Any) -> str | None:
+    """
+    The mechanism that leaves each process a part of the weights, gradients or states; `None` with one process, or DDP.
+
+    The options ask for it, or the environment that `accelerate launch` sets.
+    """
+    for name, variable in _LAUNCHED.items():
+        if getattr(args, name, None) or _is_on(variable):
+            return name
+    return None
+
+
+def mixed_precision_of(args: Any) -> str:
+    """`"no"`, `"bf16"` or `"fp16"`, by the options, else by the launcher."""
+    if getattr(args, "fp16", False):
+        return "fp16"
+    if getattr(args, "bf16", False):
+        return "bf16"
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def computes_on_cpu(args: Any) -> bool:
+    """Whether the options or the launcher ask for the CPU."""
+    return getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
+
+
+def check_whole_parameters(model: Any) -> None:
+    """Refuse leaps of a model whose parameters are sharded already, as `from_pretrained(..., tp_plan="auto")` does."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "device_mesh", None) is not None:
+            raise ValueError(
+                f"`{name}` is spread over processes (a `DTensor`), and leaps need whole parameters. Load the model "
+                "without `tp_plan`, or set `enable_predict=False`."
+            )
+
+
+def warn_of_lone_process() -> None:
+    """Warn if `accelerate launch` was asked for several processes and started one, as it does with `--cpu`."""
+    # It then sets the address of a first process, but no number of processes.
+    launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and not any(variable in os.environ for variable in _WORLD_SIZES):
+        logger.warning(
+            "This is the only process. `accelerate launch` starts one process, whatever `--num_processes` says, with "
+            "`--cpu` and on a machine with fewer than two GPUs. To train with several on the CPU, launch with "
+            "`torchrun --nproc_per_node 2 SCRIPT --use_cpu`; `hf-hybrid train --cpu --num_processes 2` starts them "
+            "itself."
+        )
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but one: `Trainer` would spread each batch over all that one process sees (`DataParallel`)."""
+    if torch.cuda.device_count() > 1:  # of other kinds it uses one
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible or "0"
+
+
+# Devices.
+
+
+def copies_beside(device: torch.device) -> bool:
+    """Whether a device copies while it computes: it has streams, which a CPU need not have and MPS does not have."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """`name` and `total_memory` (bytes), where torch knows them."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):  # CPU and MPS
+        return {}
+    properties = module.get_device_properties(device)
+    return {"name": properties.name, "total_memory": properties.total_memory}
+
+
+def device_memory(device: torch.device | None = None) -> int | None:
+    """
+    Bytes that this process can still allocate on a device (by default the machine's accelerator): what is free, and
+    what torch keeps unused. `None` for a CPU and where torch cannot tell.
+    """
+    device = device or torch.accelerator.current_accelerator(check_available=True)
+    module = None if device is None else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def memory_reserved(device: torch.device) -> int | None:
+    """Bytes that torch's allocator holds of a device; `None` where it does not tell."""
+    module = torch.get_device_module(device)
+    return module.memory_reserved(device) if hasattr(module, "memory_reserved") else None
+
+
+def native_bf16() -> bool | None:
+    """Whether the GPU computes in bf16 by itself; `None` where torch cannot tell that from emulating it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else None
+
+
+def torch_build() -> str:
+    """What the installed torch was built for, and whether that is usable."""
+    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
+
+
+class DeviceMemory:
+    """One device as torch's allocator sees it."""
+
+    def __init__(self, device: torch.device):
+        self.device, self._module = device, torch.get_device_module(device)
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceMemory | None:
+        """`None` where the allocator keeps no books."""
+        is_known = hasattr(torch.get_device_module(device), "memory_stats_as_nested_dict")
+        return DeviceMemory(device) if is_known else None
+
+    def read(self) -> dict[str, int]:
+        """Bytes: `allocated`, `reserved`, and the peak of each since [`reset_peak`]."""
+        stats = self._module.memory_stats_as_nested_dict(self.device)
+        found = {}
+        for name in ("allocated", "reserved"):
+            values = stats.get(f"{name}_bytes", {}).get("all", {})
+            found[name], found[f"peak_{name}"] = values.get("current", 0), values.get("peak", 0)
+        return found
+
+    def reset_peak(self) -> None:
+        """Count peaks from now on."""
+        self._module.reset_peak_memory_stats(self.device)
+
+
+class DriverMemory:
+    """
+    One CUDA device as the driver sees it, through NVML: other processes, CUDA contexts and libraries included.
+
+    [`read`] returns `None` where NVML is missing or does not know the device (a MIG slice, say).
+    """
+
+    def __init__(self, device: torch.device):
+        self._handle = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            # By its identity, because NVML counts the devices that `CUDA_VISIBLE_DEVICES` hides.
+            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._pynvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(identity)
+        except Exception as error:  # NVML's errors are many, and none of them may stop a training
+            logger.debug("NVML cannot be read: %s", error)
+
+    def read(self) -> dict[str, int] | None:
+        """Bytes: `used` and `total`."""
+        if self._handle is None:
+            return None
+        try:
+            memory = self._pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except self._pynvml.NVMLError as error:
+            logger.debug("NVML is not read any more: %s", error)
+            self._handle = None
+            return None
+        return {"used": int(memory.used), "total": int(memory.total)}
+
+
+# CUDA's allocator announces that it is about to raise, and remembers what it allocated.
+
+HISTORY_ENTRIES = 100_000
+_listener: weakref.WeakMethod | None = None
+_attached = False
+
+
+def listen(report: Callable[[int], None]) -> bool:
+    """
+    Call a method with the bytes that were asked for, whenever torch's CUDA allocator is about to raise.
+
+    Torch cannot detach an observer. So there is one for the whole process, which calls whoever listened last and still
+    lives: `report` is a bound method, kept by a weak reference. Returns whether this build of torch can tell.
+    """
+    global _listener, _attached
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return False
+    _listener = weakref.WeakMethod(report)
+    if not _attached:
+        attach(_observe)
+        _attached = True
+    return True
+
+
+def stop_listening() -> None:
+    """Call nobody any more."""
+    global _listener
+    _listener = None
+
+
+def _observe(device: int, requested: int, device_total: int, device_free: int) -> None:
+    report = None if _listener is None else _listener()
+    if report is None:
+        return
+    try:
+        report(requested)
+    except Exception:  # called from within the allocator: the error that matters is the one it raises
+        logger.exception("The out-of-memory record was not written.")
+
+
+def remember_allocations(on: bool) -> None:
+    """Let CUDA's allocator keep a history of allocations with their Python stacks, or stop that."""
+    options = {"max_entries": HISTORY_ENTRIES, "stacks": "python"} if on else {"enabled": None}
+    torch.cuda.memory._record_memory_history(**options)
+
+
+def dump_allocations(path: str) -> None:
+    """Write that history to a file, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+# Page-locked host memory, from and to which a device copies by itself.
+
+PAGE = 4096
+SMALL = 32 * 2**20
+"""Bytes below which torch's pinned allocator is used: rounding up to powers of two costs little there."""
+
+
+def host_buffer(size: int, *, pin: bool) -> Tensor:
+    """
+    `size` bytes of host memory, page-locked if asked for. Where the system refuses that, it is ordinary memory: copies
+    then stop the host, and nothing else changes.
+    """
+    if pin:
+        try:
+            return _page_locked(size)
+        except RuntimeError as error:
+            _warn_of_pageable_memory(str(error))
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def host_tensor(shape: torch.Size, dtype: torch.dtype, *, pin: bool) -> Tensor:
+    """Uninitialised host memory as a tensor."""
+    return host_buffer(shape.numel() * dtype.itemsize, pin=pin).view(dtype).view(shape)
+
+
+def _page_locked(size: int) -> Tensor:
+    if size < SMALL or not torch.cuda.is_available():
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # Torch's pinned allocator rounds up to powers of two: large buffers are ordinary pages, registered with the driver.
+    whole = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE
+    driver, address = torch.cuda.cudart(), whole.data_ptr() + start
+    try:
+        torch.cuda.check_error(driver.cudaHostRegister(address, -(-size // PAGE) * PAGE, 0))
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # the driver reports a failure once more, to the next kernel: this one
+        raise
+    unlock = weakref.finalize(whole.untyped_storage(), driver.cudaHostUnregister, address)
+    unlock.atexit = False  # the driver may be gone by then, and the pages go with the process
+    return whole[start : start + size]
+
+
+@functools.cache  # once, whatever the number of buffers
+def _warn_of_pageable_memory(why: str) -> None:
+    logger.warning(
+        "Host memory could not be page-locked (%s). Ordinary memory is used, and copies between host and device stop "
+        "the host. Raise the limit on locked memory (`ulimit -l`), or leave more host memory free.",
+        why,
+    )
+
+
+def page_locked_bytes() -> int:
+    """Bytes of torch's pinned allocator; buffers above 32 MiB are registered with the driver and bypass it."""
+    stats = torch.cuda.host_memory_stats_as_nested_dict() if torch.cuda.is_initialized() else {}
+    return stats.get("allocated_bytes", {}).get("current", 0)
