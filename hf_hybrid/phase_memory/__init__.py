@@ -1,1 +1,1 @@
-"""Where the weights will be: signals, directions, leaps, their verification and the watch over them."""
+"""Plugins that change memory by phase: activations, weight precision, int8 probe weights, optimizer states."""

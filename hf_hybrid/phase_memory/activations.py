@@ -1,5 +1,5 @@
 """
-Activations that the backward pass needs: recomputed in the phases that have one, and what is left of them on the host.
+Activation checkpointing by phase, with the inputs of checkpointed layers on the host.
 
 A forward pass saves every intermediate tensor that some derivative reads: for a decoder layer some 30 times the size of
 its input. *Checkpointing* (Chen et al., 2016, arXiv 1604.06174) saves the input alone and computes the layer a second
@@ -40,7 +40,7 @@ _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 class ActivationCheckpointing(PhasePlugin):
     """
-    Activation checkpointing of every layer in the phases that are named, none in the others.
+    Checkpoints the activations of every layer in the given phases, and in no others.
 
     It is transformers' own (non-reentrant). Checkpointing only some of the layers is not offered: every second layer
     saves less than half. During a run the plugin decides, also where `TrainingArguments.activation_checkpointing` is
@@ -107,7 +107,7 @@ class ActivationCheckpointing(PhasePlugin):
 
 
 def _topmost(model: nn.Module, kind: type) -> list:
-    """Modules of a kind that are not part of another one of it."""
+    """Return the modules of a class that are not part of another module of this class."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, kind) and not any(name.startswith(above and f"{above}.") for above in found):
@@ -120,7 +120,7 @@ def _switches(model: nn.Module) -> list[nn.Module]:
 
 
 def _checkpointable(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models inside wrappers (peft, DistributedDataParallel, ...)."""
+    """Return the transformers models inside wrappers (peft, DistributedDataParallel, ...)."""
     models = _topmost(model, PreTrainedModel)
     for part in models or [model]:
         if not (isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing and _switches(part)):
@@ -165,10 +165,12 @@ class BoundaryOffload:
         self.layers = _topmost(model, GradientCheckpointingLayer)
         if not self.layers:
             name = type(model).__name__
-            raise ValueError(f"`offload=True` needs `GradientCheckpointingLayer`s and `{name}` has none. Leave it out.")
+            raise ValueError(
+                f"`offload=True` needs `GradientCheckpointingLayer`s, and `{name}` has none. Leave out `offload`."
+            )
         for kind in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
             if not hasattr(torch.get_device_module(kind), "Stream"):
-                raise ValueError(f"`offload=True` needs a device with streams, not `{kind}`. Leave it out.")
+                raise ValueError(f"`offload=True` needs a device with streams, not `{kind}`. Leave out `offload`.")
         self._ways: dict[torch.device, tuple[Transfers, HostBuffers]] = {}
         self._own: set[int] = set()
         self._replaced: list[tuple[nn.Module, Callable]] = []
@@ -232,7 +234,7 @@ class BoundaryOffload:
 
 class _Boundary:
     """
-    One layer input that autograd saved: on the host, and on the device before it has left or once it is coming back.
+    One layer input that autograd saved. It is on the host, and on the device before it leaves and after it returns.
 
     Autograd holds it and drops it; that frees the host buffer, also where a graph is never used.
     """
@@ -251,7 +253,7 @@ class _Boundary:
         self.on_device, self.copied, self.version = coming.tensor, coming.arrived, coming.tensor._version
 
     def take(self) -> Tensor | None:
-        """Give up what is on the device. Its memory may be used anew at once, so computing waits for the copy."""
+        """Release the copy on the device. Its memory may be reused at once, so computation waits for the copy."""
         tensor, self.on_device = self.on_device, None
         if tensor is not None:
             self.transfers.wait(self.copied)

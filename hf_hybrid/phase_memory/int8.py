@@ -1,5 +1,5 @@
 """
-Int8 weights for forward-only probes, whose noise is measured before they are trusted.
+Int8 weights for forward-only probes. Their noise is measured before they are trusted.
 
 A probe needs no gradients and no optimizer states, only forward passes, so it can run on rounded weights where it would
 not fit beside everything else. [`Int8Predict`] rounds the matrices of the layers row by row for the length of one
@@ -84,7 +84,7 @@ def added_noise(
     """
     lengths = [len(losses) for losses in (full_before, full_after, int8_before, int8_after)]
     if len(set(lengths)) > 1 or lengths[0] < 2:
-        raise ValueError(f"Noise is measured on the same two or more sequences four times, got {lengths} of them.")
+        raise ValueError(f"The four losses must be of the same two or more sequences, got {lengths} of them.")
     full = [before - after for before, after in zip(full_before, full_after)]
     error = [before - after - difference for before, after, difference in zip(int8_before, int8_after, full)]
     shift, added = _mean_and_error(error)
@@ -123,11 +123,11 @@ class NoiseMeter:
         return self.hold == 0
 
     def add(self, key: int, full: Losses, int8: Losses) -> None:
-        """The same batch (`key`), at the same weights, in both precisions."""
+        """Record the losses of a batch (`key`) in both precisions, at the same weights."""
         self._pairs.setdefault(key, []).append((full, int8))
 
     def close_look(self) -> None:
-        """A real step begins, or the state is saved: the current look is complete."""
+        """Complete the current look, when a real step begins or the state is saved."""
         self.hold, self.looked = max(self.hold - self.looked, 0), False
         pairs = [seen[:2] for seen in self._pairs.values() if len(seen) > 1]
         self._pairs.clear()
@@ -203,7 +203,7 @@ class Int8Predict(PhasePlugin):
             )
 
     def probe_losses(self, evaluate: Callable[[object], Losses]) -> Callable[[object], Losses]:
-        """Wrap what evaluates one batch to a loss per sequence: while measuring it runs twice and returns the full."""
+        """Wrap what evaluates a batch to losses per sequence. While measuring, it runs twice and returns the full losses."""
 
         def losses(batch) -> Losses:
             result = evaluate(batch)

@@ -1,1 +1,1 @@
-"""Where the bytes are: streaming, lazy updates, precision, placement and plans."""
+"""Train models that do not fit the device: streamed layers, lazy updates, transfers, low precision, chunked loss."""

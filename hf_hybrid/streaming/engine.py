@@ -1,13 +1,13 @@
 """
-Where the weights of a run live: `Resident` on the device, or `Streamed` from the host.
+The place of a run's weights: `Resident` on the device, or `Streamed` from the host.
 
-The trainer asks one object, `trainer.memory`, in every place where that matters. `Resident` is plain Trainer: each of
-its methods does nothing, or calls what Trainer would have called. `Streamed` joins the parts of this folder:
+The trainer asks one object, `trainer.memory`, wherever the place matters. `Resident` is plain Trainer: each of its
+methods does nothing, or calls what Trainer would have called. `Streamed` joins the parts of this folder:
 
 - `LayerStreamer` (streamer.py) brings a layer to the device when it computes and collects its gradients;
 - `Window` (walk.py) lets the micro-batches of an optimizer step pass layer by layer, so that weights travel twice per
   step and not twice per micro-batch;
-- `LazyOptimizer` (optimizer.py) steps a layer when it is needed next, exactly as the optimizer would have.
+- `LazyOptimizer` (optimizer.py) updates a layer when it is needed next, exactly as the optimizer would have.
 
 Both also tell the leaps where weights are stored (`WeightStore` in leaps/trajectory.py): a leap under test is added to
 streamed weights on their way to the device.
@@ -38,85 +38,85 @@ class Resident:
 
     streams = False
     plan = None
-    """The memory plan that is carried out, if there is one."""
+    """The memory plan in use, if there is one."""
     torn: str | None = None
-    """Which update an error cut short, if one did: those weights and states are of no step."""
+    """Name of the update that an error cut short, if any: its weights and states belong to no step."""
 
     def is_for(self, model: nn.Module) -> bool:
-        """Whether it was made for this model."""
+        """Whether this object was made for `model`."""
         return True
 
     # A run.
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that a run uses in the place of Trainer's."""
+        """Return the optimizer that the run uses instead of Trainer's."""
         return optimizer
 
     def begin(self) -> None:
-        """A run begins: take over the model."""
+        """Take over the model at the start of a run."""
 
     def end(self) -> None:
-        """A run is over."""
+        """Release the model at the end of a run."""
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that the optimizer steps in the place of a parameter of the model."""
+        """Return the parameter that the optimizer updates instead of a parameter of the model."""
         return parameter
 
     # A step.
 
     def begin_window(self, parts: list) -> None:
-        """The next accumulation window consists of these micro-batches, or parts of them."""
+        """Begin an accumulation window of these micro-batches, or parts of them."""
 
     def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """Forward and backward of one micro-batch or a part of one; returns its loss."""
+        """Run forward and backward of one micro-batch or a part of one, and return its loss."""
         return step(inputs)
 
     def walk_by_micro_batch(self) -> bool:
-        """Take less memory by computing micro-batches one by one; whether that changes anything."""
+        """Compute micro-batches one by one to save memory, and return whether this changes anything."""
         return False
 
     def gradient_norm(self, model: nn.Module) -> Tensor | None:
-        """Global norm of the gradients; `None` where Trainer computes it itself."""
+        """Return the global norm of the gradients, or `None` if Trainer computes it itself."""
         return None
 
     def discard_gradients(self) -> None:
-        """Drop the gradients that the optimizer has not used."""
+        """Drop gradients that the optimizer has not used."""
 
-    # Whoever reads weights finds them.
+    # Access to the weights.
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether copies of this parameter compute in its place."""
+        """Whether the model computes with copies of this parameter."""
         return False
 
     def settle(self) -> None:
-        """Finish updates that are under way: weights or states are about to be read."""
+        """Finish pending updates, before weights or states are read."""
 
     def changed(self) -> None:
-        """The weights were written, or the leap under test changed: copies of them are out of date."""
+        """Discard copies of the weights, after they were written or the leap under test changed."""
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Add what `displaced` returns to weights on their way to the device."""
 
     def suspended(self) -> contextlib.AbstractContextManager:
-        """The model holds its own weights meanwhile, so that they can be saved or loaded."""
+        """Context in which the model holds its own weights, so that they can be saved or loaded."""
         return contextlib.nullcontext()
 
     def running(self) -> contextlib.AbstractContextManager:
-        """The model can compute on the device meanwhile, so that it can be evaluated."""
+        """Context in which the model can compute on the device, so that it can be evaluated."""
         return contextlib.nullcontext()
 
-    # Telling.
+    # Reports.
 
     def statistics(self) -> dict | None:
-        """Loads, bytes moved and seconds waited; `None` where nothing is streamed."""
+        """Loads, bytes moved and seconds waited; `None` if nothing is streamed."""
         return None
 
     def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """`extra` and what is held besides the model between steps, by category."""
+        """`extra` and all other tensors held beside the model between steps, by category."""
         return extra
 
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
-        """Where the device is the host itself: the tensors that would be on the host of a GPU; `None` if unknown."""
+        """If the device is the host itself: the tensors that would be on the host of a GPU; `None` if unknown."""
         return None
 
 
@@ -160,7 +160,7 @@ class Streamed(Resident):
         return None if unit is None else f"The update of `{unit.name}` was cut short."
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that steps a layer when that layer is streamed."""
+        """The optimizer that updates a layer when that layer is streamed."""
         made = getattr(optimizer, "optimizer", optimizer)  # a second run comes with what accelerate made of the first's
         if isinstance(made, LazyOptimizer):
             self.optimizer = made
@@ -183,7 +183,7 @@ class Streamed(Resident):
         return run
 
     def end(self) -> None:
-        """Finish what is pending and leave the model with its weights, on the host."""
+        """Finish pending updates and give the model its weights back, on the host."""
         if self.streamer.attached:
             if self.torn is None:  # else there is nothing to finish: the weights are of no step
                 self.settle()
@@ -199,8 +199,8 @@ class Streamed(Resident):
         available = self.host_memory()
         if needed > available:
             logger.warning(
-                "The frozen base stays packed as int8: expanding it takes %.1f GiB and %.1f are available. Adapters "
-                "are in place and can be saved; load the base anew to use the model outside this trainer.",
+                "The frozen base stays packed as int8, because expanding it takes %.1f GiB and %.1f are available. "
+                "The adapters can be saved. To use the model outside this trainer, load the base again.",
                 needed / 2**30,
                 available / 2**30,
             )
@@ -213,7 +213,7 @@ class Streamed(Resident):
         self.window.begin(parts)
 
     def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """One call computes the whole window if it is walked layer by layer; the others return what it found."""
+        """Compute a micro-batch. If the window is walked layer by layer, the first call computes all of it."""
         return self.window.next(step, inputs)
 
     def walk_by_micro_batch(self) -> bool:
@@ -222,7 +222,7 @@ class Streamed(Resident):
         return changes
 
     def clip(self, model: nn.Module, max_norm: float, *, now: bool) -> Tensor:
-        """Clip the gradients by their global norm and return it; `now` if somebody reads them before the optimizer."""
+        """Clip the gradients by their global norm and return it; `now` if leaps read them before the optimizer."""
         return self.optimizer.clip(model.parameters(), max_norm, now=now)
 
     def gradient_norm(self, model: nn.Module) -> Tensor:

@@ -1,5 +1,5 @@
 """
-Finds the parts of a model that can be streamed: its decoder layers, its embeddings and its head.
+Find the parts of a model that can be streamed: its decoder layers, its embeddings and its head.
 
 No architecture is named. Decoder layers are modules in an `nn.ModuleList` that are called through their `forward`; a
 model may hold several such lists (experts inside a layer, heads beside the layers), and the outermost one with the most
@@ -19,10 +19,10 @@ class NoLayerListError(ValueError):
 
 def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
-    The decoder layers, with their dotted names: the outermost `ModuleList` that holds most of the parameters.
+    Return the decoder layers with their dotted names, from the outermost `ModuleList` with the most parameters.
 
     Raises:
-        NoLayerListError: If there is none that can be streamed; the message names what was looked for.
+        NoLayerListError: If no list can be streamed. The message says what was expected.
     """
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
@@ -49,7 +49,7 @@ def layers_on_host(
     layers: list[tuple[str, nn.Module]], device_map: Mapping[str, object]
 ) -> list[tuple[str, nn.Module]]:
     """
-    Those layers that an accelerate device map keeps on `cpu` or `disk`; the longest matching name decides.
+    Return the layers that an accelerate device map keeps on `cpu` or `disk`. The longest matching name decides.
 
     Raises:
         ValueError: If the map says nothing about a layer.
@@ -71,9 +71,9 @@ def layers_on_host(
 
 def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     """
-    The input embeddings and the output head as units; one unit of both where they share their weight.
+    Return the input embeddings and the output head as units, or as one unit if they share their weight.
 
-    Only modules whose parameters belong to nothing else; none where the model does not say what they are.
+    Only modules whose parameters belong to no other module count. The list is empty if the model does not name them.
     """
     found = [
         (name, module)
@@ -91,7 +91,7 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 
 def ask(model: nn.Module, question: str) -> nn.Module | None:
-    """The answer of `get_input_embeddings` or `get_output_embeddings`, where the model has one."""
+    """Return the result of `get_input_embeddings` or `get_output_embeddings`, if the model has it."""
     try:
         return getattr(model, question)()
     except (AttributeError, NotImplementedError):

@@ -143,7 +143,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass
 class _Call:
-    """One forward pass in which the model gets a small stand-in for its logits `[batch, tokens, vocabulary]`."""
+    """One forward pass in which the model gets a small tensor instead of its logits `[batch, tokens, vocabulary]`."""
 
     labels: torch.Tensor
     targets: torch.Tensor  # the labels, shifted
@@ -155,7 +155,7 @@ class _Call:
 
 class ChunkedCausalLoss:
     """
-    The loss that a causal LM computes from its labels, without the logits of all tokens.
+    Computes a causal LM's own loss from its labels, without the logits of all tokens.
 
     Use it as a context manager or between `install()` and `remove()`; the model also works as usual then, and several
     threads may compute losses. The head's weight is read only while `head.forward(hidden, targets=None)` runs, which
@@ -184,7 +184,7 @@ class ChunkedCausalLoss:
 
     @staticmethod
     def unsupported_reason(model: nn.Module) -> str | None:
-        """Why `model` cannot use the chunked loss, or `None`. `agrees` finds what only a forward pass shows."""
+        """Return why `model` cannot use the chunked loss, or `None`. Only `agrees` makes a forward pass."""
         base = _base_model(model)
         if not isinstance(base, PreTrainedModel):
             return f"`{type(base).__name__}` is not a transformers model"
@@ -204,7 +204,7 @@ class ChunkedCausalLoss:
         return None
 
     def install(self) -> ChunkedCausalLoss:
-        """Extend `head.forward` on the instance; before anything else wraps it."""
+        """Extend `head.forward` on the instance. Call this before anything else wraps it."""
         if "forward" in vars(self.head):
             raise RuntimeError("`head.forward` is replaced already. Install the chunked loss first, and only once.")
         self.head.forward = self._forward
@@ -216,7 +216,7 @@ class ChunkedCausalLoss:
     def remove(self) -> None:
         """Undo `install()`."""
         if vars(self.head).get("forward") != self._forward:
-            raise RuntimeError("`head.forward` is not the installed one. Take off what wraps it before `remove()`.")
+            raise RuntimeError("`head.forward` is not the installed one. Take off its wrapper before `remove()`.")
         del self.head.forward, self.base._loss_function
         while self._hooks:
             self._hooks.pop().remove()
@@ -228,7 +228,7 @@ class ChunkedCausalLoss:
 
     def agrees(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> bool:
         """
-        Whether chunked loss and the model's own are equal on a small part of a batch; if not, `disagreement` says why.
+        Whether both losses are equal on a small part of a batch. If not, `disagreement` says why.
 
         Runs three small forward passes without gradients, in evaluation mode; random state and mode are restored.
         """
@@ -250,7 +250,7 @@ class ChunkedCausalLoss:
 
     @contextlib.contextmanager
     def active(self, inputs: dict[str, Any], probe: torch.Tensor | None = None) -> Iterator[_Call]:
-        """The next forward pass of the model on this thread, with these `inputs`, computes its loss in chunks."""
+        """Context in which the next forward pass on this thread, with these `inputs`, computes its loss in chunks."""
         if not self._hooks:
             raise RuntimeError("The chunked loss is not installed. Call `install()` or use it as a context manager.")
         targets = inputs.get("shift_labels")
@@ -271,7 +271,7 @@ class ChunkedCausalLoss:
         return loss, call
 
     def _measure(self, model, inputs) -> torch.dtype:
-        """Find factor and cap between head and loss. Returns the type of the logits."""
+        """Find factor and cap between head and loss, and return the dtype of the logits."""
         probe = torch.tensor(self.PROBE)
         with _quiet(model):
             call = self._run(model, inputs, probe)[1]
@@ -288,7 +288,7 @@ class ChunkedCausalLoss:
         return call.output.dtype
 
     def _pending(self) -> _Call | None:
-        """The call of this thread that awaits its head; a head used again makes other predictions, of other losses."""
+        """Return the call of this thread whose head has not run. A head that runs again computes another loss."""
         call = self._calls.get(threading.get_ident())
         return call if call is not None and call.stand_in is None else None
 
@@ -333,7 +333,7 @@ BIG_VOCABULARY = 32_000
 
 
 class ChunkedLossSwitch:
-    """Computes a trainer's loss in chunks where that is asked for, possible, and agrees with the model's own loss."""
+    """Computes a trainer's loss in chunks if the options ask for it, the model allows it and both losses agree."""
 
     def __init__(self):
         self.loss: ChunkedCausalLoss | None = None  # while it is installed
@@ -345,7 +345,7 @@ class ChunkedLossSwitch:
         Prepare the trainer's model for a run.
 
         Raises:
-            ValueError: If `chunked_loss=on` and the model cannot.
+            ValueError: If `chunked_loss=on` and the model cannot use it.
         """
         options = trainer.hybrid_args
         vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
@@ -356,7 +356,7 @@ class ChunkedLossSwitch:
         self._agreed = None
         reason = ChunkedCausalLoss.unsupported_reason(trainer.model)
         if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-            reason = "the trainer has a loss of its own (`compute_loss_func` or `label_smoothing_factor`)"
+            reason = "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
         if reason is None:
             self.loss = ChunkedCausalLoss(trainer.model).install()
         else:
@@ -369,7 +369,7 @@ class ChunkedLossSwitch:
             self.loss = None
 
     def applies(self, model, inputs, items) -> bool:
-        """Whether this loss is computed in chunks; the first batch with labels decides, by comparing."""
+        """Whether this loss is computed in chunks. The first batch with labels decides, by a comparison."""
         labels = inputs.get("labels")
         if self.loss is None or labels is None:
             return False
@@ -381,11 +381,11 @@ class ChunkedLossSwitch:
 
     @property
     def in_use(self) -> bool:
-        """Whether the last batches were computed so."""
+        """Whether the last batches were computed in chunks."""
         return self.loss is not None and bool(self._agreed)
 
     def active(self, inputs):
-        """Around the forward pass whose loss is computed in chunks."""
+        """Context for the forward pass whose loss is computed in chunks."""
         return self.loss.active(inputs)
 
     def _refuse(self, reason: str) -> None:
@@ -399,7 +399,7 @@ def _base_model(model: nn.Module) -> nn.Module:
 
 
 def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The row with most labels, cut to `tokens` from its first label on; less is cut where inputs have other shapes."""
+    """Return the row with most labels, cut to `tokens` from its first label on. Inputs of other shapes are cut less."""
     labels = inputs["labels"]
     shapes = [value.shape for value in inputs.values() if torch.is_tensor(value)]
     if any(shape[:1] != labels.shape[:1] for shape in shapes):
@@ -413,7 +413,7 @@ def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet(model: nn.Module):
-    """Evaluation mode, no gradients, the same random numbers each time; modes and random state are restored."""
+    """Context with evaluation mode, no gradients and fixed random numbers. Modes and random state are restored."""
     modes = [(module, module.training) for module in model.modules()]
     before = RandomStates.now(next(model.parameters()).device)
     model.eval()

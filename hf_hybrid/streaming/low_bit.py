@@ -1,5 +1,5 @@
 """
-Low precision where it is safe: AdamW with moments in 8 bits, bf16 weights that are rounded at random, int8 weights.
+Low precision: AdamW with 8-bit moments, bf16 weights with stochastic rounding, int8 weights.
 
 **8-bit moments** (Dettmers et al., 2022, arXiv 2110.02861). AdamW's two moments take eight bytes per weight in fp32.
 They are averages, and a step divides one by the root of the other, so they need a good relative precision over many
@@ -78,7 +78,7 @@ def _false_zero(device: torch.device) -> int:
 
 
 def clear_false_zeros_(codes: Tensor) -> Tensor:
-    """Correct signed codes that bitsandbytes gave to zero; on a GPU there are none."""
+    """Correct signed codes that bitsandbytes gave to zero. On a GPU there are none."""
     false = _false_zero(codes.device)
     return codes if false == _ZERO else codes.masked_fill_(codes == false, _ZERO)
 
@@ -150,13 +150,13 @@ class AdamW8bit(torch.optim.Optimizer):
         self._number_parameters()
 
     def _number_parameters(self) -> None:
-        """Give each parameter a number for its random bits. It is part of the state, which optimizers may share."""
+        """Give each parameter a number for its random bits, in its state, which optimizers may share."""
         for index, parameter in enumerate(_parameters(self.param_groups)):
             self.state[parameter].setdefault("rounding_id", torch.tensor(index))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -219,7 +219,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         if any("stochastic_rounding" not in group for group in state_dict["param_groups"]):
             raise ValueError(
-                "`state_dict` was written by another optimizer than `AdamW8bit`. Resume with that one, or load only "
+                "`state_dict` was not written by `AdamW8bit`. Resume with the optimizer that wrote it, or load only "
                 "the weights of the checkpoint."
             )
         # The base class casts states to the dtype of their parameters, which would turn codes into weights.
@@ -249,7 +249,7 @@ def _mixed(seed: int, identity: int, step: int) -> int:
 
 
 def _update_8bit(weights: Tensor, gradient: Tensor, state: dict, part: slice, group: dict, step: int) -> None:
-    """The slice `part` of a parameter, flat and fp32."""
+    """Return the slice `part` of a parameter, flat and fp32."""
     blocks = slice(part.start // BLOCK, math.ceil(part.stop / BLOCK))
     beta1, beta2 = group["betas"]
     first, second = state["exp_avg_8bit"].view(-1)[part], state["exp_avg_sq_8bit"].view(-1)[part]
@@ -291,7 +291,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.ndim < 2 or not weight.is_floating_point():
         raise ValueError(
             f"`weight` must be a floating-point matrix or a stack of them, got `{weight.dtype}` of shape "
-            f"`{tuple(weight.shape)}`. Leave vectors (norms, biases) as they are: they are small."
+            f"`{tuple(weight.shape)}`. Leave vectors (norms, biases) unquantised; they are small."
         )
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device)

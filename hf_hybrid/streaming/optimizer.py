@@ -67,7 +67,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
 
 class LazyOptimizer(torch.optim.Optimizer):
     """
-    Stands in for an optimizer whose parameters are partly streamed: same groups, same state, same state dict.
+    Replaces an optimizer whose parameters are partly streamed, with the same groups, state and state dict.
 
     In the groups the masters take the places of the streamed parameters, so that schedulers, checkpoints and everything
     that reads `state` find what they expect. [`step`] steps what is resident and schedules the rest.
@@ -92,7 +92,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         vars(self).update({name: hooks for name, hooks in vars(base).items() if name.endswith("_hooks")})
         self._unit_of = {id(piece.master): unit for unit in streamer.units for piece in unit.trainable}
         self._pending: dict[Unit, tuple[torch.optim.Optimizer, Tensor | None]] = {}
-        """What the step of a unit depends on: the optimizer with its groups, and the scale of its gradients."""
+        """The inputs of a unit's step: the optimizer with its groups, and the scale of its gradients."""
         self._scale: Tensor | None = None
         self._checked = False
         self._worker = ThreadPoolExecutor(
@@ -106,7 +106,7 @@ class LazyOptimizer(torch.optim.Optimizer):
     # A window ends.
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it over the same list."""
+        """Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it."""
         self.streamer.gradients_arrived()
         counterparts = [self.streamer.counterpart(parameter) for parameter in parameters]
         norm = torch.nn.utils.get_total_norm([p.grad for p in counterparts if p.grad is not None], foreach=None)
@@ -141,7 +141,7 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step what is resident; schedule the units' steps with the current learning rates."""
+        """Step the resident parameters, and schedule the units' steps with the current learning rates."""
         self.streamer.gradients_arrived()
         groups: dict[Unit | None, list[dict]] = {}
         for group in self.param_groups:
@@ -168,7 +168,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             self.streamer.fetch(unit)
 
     def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
-        """The same optimizer over some of the parameters, with the same state."""
+        """Return the same optimizer over some of the parameters, with the same state."""
         clone = type(self.base)(groups)
         clone.state = self.state
         return clone
@@ -186,7 +186,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.streamer.updated(unit)  # here and not by a callback: once the future is done, no load begins any more
 
     def _fetch_for_step(self, unit: Unit) -> None:
-        """Gradients and states start to travel beside the weights."""
+        """Start to copy gradients and states to the device beside the weights."""
         fetch = self.streamer.transfers.fetch
         groups = self._pending[unit][0].param_groups if unit in self._pending else ()
         for master in [master for group in groups for master in group["params"] if id(master) not in self._coming]:
@@ -195,7 +195,7 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_in_slot(self, unit: Unit) -> None:
-        """Step a unit where it lies on the device; weights and states go back to the host."""
+        """Step a unit in its slot on the device, and copy weights and states back to the host."""
         if unit not in self._pending:
             return
         optimizer, scale = self._pending.pop(unit)
@@ -261,19 +261,19 @@ class LazyOptimizer(torch.optim.Optimizer):
         self._scale = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of what is resident; those of units go with their step."""
+        """Clear the gradients of resident parameters. Those of units are dropped with their step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._unit_of:
                     parameter.grad = None
 
     def state_dict(self) -> dict:
-        """As the plain optimizer's, with every scheduled step done."""
+        """Return the plain optimizer's state dict, after every scheduled step."""
         self.flush()
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what the plain optimizer saved; states of streamed parameters stay on the host."""
+        """Load a state dict of the plain optimizer. States of streamed parameters stay on the host."""
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state

@@ -1,5 +1,5 @@
 """
-Trains models whose layers do not fit: weights live on the host and are on the device only while they compute.
+Train models whose layers do not fit: weights live on the host and are on the device only while they compute.
 
 A streamed layer takes part in a step three times:
 
@@ -160,7 +160,7 @@ class LayerStreamer:
         self._undo.append(restore)
 
     def _show(self, unit: Unit, module: nn.Module, state: dict, prefix: str, *_) -> None:
-        """A callback that asks for a state dict in the middle of a run gets weights, not placeholders."""
+        """Give weights, not placeholders, to a callback that asks for a state dict during a run."""
         self.before_read()
         for name, parameter in module.named_parameters():
             piece = self.streamed.get(id(parameter))
@@ -185,7 +185,7 @@ class LayerStreamer:
                     module._buffers[name] = buffer.to(device)
 
     def checkpoint_alone(self) -> None:
-        """Switch transformers' own checkpointing of the units off: they are checkpointed here, and once is enough."""
+        """Switch transformers' own checkpointing of the units off, because they are checkpointed here."""
         # Not when they are called: layers of older transformers ask before their `forward` begins.
         for module in [module for unit in self.units for module in unit.modules]:
             if getattr(module, "gradient_checkpointing", False):
@@ -220,7 +220,7 @@ class LayerStreamer:
 
     @contextlib.contextmanager
     def _for_backward(self, unit: Unit) -> Iterator[None]:
-        """Around the recomputation of a unit. Its weights stay until the backward pass has left the unit."""
+        """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
         if self._in_backward is not unit:
             self.end_backward()
             self.bring_in(unit, backward=True)
@@ -229,14 +229,14 @@ class LayerStreamer:
             yield
 
     def end_backward(self) -> None:
-        """The backward pass has left the unit that was recomputed last."""
+        """Release the unit that was recomputed last, after the backward pass has left it."""
         if self._in_backward is not None:
             self.release(self._in_backward)
 
-    # Weights come and go.
+    # Transfers of weights.
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
-        """Let the unit's parameters be its weights, on the device; fetch the next units of this direction."""
+        """Make the unit's parameters its weights on the device, and fetch the next units of this direction."""
         if unit.slot is None and not self._take_slot(unit):
             # Everything is in use: by units fetched ahead for a turn that was not taken.
             for other in self.layers:
@@ -267,7 +267,7 @@ class LayerStreamer:
                     self.fetch(self.layers[index])
 
     def fetch(self, unit: Unit) -> None:
-        """Start bringing a unit in, as soon as its update is done; nothing happens if there is no room."""
+        """Start to copy a unit to the device as soon as its update is done. Without a free slot, do nothing."""
         if unit.slot is None and self._take_slot(unit):
             self._load(unit)
 
@@ -293,7 +293,7 @@ class LayerStreamer:
                     self.on_load(unit)
 
     def release(self, unit: Unit) -> None:
-        """Let the unit's parameters be placeholders again."""
+        """Make the unit's parameters placeholders again."""
         if unit is self._in_backward:
             self._in_backward = None
         for piece in unit.storage.pieces:
@@ -310,13 +310,13 @@ class LayerStreamer:
             unit.pool.forget(unit)
 
     def forget(self, unit: Unit) -> None:
-        """Do not use what the device still holds of the unit."""
+        """Discard the copy of the unit on the device."""
         with unit.lock:
             unit.loaded = False
         if unit.pool is not None:
             unit.pool.forget(unit)
 
-    # Gradients leave.
+    # Transfers of gradients.
 
     def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
         if self.walk is None or id(piece) not in self.walk.collecting:
@@ -342,19 +342,19 @@ class LayerStreamer:
         piece.sent = self.transfers.send(gradient, master.grad)
 
     def gradients_arrived(self) -> None:
-        """Return when the gradients of everything computed so far are on the host."""
+        """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
 
     # For the optimizer, and for reports.
 
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that the optimizer updates: the master of a streamed one, any other itself."""
+        """Return the parameter that the optimizer updates: the master of a streamed one, otherwise itself."""
         piece = self.streamed.get(id(parameter))
         return parameter if piece is None or piece.master is None else piece.master
 
     def statistics(self) -> dict:
-        """Loads, bytes each way, and seconds that computation stood still for an update."""
+        """Loads, bytes each way, and seconds that computation waited for an update."""
         return {
             "loads": sum(unit.loads for unit in self.units),
             "bytes_in": sum(unit.loads * unit.storage.packed_bytes for unit in self.units) + self.transfers.bytes_in,
@@ -379,7 +379,7 @@ class LayerStreamer:
 
 def autocast_now(device: torch.device) -> dict:
     """
-    The autocast state as it is, as arguments of `torch.autocast`, without the cache of cast weights.
+    Return the current autocast state as arguments of `torch.autocast`, without the cache of cast weights.
 
     The cache would keep the weights of every layer on the device until autocast is left.
     """

@@ -35,7 +35,7 @@ Event = Any
 
 
 def is_big(value: Any) -> bool:
-    """Whether an entry of an optimizer's state is worth moving: a tensor, and not a step counter."""
+    """Whether an entry of an optimizer's state must move: it is a tensor and not a step counter."""
     return torch.is_tensor(value) and value.numel() > 1
 
 
@@ -67,7 +67,7 @@ class Transfers:
         self._leaving: deque[tuple[Event, Tensor]] = deque()
 
     def wait(self, event: Event) -> None:
-        """Let computation from here on wait for the event; the host goes on."""
+        """Let later computation wait for the event, without blocking the host."""
         if event is not None:
             self._computing.wait_event(event)
 
@@ -90,7 +90,7 @@ class Transfers:
         slot.ready = self._copy(self._in, slot.buffer[: packed.numel()], packed)
 
     def release(self, slot: Slot) -> None:
-        """Let the next load wait for the computation so far, which may still read the slot."""
+        """Let the next load wait for the present computation, which may still read the slot."""
         slot.idle = self._computing.record_event()
 
     # Single tensors.
@@ -111,7 +111,7 @@ class Transfers:
         return sent
 
     def finish_sending(self) -> None:
-        """Return when everything sent has arrived on the host."""
+        """Wait until everything sent has arrived on the host."""
         if self._leaving:
             # The last is over when all are: a stream keeps their order. Sources are let go of only then.
             self._leaving[-1][0].synchronize()
@@ -144,17 +144,17 @@ class Fetched:
         self.tensor, self.arrived, self._transfers = tensor, arrived, transfers
 
     def take(self) -> Tensor:
-        """The tensor; computation from here on waits for its arrival."""
+        """Return the tensor. Later computation waits for its arrival."""
         self._transfers.wait(self.arrived)
         return self.tensor
 
 
 class HostBuffers:
     """
-    Host buffers that are used again, because locking pages costs more than copying into them.
+    Host buffers that are reused, because locking pages costs more than copying into them.
 
-    A tensor gets the smallest free buffer that holds it. Where all free ones are too small, one of them makes room for
-    a new one: otherwise every sequence length would keep buffers of its own.
+    A tensor gets the smallest free buffer that holds it. If all free buffers are too small, a new one replaces one of
+    them. Otherwise every sequence length would keep its own buffers.
     """
 
     def __init__(self, *, pin: bool):
@@ -163,7 +163,7 @@ class HostBuffers:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A host tensor of the shape and dtype of `like`."""
+        """Return a host tensor with the shape and dtype of `like`."""
         size = max(like.numel() * like.element_size(), 1)
         fitting = [index for index, buffer in enumerate(self.spare) if buffer.numel() >= size]
         if fitting:

@@ -1,5 +1,5 @@
 """
-Units: what is copied to the device as a whole, its weights on the host, and the device slots that it lies in.
+Units, which are copied to the device as a whole: their weights on the host, and their slots on the device.
 
 A *unit* is a decoder layer, the embeddings or the head. On the host, the weights of a unit are packed one behind the
 other into one page-locked buffer, so that the unit travels in a single copy at the full speed of the bus; a copy per
@@ -49,7 +49,7 @@ def padded(count: int) -> int:
 
 @dataclass
 class Piece:
-    """One streamed parameter: where its bytes lie in the packed buffer, and its master on the host."""
+    """One streamed parameter: the place of its bytes in the packed buffer, and its master on the host."""
 
     name: str
     parameter: nn.Parameter
@@ -79,18 +79,18 @@ class Piece:
         return self.parameter.numel() // self.parameter.shape[-1]
 
     def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
-        """This parameter's part of a byte buffer; of a packed one, unless `start` says where it lies."""
+        """Return this parameter's part of a byte buffer. Without `start`, it is at its place in the packed buffer."""
         dtype, start = dtype or self.dtype, self.start if start is None else start
         size = self.parameter.numel() * dtype.itemsize
         return buffer[start : start + size].view(dtype).view(self.parameter.shape)
 
     def scales(self, buffer: Tensor) -> Tensor:
-        """The fp32 scales of an int8 piece, one per row: `[..., 1]`."""
+        """Return the fp32 scales of an int8 piece, one per row: `[..., 1]`."""
         scales = buffer[self.scales_start : self.scales_start + 4 * self.rows]
         return scales.view(torch.float32).view(*self.parameter.shape[:-1], 1)
 
     def expand(self, buffer: Tensor, out: Tensor, *, start: int) -> Tensor:
-        """The weights of an int8 piece, written into the byte buffer `out` at `start`."""
+        """Write the weights of an int8 piece into the byte buffer `out` at `start`, and return them."""
         out = self.view(out, start=start)
         return dequantize_rows(self.view(buffer, torch.int8), self.scales(buffer), out)
 
@@ -140,7 +140,7 @@ class UnitStorage:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the model's weights into the packed buffer, unless they are there; refresh what is rounded in it."""
+        """Copy the model's weights into the packed buffer, unless they are there, and refresh its rounded copies."""
         if self.packed is not None:
             self.refresh()
             return
@@ -163,7 +163,7 @@ class UnitStorage:
             piece.view(self.packed).copy_(piece.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
-        """Let the parameters be views into `buffer`, a device copy of `packed`; int8 ones are expanded first."""
+        """Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first."""
         for piece in self.pieces:
             if piece.is_int8:
                 piece.parameter.data = piece.expand(buffer, expanded, start=piece.expanded_start)
@@ -189,7 +189,7 @@ class UnitStorage:
 
 class SlotPool:
     """
-    A fixed number of equal device buffers, and which unit lies in which of them.
+    A fixed number of equal device buffers, and the unit that each holds.
 
     A slot has `size` bytes, as many as the largest unit; `ahead` units are fetched ahead, and `kept` units may stay
     after their use.
@@ -203,7 +203,7 @@ class SlotPool:
         self._in_use: set[Hashable] = set()
 
     def take(self, unit: Hashable) -> Slot | None:
-        """A slot for the unit, its own if it still lies in one; `None` if all are in use."""
+        """Return a slot for the unit, its own if it still has one, or `None` if all are in use."""
         slot = self.held.get(unit)
         if slot is None:
             if not self._free and not self._evict():
@@ -215,13 +215,13 @@ class SlotPool:
         return slot
 
     def give_back(self, unit: Hashable) -> None:
-        """The unit is not in use any more; it stays where it is as long as there is room."""
+        """Mark the unit as unused. It stays in its slot as long as there is room."""
         self._in_use.discard(unit)
         while sum(held not in self._in_use for held in self.held) > self.kept:
             self._evict()
 
     def forget(self, unit: Hashable) -> None:
-        """Drop the unit from its slot, because its weights have changed."""
+        """Remove the unit from its slot, because its weights have changed."""
         if unit in self.held and unit not in self._in_use:
             self._free.append(self.held.pop(unit))
 

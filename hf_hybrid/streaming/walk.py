@@ -1,5 +1,5 @@
 """
-Walks an accumulation window layer by layer: each layer computes all micro-batches before the next layer is brought in.
+Walk an accumulation window layer by layer: each layer computes all micro-batches before the next one is brought in.
 
 With gradient accumulation, a window of J micro-batches would bring every layer in 2 J times: for each forward and each
 backward pass. The bus is the bottleneck of streaming, so the loops are exchanged: for each layer, for each micro-batch.
@@ -61,12 +61,12 @@ class CannotWalkError(RuntimeError):
 
 
 class _Abandoned(BaseException):
-    """Unwinds the threads of the other micro-batches after one failed."""
+    """Ends the threads of the other micro-batches after one failed."""
 
 
 class _Output:
     """
-    One output of a layer, as the rest of the model sees it: a leaf, where its gradient arrives.
+    One output of a layer: a leaf that the rest of the model uses, where its gradient arrives.
 
     While it is parked on the host, the leaf lives only if something besides the next layer holds it.
     """
@@ -85,12 +85,12 @@ class _Output:
             self.leaf = None
 
     def fetch(self, transfers: Transfers) -> None:
-        """Start bringing it back."""
+        """Start to copy the output back to the device."""
         if self.leaf is None and self._coming is None:
             self._coming = transfers.fetch(self._parked, after=self._left)
 
     def bring_back(self, transfers: Transfers, buffers: HostBuffers) -> Tensor:
-        """A tensor to compute with; its gradient counts for the output."""
+        """Return a tensor to compute with, whose gradient counts for the output."""
         if self.leaf is None:
             self.fetch(transfers)
             self.leaf = self._coming.take().requires_grad_()
@@ -99,7 +99,7 @@ class _Output:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The sum over all who used it."""
+        """Return the sum of the gradients over all uses."""
         parts = [leaf.grad for leaf in self._leaves() if leaf.grad is not None]
         return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
@@ -108,7 +108,7 @@ class _Output:
             leaf.grad = None
 
     def _leaves(self) -> list[Tensor]:
-        """The leaf that came back from the host, and the original where it is still alive."""
+        """The leaf that came back from the host, and the original if it is still alive."""
         original = self._reference()
         return [leaf for leaf in (self.leaf, None if original is self.leaf else original) if leaf is not None]
 
@@ -147,7 +147,7 @@ class _MicroBatch(threading.Thread):
         self._threads = torch.get_num_threads()
 
     def advance(self) -> None:
-        """Let it run until it waits at a layer, or is done."""
+        """Let the micro-batch run until it waits at a layer or is done."""
         if not self.is_alive():
             self.start()
         self._turn.release()
@@ -171,7 +171,7 @@ class _MicroBatch(threading.Thread):
         self._parked.release()
 
     def wait_at(self, unit: Unit) -> None:
-        """Called on this thread: hand over, and return when it is this micro-batch's turn again."""
+        """Pause this thread, and return when it is this micro-batch's turn again."""
         self.waiting_for = unit
         self._parked.release()
         self._turn.acquire()
@@ -247,7 +247,7 @@ class LayerWalk:
     # A layer is called (on a micro-batch's thread).
 
     def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
-        """In place of the layer's forward."""
+        """Replace the layer's forward."""
         job = threading.current_thread()
         cuts: list[tuple[Tensor, Tensor]] = []
         inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
@@ -324,7 +324,7 @@ class LayerWalk:
             output.drop_gradient()
 
     def _differentiate_between(self, job: _MicroBatch, call: _Call) -> list[tuple[Tensor, Tensor]]:
-        """Differentiate the graph between this call and earlier ones; returns the pieces that depend on no layer."""
+        """Differentiate the graph between this call and earlier ones, and return the pieces that depend on no layer."""
         between, early = [], []
         for tensor, leaf in call.cuts:
             (between if _depends_on(tensor, job.outputs) else early).append((tensor, leaf))
@@ -357,12 +357,12 @@ class Window:
         self._results: list = []
 
     def begin(self, inputs: list) -> None:
-        """A window begins; `inputs` are its micro-batches."""
+        """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
         self._inputs, self._results = list(inputs), []
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
-        """Compute a micro-batch with `step`, or the whole window at its first; returns this micro-batch's result."""
+        """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""
         window, self._inputs = self._inputs, []
         if self.order == "micro_batch":
             window = [inputs]
@@ -424,7 +424,7 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
 
 @dataclass
 class RandomStates:
-    """A snapshot of all generators that a step may draw from: Python's, NumPy's, torch's on host and device."""
+    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
 
     python: tuple
     numpy: dict
