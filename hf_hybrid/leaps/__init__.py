@@ -1,1 +1,1 @@
-"""Where the weights will be: signals, directions, leaps, their verification and the watch over them."""
+"""Leaps of the weights: signals, directions, planners of the gain, probes, divergence monitor, learning-rate rescue."""

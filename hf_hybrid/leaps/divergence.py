@@ -1,5 +1,5 @@
 """
-Watches training: turns the numbers of a step into a level, a reason and an action.
+Watch training: turn the numbers of a step into a level, a reason and an action.
 
 Training can go wrong in ways that a leap causes and in ways that it does not. The monitor tells them by numbers that
 every run has, measured against what is normal in this run, so that no threshold depends on the model or the data:
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 
 class Level(enum.IntEnum):
-    """How bad it is."""
+    """How serious the state of the run is."""
 
     NORMAL = 0
     CAUTION = 1
@@ -42,15 +42,15 @@ class Action(str, enum.Enum):
     FORCE_FULL = "force_full"
     """No leaps for a while."""
     BACK_OFF = "back_off"
-    """No leaps for a while, longer each time, then shorter ones; until one is kept, every leap is probed."""
+    """No leaps for a while, longer each time, then shorter leaps. Every leap is probed until one is kept."""
     ROLL_BACK = "roll_back"
-    """Put back the weights of before the last leap and lower the gain."""
+    """Restore the weights from before the last leap and lower the gain."""
     SKIP_BATCH = "skip_batch"
     """Drop these gradients: the optimizer does not step."""
     RESET_PREDICTOR = "reset_predictor"
     """Forget slow memory and residuals."""
     ABORT = "abort"
-    """Stop; point to the last good checkpoint."""
+    """Stop, and name the last good checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ FORECAST_WINDOW = 32
 
 
 class TrainingDivergedError(RuntimeError):
-    """Training cannot go on; the message says what was seen and where the last good checkpoint is."""
+    """Training cannot go on. The message says what happened and where the last good checkpoint is."""
 
 
 class DivergenceMonitor:
@@ -109,7 +109,7 @@ class DivergenceMonitor:
         self.steps_since_rise = self.RISE_EVERY
 
     def judge_gradients(self, loss: float, norm: float, *, leap_open: bool) -> Verdict:
-        """Before the optimizer's step. `leap_open`: a leap was made that can still be rolled back."""
+        """Judge before the optimizer's step. `leap_open`: a leap was made that can still be rolled back."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.bad_steps += 1
             what = "loss" if not math.isfinite(loss) else "gradient norm"
@@ -129,7 +129,7 @@ class DivergenceMonitor:
         return NORMAL
 
     def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
-        """After a real step with finite numbers. `predicted_loss`: what the loss was forecast to be, if it was."""
+        """Judge after a real step with finite numbers. `predicted_loss` is the forecast of its loss, if any."""
         risen = self._rise()
         level, reason = max(
             (
@@ -154,7 +154,7 @@ class DivergenceMonitor:
 
     def judge_leap(self, losses: list[float], forecast: float, deviation: float) -> Verdict:
         """
-        At the end of Correct: losses after a leap against the trend before it.
+        Judge a leap at the end of Correct: compare losses after it with the trend before it.
 
         Args:
             losses (`list[float]`): Of the real steps since the leap.
@@ -217,7 +217,7 @@ class DivergenceMonitor:
     def _prediction(self, loss: float, predicted: float | None) -> tuple[Level, str]:
         if predicted is None or len(self.losses) < self.MIN_HISTORY:
             return Level.NORMAL, ""
-        # Only errors on the bad side: a loss below the forecast is what everybody hopes for.
+        # Only losses above the forecast count as errors.
         self.errors.append(max(loss - predicted, 0.0))
         _, deviation = linear_trend(list(self.losses))
         mean = sum(self.errors) / len(self.errors)
@@ -256,7 +256,7 @@ class DivergenceMonitor:
 
 
 def linear_trend(values: list[float]) -> tuple[float, float]:
-    """Least-squares line through the values: its continuation to the next one, and the deviation around it."""
+    """Fit a least-squares line, and return its continuation to the next value and the deviation around it."""
     count = len(values)
     centre = (count - 1) / 2
     mean = sum(values) / count

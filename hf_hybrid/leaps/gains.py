@@ -54,7 +54,7 @@ def scheduled_gain(peak: float, progress: float, power: float) -> float:
 
 class GainPlanner:
     """
-    The schedule, and the base of those who deviate from it.
+    The schedule, and the base class of the other planners.
 
     Args:
         peak (`float`), power (`float`): See [`scheduled_gain`].
@@ -62,25 +62,25 @@ class GainPlanner:
     """
 
     confidence: float | None = None
-    """Probability that leaping pays, in `[0, 1]`; `None` where the planner has no opinion of its own."""
+    """Probability that leaping pays, in `[0, 1]`; `None` if the planner does not estimate it."""
 
     def __init__(self, peak: float, power: float, worth: float):
         self.peak, self.power, self.worth = peak, power, worth
 
     def gain(self, progress: float) -> float:
-        """Gain of a leap made now."""
+        """Return the gain of a leap made now."""
         return scheduled_gain(self.peak, progress, self.power)
 
     def worth_of(self, gain: float, real_steps: int) -> float:
-        """Steps that a kept leap of this gain is worth: in proportion to its gain, never more than at the peak."""
+        """Return the steps that a kept leap is worth, in proportion to its gain and at most the worth at the peak."""
         share = min(max(gain / self.peak, 0.0), 1.0) if self.peak > 0 else 0.0
         return self.worth * real_steps * share
 
     def observe(self, stretch: Stretch) -> None:
-        """A stretch of real steps is over."""
+        """Learn from a complete stretch of real steps."""
 
     def summary(self) -> dict:
-        """For the summary of the run: what was chosen, as plain values."""
+        """Return the choices as plain values, for the summary of the run."""
         return {}
 
     def tensors(self) -> dict:

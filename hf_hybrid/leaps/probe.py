@@ -1,5 +1,5 @@
 """
-Does a leap help? Losses on held-out sequences, compared in pairs.
+Probes: compare the losses of held-out sequences before and after a leap, in pairs.
 
 A leap changes the loss by far less than sequences differ from each other. So the same sequences are evaluated before
 and after it, and what counts is the mean of the paired differences and its standard error. Sequences that training has
@@ -58,7 +58,7 @@ def is_clearly_worse(decrease: float, standard_error: float, *, margin: float, z
 
 class HeldOutProbe:
     """
-    Rotates through held-out batches and counts what looking at them costs.
+    Rotates through held-out batches and counts the cost of probes.
 
     Args:
         batches (`Sequence`): Collated batches, in any form that `evaluate` takes.
@@ -86,7 +86,7 @@ class HeldOutProbe:
         self._current: list[int] = []
 
     def choose(self) -> None:
-        """Pick the sequences of the next comparison; every [`losses`] until the next call uses the same."""
+        """Pick the sequences of the next comparison. Every [`losses`] until the next call uses them."""
         self._current, count = [], 0
         while count < self.sequences_per_probe:
             self._current.append(self.next_batch)
@@ -95,12 +95,12 @@ class HeldOutProbe:
 
     @property
     def price(self) -> float:
-        """Price of one evaluation in real steps; a step is a forward and a backward worth two forwards."""
+        """Cost of one evaluation in real steps. A step costs as much as three forward passes."""
         count = max(self.sequences_per_probe, max(self.sizes))
         return count / (3.0 * self.sequences_per_step)
 
     def losses(self) -> Losses:
-        """One loss per chosen sequence, at the current weights."""
+        """Return one loss per chosen sequence, at the current weights."""
         losses: Losses = []
         for index in self._current:
             losses += self.evaluate(self.batches[index])[: self.sizes[index]]
@@ -177,14 +177,14 @@ class SequenceLosses:
         return torch.stack([self._loss(model, _row(inputs, index)) for index in range(self.size(inputs))])
 
     def _loss(self, model, inputs) -> torch.Tensor:
-        """Of one sequence, as the trainer computes it; 0 where it is NaN because there is no label to predict."""
+        """Return a sequence's loss as the trainer computes it, or 0 if it is NaN because no label must be predicted."""
         loss = self.trainer.compute_loss(model, inputs).detach().reshape(())
         labels = inputs.get("labels")
         unlabelled = torch.is_tensor(labels) and labels.dim() == 2 and not labels[:, 1:].ne(-100).any()
         return torch.zeros_like(loss) if unlabelled and loss.isnan() else loss
 
     def _too_many_logits(self, inputs) -> bool:
-        """Of a vocabulary whose loss is computed in chunks: then sequence by sequence, in chunks as well."""
+        """Return the losses sequence by sequence, in chunks, for a vocabulary whose loss is computed in chunks."""
         labels = inputs.get("labels")
         if not self.trainer.loss_in_chunks or labels is None:
             return False
@@ -208,7 +208,7 @@ def _token_losses(outputs, inputs) -> tuple[torch.Tensor | None, torch.Tensor | 
 
 
 def _row(inputs, index: int) -> dict:
-    """One sequence of a batch: every tensor (or list) as long as the batch is cut, the rest is passed as it is."""
+    """Return one sequence of a batch. Tensors and lists as long as the batch are cut; everything else is passed on."""
     size = SequenceLosses.size(inputs)
     return {
         name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == size else value
@@ -218,13 +218,13 @@ def _row(inputs, index: int) -> dict:
 
 def keep_differentiable(model: torch.nn.Module) -> None:
     """
-    Keep bitsandbytes' 4-bit layers as they can be trained, also when the model is evaluated on a CPU in between.
+    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU.
 
     On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
     backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
 
     Raises:
-        ValueError: If it has happened already.
+        ValueError: If the layers are packed already.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,4 +1,4 @@
-"""What is written down of a run: every leap, and the counters behind `hybrid_summary()`. Standard library only."""
+"""Records of a run: every leap, and the counters behind `hybrid_summary()`. Standard library only."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Leap:
     losses: list[float] = field(default_factory=list)
 
     def summary(self) -> dict:
-        """For people and JSON: plain values, `None` for numbers that are not finite."""
+        """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
         inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
         return {name: _finite(value) for name, value in asdict(self).items() if name not in inner}
 
@@ -108,7 +108,7 @@ class RunRecord:
             self.divergence_events.append(event)
 
     def summary(self) -> dict:
-        """Everything as plain values, with the totals that follow from it."""
+        """Return everything as plain values, with totals."""
         predicted = self.steps_by_phase[Phase.PREDICT.value]
         verdicts: dict[str, int] = {}
         for leap in self.leaps:
@@ -132,5 +132,5 @@ class RunRecord:
 
 
 def _infinities(leap: dict) -> dict:
-    """JSON has no infinity: a checkpoint holds it as text."""
+    """Turn infinity into text for a checkpoint, because JSON has none."""
     return {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}

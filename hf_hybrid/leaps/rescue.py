@@ -1,5 +1,5 @@
 """
-Learning-rate rescue: finds, while training, how much larger the learning rate could be.
+Learning-rate rescue: find during training how much larger the learning rate can be.
 
 The signal is the cosine between a fresh gradient and the direction that the optimizer moved along before. As the batch
 is new, it is an unbiased derivative of the loss along it (hypergradient descent: Baydin et al., 2018,
@@ -85,12 +85,12 @@ class LearningRateRescue:
 
     @property
     def scale(self) -> float:
-        """What the scheduled learning rate is multiplied by, in `[1, max_scale]`."""
+        """Factor on the scheduled learning rate, in `[1, max_scale]`."""
         return math.exp(self.log_scale)
 
     def observe(self, loss: float, cosine: float | None) -> None:
         """
-        Take in one real step.
+        Learn from one real step.
 
         Args:
             loss (`float`): Training loss of the step.
@@ -158,7 +158,7 @@ class LearningRateRescue:
         return False
 
     def back_off(self) -> None:
-        """Something went badly wrong: a quarter of the scale, and no more growth."""
+        """Reduce the scale to a quarter and stop its growth, after training went badly wrong."""
         self._hold(self.log_scale - math.log(4))
 
     _STATE = (

@@ -1,5 +1,5 @@
 """
-Compares a leap with what the real steps after it did.
+Compare a leap with the real steps after it.
 
 Two comparisons, made in Correct and written down for every leap. The displacement: did the real steps go on along the
 leap (`cosine` near 1) or take it back (below 0), and how far did they go per unit of learning rate (`norm_ratio`)? The
@@ -27,12 +27,12 @@ SAMPLE = 4096
 
 
 def group_of(name: str) -> str:
-    """The same kind of parameter in different layers is one group: `model.layers.*.mlp.up_proj.weight`."""
+    """Return the group of a parameter, which is shared by all layers: `model.layers.*.mlp.up_proj.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At most `SAMPLE` evenly spaced elements, as a view where the tensor is contiguous."""
+    """Return at most `SAMPLE` evenly spaced elements, as a view if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, math.ceil(flat.numel() / SAMPLE))]
 
@@ -62,9 +62,9 @@ class GroupResidual:
 
 def secant_minimum(slope_before: float, slope_after: float) -> float | None:
     """
-    Where along the leap the loss is lowest, in leaps, by the secant through the slopes at both ends.
+    Position of the lowest loss along the leap, in leaps, by the secant through the slopes at both ends.
 
-    1 where the leap went just far enough, less where it went too far; `None` where the slopes do not turn upwards.
+    1 if the leap was exactly long enough, less if it was too long; `None` if the slopes do not turn upwards.
     """
     bend = slope_after - slope_before
     return -slope_before / bend if bend > 0 and slope_before < 0 else None
@@ -72,7 +72,7 @@ def secant_minimum(slope_before: float, slope_after: float) -> float | None:
 
 class GainCorrection:
     """
-    Factors on the gain, one per group of parameters, from what the last leaps met: the averaged secant.
+    Factors on the gain, one per group of parameters: the averaged secant of the last leaps.
 
     Args:
         groups (`Sequence[str]`): See [`group_of`].
@@ -85,7 +85,7 @@ class GainCorrection:
         self.slopes: dict[str, list[float]] = {group: [0.0, 0.0] for group in groups}
 
     def learn(self, residuals: dict[str, GroupResidual]) -> None:
-        """Take in one leap."""
+        """Learn from one leap."""
         for group, residual in residuals.items():
             if residual.slope_before is None:
                 continue
@@ -96,7 +96,7 @@ class GainCorrection:
             ]
 
     def factor(self, group: str) -> float:
-        """For the next leap's gain; 1 while nothing is known."""
+        """Return the factor on the next leap's gain; 1 while nothing is known."""
         before, after = self.slopes[group]
         if before == after == 0.0:
             return 1.0
@@ -138,7 +138,7 @@ class DisplacementResiduals:
     @torch.no_grad()
     def leap_made(self, rate: float, before: Sequence[Tensor], predicted: Sequence[Tensor | None]) -> None:
         """
-        A leap is in the weights and stays for now.
+        Begin to watch a leap that was just kept.
 
         Args:
             rate (`float`): Its gain times the learning rates that it stands on: what its length is measured by.
@@ -153,7 +153,7 @@ class DisplacementResiduals:
             self.slopes_before = self._by_group([sample(gradient).float() for gradient in predicted], self.leap)
 
     def _by_group(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """Inner products over whole groups, estimated from their samples; fp32 of shape `[groups]`."""
+        """Estimate inner products over whole groups from their samples, as fp32 of shape `[groups]`."""
         dots = []
         for a, b, parameter in zip(first, second, self.parameters):
             dots.append(torch.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1)))
@@ -162,7 +162,7 @@ class DisplacementResiduals:
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        """Take in the gradients of a real step of Correct."""
+        """Add the gradients of a real step of Correct."""
         if not self.watching:
             return
         if not self.gradients:
@@ -214,12 +214,12 @@ class DisplacementResiduals:
         )
 
     def clear(self) -> None:
-        """Watch no leap any more."""
+        """Stop watching a leap."""
         self.leap, self.start, self.gradients, self.gradient_steps = [], [], [], 0
         self.slopes_before = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for saving in the middle of a Correct phase."""
+        """Return tensors by name, for a checkpoint inside a Correct phase."""
         kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
         found = {f"{kind}.{name}": t for kind, values in kinds.items() for name, t in zip(self.names, values)}
         return found if self.slopes_before is None else {**found, "slopes_before": self.slopes_before}

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 def survive_nothing(error: Exception, otherwise: str) -> None:
-    """Raise `error`. A trainer that survives an out-of-memory has its own, which does what `otherwise` says instead."""
+    """Raise `error`. A trainer with out-of-memory recovery passes its own function, which does `otherwise` instead."""
     raise error
 
 
@@ -76,15 +76,15 @@ def survive_nothing(error: Exception, otherwise: str) -> None:
 @dataclass
 class Trust:
     """
-    Whether to leap, and whether to probe, from what became of earlier leaps. Plain numbers in, plain numbers out.
+    Decides whether to leap and whether to probe, from the results of earlier leaps. It handles plain numbers only.
 
     1. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps. After two rejections in a row
        every leap is probed, so that the probe budget limits what leaps cost that do not help.
     2. Level: a factor on every gain. A roll-back, a lasting rise of the loss and a caution of the divergence monitor
        halve it; each leap that is kept raises it by a tenth, up to 1.
 
-    What was learnt is also told as a confidence, one of the signals: the posterior share of leaps that are kept, times
-    the stability of the run, times the planner's probability that leaping pays, where it has one.
+    It also computes a confidence, one of the signals: the posterior share of kept leaps, times the stability of the
+    run, times the planner's probability that leaping pays, if it has one.
 
     Args:
         probe_budget (`float`): Share of the run's compute for probes.
@@ -108,7 +108,7 @@ class Trust:
     """Factor on the probe budget while every leap is probed: the probes then decide whether there are leaps at all."""
 
     def observe_step(self, level: Level) -> None:
-        """Fade the evidence towards the prior: a run that rejected leaps early tries again later."""
+        """Fade the evidence towards the prior, so that a run that rejected early leaps tries again later."""
         keep = 0.5 ** (1.0 / self.EVIDENCE_HALF_LIFE)
         self.kept *= keep
         self.rejected *= keep
@@ -116,20 +116,20 @@ class Trust:
         self.stability = target if target < self.stability else self.stability + 0.1 * (1.0 - self.stability)
 
     def confidence(self, believed: float | None) -> float:
-        """In `[0, 1]`; `believed` is the planner's probability that leaping pays, if it has one."""
+        """Return the confidence in `[0, 1]`; `believed` is the planner's probability that leaping pays, if any."""
         kept = self.PRIOR_KEPT + self.kept
         share = kept / (kept + self.PRIOR_REJECTED + self.rejected)
         return self.stability * share * (1.0 if believed is None else believed)
 
     def allows_leap(self, step: int, probe: HeldOutProbe | None) -> bool:
-        """Ask once per block: counts down the blocks that rejected leaps back off for."""
+        """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
         return self.rejections_in_a_row < 2 or probe is None or self.probe_is_due(probe, step)
 
     def probe_is_due(self, probe: HeldOutProbe, step: int) -> bool:
-        """The first leap is always probed; then the budget is spent evenly over the run."""
+        """Whether to probe the next leap. The first is always probed; then the budget is spent evenly over the run."""
         budget = self.probe_budget * (self.WIDER if self.rejections_in_a_row >= 2 else 1.0)
         allowance = budget * self.max_steps * min(step / self.max_steps + 0.1, 1.0)
         return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
@@ -146,7 +146,7 @@ class Trust:
         self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
 
     def shorten(self) -> None:
-        """Halve the leaps from here on, until leaps that are kept raise the level again."""
+        """Halve later leaps, until kept leaps raise the level again."""
         self.level = max(self.level / 2, 1.0 / 64.0)
 
 
@@ -166,7 +166,7 @@ class _RealStep:
 
 class LeapRun:
     """
-    Drives one run with leaps; the module's docstring tells its course.
+    Drives one run with leaps. The module's docstring describes its course.
 
     Args:
         controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
@@ -186,7 +186,7 @@ class LeapRun:
     MARGIN, Z = 1.0, 2.0
     """A probed leap may raise the held-out loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
     HALVINGS = 5
-    """How often a probed leap that is clearly worse is halved before it is undone."""
+    """How many times a probed leap that is clearly worse is halved before it is undone."""
     STATISTICS_EVERY = 8
     """Real steps between measurements of the optimizer's moments: they cost a pass over its states."""
 
@@ -248,7 +248,7 @@ class LeapRun:
 
     def begin_step(self, step: int, learning_rate: Callable[[], float]) -> Phase:
         """
-        Make the leap that is due before step `step` (0-based); returns the phase of the step.
+        Make the leap that is due before step `step` (0-based), and return the phase of the step.
 
         `learning_rate` returns the scheduled one.
         """
@@ -279,7 +279,7 @@ class LeapRun:
         self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
 
     def _leap(self, step: int) -> None:
-        """One leap, as a transaction: planned, tried, probed if a probe is due, then kept or undone."""
+        """Make one leap as a transaction: plan it, try it, probe it if a probe is due, then keep or undo it."""
         trajectory = self.trajectory
         leap = Leap(step, real_steps=trajectory.clock.steps_in_block)
         gain = self._gain(leap)
@@ -307,20 +307,20 @@ class LeapRun:
             self.steps_since_leap = 0
 
     def _gain(self, leap: Leap) -> float:
-        """The planner's gain; 0 where no leap can be made."""
+        """Return the planner's gain, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
         if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
         if self.correction is not None:
             trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
-        # A block grown long while leaps backed off must not be repaid in one go.
+        # A block that grew long during a back-off must not become one long leap.
         longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
         gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
         return gain * min(1.0, longest / leap.real_steps)
 
     def _probe(self, leap: Leap, gain: float) -> None:
-        """Leap, and compare held-out losses before and after: the leap is kept, halved until it helps, or rejected."""
+        """Leap, and compare held-out losses before and after. Keep the leap, halve it until it helps, or reject it."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
         probe.choose()
@@ -356,7 +356,7 @@ class LeapRun:
         leap.decrease, leap.standard_error = paired_decrease(before, after)
 
     def _keep(self, leap: Leap) -> None:
-        """Inside the trial: the leap is written for good, and what Correct compares with is remembered."""
+        """Inside the trial, write the leap for good, and remember the values that Correct compares with."""
         room = min(self.controller.lengths.max_predict, self.max_steps - leap.step - 1)
         leap.worth = self.gains.worth_of(leap.gain, leap.real_steps)
         leap.horizon = min(int(self.credit + leap.worth), room)
@@ -376,7 +376,7 @@ class LeapRun:
 
     @property
     def slope(self) -> float:
-        """Fall of the training loss per real step over the recent past; 0 where it does not fall or is not known."""
+        """Return the recent fall of the training loss per real step; 0 if it does not fall or is unknown."""
         losses = self._recent_losses()
         if len(losses) < 4:
             return 0.0
@@ -385,17 +385,17 @@ class LeapRun:
 
     @property
     def shortest_block(self) -> int:
-        """Real steps between leaps that keep the arithmetic of leaps within `leap_budget`."""
+        """Return the real steps between leaps that keep the arithmetic of leaps within `leap_budget`."""
         return max(1, math.ceil((self.leap_cost or 0.0) / self.leap_budget - 1e-9))
 
     # Within a real step.
 
     def skip_step(self) -> None:
-        """One micro-batch of a skipped step: nothing is computed."""
+        """Count one micro-batch of a skipped step, which computes nothing."""
         self.record.backward_passes_avoided += 1
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
-        """Forward and backward of one micro-batch are done; `loss` is its share of the loss of the step."""
+        """Count one micro-batch whose gradients are computed; `loss` is its share of the loss of the step."""
         self.record.backward_passes += 1
         self._losses.append(loss)
         if self.leap_cost is None:
@@ -412,18 +412,18 @@ class LeapRun:
         return self._tokens if self.leap_cost is None else None
 
     def observe_compute(self, step_flops: float) -> None:
-        """The first real step took so many floating-point operations."""
+        """Set the floating-point operations of the first real step."""
         self.leap_cost = self.trajectory.direction.flops() / step_flops if step_flops > 0 else 0.0
 
     def before_update(self, step: int, loss: float, gradient_norm: float) -> bool:
         """
-        Judge loss and gradients of a real step; let the direction see gradients that are used.
+        Judge loss and gradients of a real step, and show the direction those that are used.
 
         Returns:
             `bool`: Whether the optimizer may step. If not, the caller must drop the gradients.
 
         Raises:
-            TrainingDivergedError: If the last rung of the recovery ladder is reached.
+            TrainingDivergedError: If the monitor's action is to abort.
         """
         verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.trajectory.open is not None)
         if self.controller.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
@@ -449,7 +449,7 @@ class LeapRun:
             self._real.statistics = self.trajectory.gradient_statistics()
 
     def after_update(self, learning_rates: list[float]) -> None:
-        """The optimizer stepped with these learning rates (one per parameter group)."""
+        """Record a step of the optimizer with these learning rates (one per parameter group)."""
         self.trajectory.observe_step(learning_rates)
 
     # After a step.
@@ -503,7 +503,7 @@ class LeapRun:
         return NORMAL if phase is Phase.WARMUP else verdict
 
     def _judge_leap(self, leap: Leap) -> Verdict:
-        """Correct is over: accept the leap and learn from it, or say why it has to be undone."""
+        """Judge the leap at the end of Correct: accept it and learn from it, or return why it must be undone."""
         if not leap.losses:
             # Every step since the leap was skipped: the snapshot may be the only good weights there are.
             return Verdict(Level.CRITICAL, "no finite loss since the leap", Action.ROLL_BACK)
@@ -534,7 +534,7 @@ class LeapRun:
                 self.correction.learn(groups)
 
     def _fold(self, groups: dict[str, GroupResidual]) -> None:
-        """Fold what one leap met into the means by group of parameters."""
+        """Add the residual of one leap to the means by group of parameters."""
         for group, residual in groups.items():
             empty = {"leaps": 0, "cosine": 0.0, "norm_ratio": 0.0}
             mean = self.record.displacement_residuals.setdefault(group, empty)
@@ -543,7 +543,7 @@ class LeapRun:
                 mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
 
     def _react(self, step: int, verdict: Verdict) -> None:
-        """Climb one rung of the recovery ladder."""
+        """Carry out one action of the recovery ladder."""
         action = verdict.action
         self.record.add_event(
             {
@@ -582,7 +582,7 @@ class LeapRun:
         leap.verdict = "rolled_back"
         self.trust.leap_was_rejected()
         self.trust.shorten()
-        self.credit -= leap.worth  # what was granted for it has to be earned again
+        self.credit -= leap.worth  # its credit is taken back
         self.monitor.errors.clear()
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
@@ -620,7 +620,7 @@ class LeapRun:
             )
         )
 
-    # Telling.
+    # Reports.
 
     @property
     def last_loss(self) -> float | None:
@@ -628,7 +628,7 @@ class LeapRun:
         return (self.signals.losses or [None])[-1]
 
     def summary(self) -> dict:
-        """The run so far as plain values; see [`RunRecord`]."""
+        """Return the run so far as plain values; see [`RunRecord`]."""
         return {
             **self.record.summary(),
             "direction": self.trajectory.direction.name,
@@ -638,7 +638,7 @@ class LeapRun:
         }
 
     def amend_logs(self, logs: dict) -> None:
-        """Correct what Trainer is about to log, whose means count skipped steps as zeros, and add our own values."""
+        """Correct Trainer's log entry, whose means count skipped steps as zeros, and add the values of the phases."""
         if "loss" in logs:
             self.logged.correct_mean(logs, "loss")
             logs["learning_rate"] = self.learning_rate * self.rate_scale
@@ -655,7 +655,7 @@ class LeapRun:
             logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
 
     def _log_values(self) -> dict[str, float]:
-        """Numbers only, as trackers want them."""
+        """Return the values of the phases as numbers, which all trackers accept."""
         record, last = self.record, self.record.leaps[-1] if self.record.leaps else None
         return {
             "hybrid/phase": self.last_phase.index,
@@ -678,7 +678,7 @@ class LeapRun:
     _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
 
     def state_dict(self) -> tuple[dict, dict]:
-        """Tensors and JSON values from which a resumed run continues bit for bit."""
+        """Return the tensors and JSON values from which a resumed run continues bit for bit."""
         tensors, trajectory = self.trajectory.state_dict()
         for part, found in (("residuals", self.residuals.tensors()), ("gains", self.gains.tensors())):
             tensors.update({f"{part}.{name}": tensor.contiguous() for name, tensor in found.items()})
@@ -722,10 +722,10 @@ class LeapRun:
 
 class NoLeaps:
     """
-    The twin of [`LeapRun`] that does nothing: between runs, and with `enable_predict=False`.
+    Replaces [`LeapRun`] between runs and with `enable_predict=False`. It does nothing.
 
     Args:
-        summary (`dict`, *optional*): What the last run with leaps came to.
+        summary (`dict`, *optional*): Summary of the last run with leaps.
     """
 
     phase = None
@@ -739,19 +739,19 @@ class NoLeaps:
         self._summary = RunRecord().summary() if summary is None else summary
 
     def begin_step(self, step: int, learning_rate: Callable[[], float]) -> None:
-        """Every step is real."""
+        """Return a real step every time."""
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
-        """Nothing is counted."""
+        """Count nothing."""
 
     def end_step(self, step: int) -> None:
-        """Nothing is decided."""
+        """Decide nothing."""
 
     def amend_logs(self, logs: dict) -> None:
-        """Trainer's log is right as it is."""
+        """Leave Trainer's log unchanged."""
 
     def summary(self) -> dict:
-        """Of the last run with leaps; zeros if there was none."""
+        """Return the summary of the last run with leaps, or zeros if there was none."""
         return self._summary
 
 
@@ -773,7 +773,7 @@ class LoggedSteps:
         self.last_was_real = real
 
     def correct_mean(self, logs: dict, key: str) -> None:
-        """Turn the mean over all steps into the mean over the real ones; drop it where there was none."""
+        """Turn the mean over all steps into the mean over the real ones. Drop it if there was no real step."""
         if key not in logs:
             return
         if self.real:
@@ -784,7 +784,7 @@ class LoggedSteps:
 
 class BatchFeed:
     """
-    Lets skipped steps pass without fetching their batches, also across a resume.
+    Fetches no batches for skipped steps, also across a resume.
 
     `Trainer` counts batches by steps when it resumes inside an epoch and would skip those that were never fetched. The
     feed remembers how many those were, and then reads from an iterator of its own.
@@ -797,12 +797,12 @@ class BatchFeed:
         self._own: Iterator | None = None
 
     def enter(self, epoch: int) -> None:
-        """Epoch `epoch` begins, or goes on after a resume."""
+        """Begin epoch `epoch`, or continue it after a resume."""
         if epoch != self.epoch:
             self.epoch, self.fetched, self.skipped, self._own = epoch, 0, 0, None
 
     def resume(self, dataloader) -> None:
-        """Continue the epoch of a restored state behind the batches that were really fetched."""
+        """Continue the epoch of a restored state after the batches that were really fetched."""
         if self.fetched + self.skipped == 0:
             return
         own = skip_first_batches(dataloader, self.fetched)
@@ -815,11 +815,11 @@ class BatchFeed:
         self._own = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
     def source(self, epoch_iterator: Iterator) -> Iterator:
-        """Where the next batches come from."""
+        """Return the iterator of the next batches."""
         return epoch_iterator if self._own is None else self._own
 
     def skip(self, count: int) -> tuple[list[dict], None]:
-        """What a step without batches gets in the place of `count` micro-batches and their number of items."""
+        """Return placeholders for `count` micro-batches and their number of items, for a skipped step."""
         self.skipped += count
         return [{} for _ in range(count)], None
 
@@ -831,7 +831,7 @@ class BatchFeed:
 
 
 def tokens_of(inputs: dict) -> int:
-    """Tokens in a batch: elements of `input_ids`, or of whatever stands in its place."""
+    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
     found = inputs.get("input_ids")
     if found is None:
         found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
@@ -839,7 +839,7 @@ def tokens_of(inputs: dict) -> int:
 
 
 class StretchCounter:
-    """Gathers steps and leaps into stretches of `stride` real steps, which is what planners learn from."""
+    """Gathers steps and leaps into stretches of `stride` real steps, from which planners learn."""
 
     def __init__(self, stride: int):
         self.stride = stride
@@ -847,11 +847,11 @@ class StretchCounter:
         self.gain, self.predicted, self.peak_rate = 0.0, 0, 0.0
 
     def leap(self, gain: float, real_steps: int) -> None:
-        """A leap of this gain was kept; it stands on `real_steps` real steps."""
+        """Count a kept leap of this gain, made after `real_steps` real steps."""
         self.gain += gain * real_steps
 
     def step(self, loss: float | None, learning_rate: float) -> bool:
-        """Count a step (`loss` is `None` for one that computed nothing); whether a stretch is complete."""
+        """Count a step (`loss` is `None` if it was skipped), and return whether a stretch is complete."""
         self.peak_rate = max(self.peak_rate, learning_rate)
         if loss is None:
             self.predicted += 1
@@ -860,7 +860,7 @@ class StretchCounter:
         return len(self.losses) >= self.stride
 
     def close(self, features: Sequence[float], progress: float, learning_rate: float) -> Stretch:
-        """The complete stretch; the next one begins."""
+        """Return the complete stretch, and begin the next one."""
         rate = learning_rate / self.peak_rate if self.peak_rate > 0 else 0.0
         loss = sum(self.losses) / len(self.losses)
         stretch = Stretch(features, loss, self.gain / self.stride, self.predicted / self.stride, progress, rate)

@@ -1,8 +1,8 @@
 """
-What training looks like now: 64 named features without units, each in [-5, 5].
+The state of training as 64 named features without units, each in [-5, 5].
 
-They are ratios, logarithms of ratios, or shares, so that the same numbers mean the same for a model of a million and of
-ten billion parameters. A feature that cannot be known yet is 0.
+They are ratios, logarithms of ratios, or shares, so their meaning does not depend on the size of the model. A feature
+that is unknown yet is 0.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class SignalObserver:
         self._unread: StepSignals | None = None
 
     def observe(self, step: StepSignals) -> None:
-        """Take in one step. Cheap: the features are computed when somebody asks."""
+        """Record one step. This is cheap, because the features are computed only on demand."""
         self._remember(step)
         self._unread = step
 
     @property
     def features(self) -> list[float]:
-        """The 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
+        """Return the 64 features after the last step, each in [-5, 5], in the order of `FEATURE_NAMES`."""
         step, self._unread = self._unread, None
         if step is None:
             return self._features
@@ -274,7 +274,7 @@ def _slope(x: np.ndarray) -> float:
 
 
 def _autocorrelation(x: np.ndarray) -> float:
-    """Of neighbouring values, around the straight line through them."""
+    """Return the correlation of neighbouring values around the straight line through all of them."""
     residual = x - x.mean() - _slope(x) * (np.arange(len(x)) - (len(x) - 1) / 2)
     energy = float(residual @ residual)
     return float(residual[1:] @ residual[:-1]) / energy if energy > 1e-20 else 0.0

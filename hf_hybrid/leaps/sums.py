@@ -1,4 +1,4 @@
-"""Sums over many tensors with one synchronisation at the end, and without temporaries of their size."""
+"""Sums over many tensors with a single synchronisation and without temporaries of their size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Tensor = torch.Tensor
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Sum of the squares of all elements."""
+    """Return the sum of the squares of all elements."""
     dense = [square(t) for t in tensors if not t.is_sparse]
     return gather(dense).sum() if dense else torch.zeros(())
 
@@ -25,11 +25,11 @@ def square(tensor: Tensor) -> Tensor:
 
 
 def gather(scalars: list[Tensor]) -> Tensor:
-    """One vector from scalars that may lie on several devices."""
+    """Stack scalars, which may be on several devices, into one vector."""
     # On the device of the first: one synchronisation when the result is read, not one per tensor.
     return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars])
 
 
 def total(scalars: list[Tensor]) -> float:
-    """Their sum as a number; 0 for none."""
+    """Return the sum of scalars as a number; 0 if there are none."""
     return gather(scalars).sum().item() if scalars else 0.0

@@ -1,10 +1,10 @@
 """
-Where a leap changes the weights.
+The only place where a leap changes the weights.
 
 A leap adds `gain * lr_sum * displacement` to every trainable parameter. `lr_sum` is the sum of the learning rates of
 the real steps since the last leap and `displacement` is what a direction (leaps/directions/) predicts per unit of it:
 at a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter stay as they
-are, and gradient clipping does not apply; instead the norm of a leap is capped at `max_relative_norm` times the norm of
+are. Gradient clipping does not apply. Instead, the norm of a leap is capped at `max_relative_norm` times the norm of
 the weights.
 
 Predictions can be wrong, so a leap is a transaction:
@@ -17,9 +17,9 @@ Predictions can be wrong, so a leap is a transaction:
    steps begins.
 4. The snapshot stays until Correct has judged the leap: `roll_back()` undoes it, `accept()` closes the way back.
 
-Weights may live on another device than they compute on (layers that are streamed from the host). A leap under test is
-then one number, its gain: whoever copies such weights to where they compute adds the displacement on the way
-(`displaced`), so that a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
+Weights may be stored on another device than they compute on (layers that are streamed from the host). A leap under test
+is then one number, its gain. The copy of such weights to the device adds the displacement on the way (`displaced`), so
+a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class InPlace:
         return False
 
     def settle(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing, because no update is ever pending."""
 
     def changed(self) -> None:
-        """There are no copies."""
+        """Do nothing, because there are no copies."""
 
 
 class Trajectory:
@@ -123,7 +123,7 @@ class Trajectory:
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
         self.formed = 0
-        """How often a displacement of all weights was formed, for leaps kept or not."""
+        """Number of displacements of all weights that were computed, for all leaps."""
         self.open: Leap | None = None
         """The leap that can still be undone."""
         self.snapshot: list[Tensor] = []
@@ -140,17 +140,17 @@ class Trajectory:
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        """Let the direction see the gradients of a real step. Call between clipping and the optimizer's step."""
+        """Show the direction the gradients of a real step. Call this between clipping and the optimizer's step."""
         self.clock.steps_seen += 1
         self.direction.observe_gradients()
 
     @torch.no_grad()
     def step_cosine(self) -> float | None:
         """
-        Cosine of the new gradient with what the optimizer followed before: Adam's last direction, else the slow memory.
+        Return the cosine of the new gradient with Adam's last direction, or else with the slow memory.
 
-        Positive where the last direction still leads downhill. Call before [`observe_gradients`]; one host
-        synchronisation. `None` before the first step, or if there is nothing to compare with.
+        It is positive if the last direction still leads downhill, and `None` if there is nothing to compare with. Call
+        this before [`observe_gradients`]. It synchronises with the host once.
         """
         dots, squares, gradients = [], [], []
         for index, parameter in enumerate(self.parameters):
@@ -211,8 +211,8 @@ class Trajectory:
     @torch.no_grad()
     def leap(self, gain: float) -> None:
         """
-        Move the weights by `gain` times the displacement, counted from the snapshot of [`trial`]; called again, the
-        last call wins. Writes gain (after the cap), relative norm and predicted decrease into the open leap.
+        Move the weights by `gain` times the displacement from the snapshot of [`trial`]. A later call replaces an
+        earlier one. Writes gain (after the cap), relative norm and predicted decrease into the open leap.
         """
         leap = self.open
         if leap.gain:
@@ -241,7 +241,7 @@ class Trajectory:
         self._begin_block(undoable=True)
 
     def accept(self) -> None:
-        """The open leap was judged to be good: it can no longer be undone."""
+        """Close the open leap, which was judged to be good. It can no longer be undone."""
         self.open = None
         self._saved.clear()
         self.direction.leap_judged()
@@ -249,7 +249,7 @@ class Trajectory:
     @torch.no_grad()
     def roll_back(self) -> None:
         """
-        Put back, bit for bit, the weights of before the open leap.
+        Restore the weights from before the open leap, bit for bit.
 
         Raises:
             RuntimeError: If no leap is open.
@@ -266,7 +266,7 @@ class Trajectory:
 
     @torch.no_grad()
     def displaced(self, parameter: torch.nn.Parameter) -> Tensor | None:
-        """The weights of one parameter with the leap under test; `None` if there is none."""
+        """Return the weights of one parameter with the leap under test; `None` if there is none."""
         index = self._index_of.get(id(parameter))
         if index is None or self.open is None or not (self.open.under_test and self.open.gain):
             return None
@@ -274,7 +274,7 @@ class Trajectory:
         return None if delta is None else parameter.detach().float().add(delta).to(parameter.dtype)
 
     def predicted_gradients(self) -> list[Tensor | None]:
-        """The gradient that the direction expects of every parameter; `None` where it expects none."""
+        """Return the gradient that the direction expects of every parameter; `None` if it expects none."""
         return [self.direction.predicted_gradient(index) for index in range(len(self.parameters))]
 
     def _delta(self, index: int, gain: float) -> Tensor | None:
@@ -285,7 +285,7 @@ class Trajectory:
         return None if displacement is None else displacement.mul_(factor * gain * self.context.lr_sum(index))
 
     def _apply(self, gain: float) -> tuple[float, float]:
-        """Write the leap where weights compute in place; returns its relative norm and its predicted decrease."""
+        """Write the leap into weights that compute in place, and return its relative norm and predicted decrease."""
         self.formed += 1
         squares, weights, linear = [], [], []
         for index, parameter in enumerate(self.parameters):
@@ -321,14 +321,14 @@ class Trajectory:
 
     @torch.no_grad()
     def reset_memory(self) -> None:
-        """Forget the direction, for example after it led astray."""
+        """Reset the direction, for example after bad leaps."""
         self.direction.reset()
         self.clock.steps_seen = 0
 
     @torch.no_grad()
     def gradient_statistics(self) -> dict[str, float]:
         """
-        Norms that tell where training stands; one host synchronisation. Call while gradients are there.
+        Return norms of the optimizer's state and the weights, with one host synchronisation. Gradients must be there.
 
         Returns:
             `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
@@ -384,7 +384,7 @@ class Trajectory:
         return [tensor for tensors in self._buffers().values() for tensor in tensors]
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes of the buffers, exact, by what they are for."""
+        """Return the exact bytes of the buffers by kind."""
         return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in self._buffers().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:

@@ -203,7 +203,7 @@ class Int8Predict(PhasePlugin):
             )
 
     def probe_losses(self, evaluate: Callable[[object], Losses]) -> Callable[[object], Losses]:
-        """Wrap what evaluates a batch to losses per sequence. While measuring, it runs twice and returns the full losses."""
+        """Wrap the evaluation of a batch to losses per sequence. While measuring it runs twice; the full ones count."""
 
         def losses(batch) -> Losses:
             result = evaluate(batch)

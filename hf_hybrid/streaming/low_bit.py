@@ -219,7 +219,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         if any("stochastic_rounding" not in group for group in state_dict["param_groups"]):
             raise ValueError(
-                "`state_dict` was not written by `AdamW8bit`. Resume with the optimizer that wrote it, or load only "
+                "`state_dict` was written by another optimizer, not `AdamW8bit`. Resume with that one, or load only "
                 "the weights of the checkpoint."
             )
         # The base class casts states to the dtype of their parameters, which would turn codes into weights.

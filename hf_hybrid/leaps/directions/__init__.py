@@ -1,4 +1,4 @@
-"""Where a leap goes: one class per way of predicting weights, each with its paper."""
+"""Directions of leaps: one class per method, each with its paper."""
 
 from hf_hybrid.leaps.directions.base import Direction, NoDirection
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory

@@ -1,5 +1,5 @@
 """
-What a direction is: the part of a leap that says where the weights go.
+The base class of directions: the part of a leap that decides where the weights go.
 
 A leap replaces a few optimizer steps by one jump. How far it jumps is decided elsewhere (planner, cap, probe); where
 it jumps to is decided by a direction, one class per method. The life of a direction follows the phases:
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 @dataclass
 class Clock:
     """
-    Where a run stands. [`~hf_hybrid.leaps.trajectory.Trajectory`] keeps it; directions only read it.
+    Progress of a run. [`~hf_hybrid.leaps.trajectory.Trajectory`] updates it; directions only read it.
 
     Attributes:
         steps_seen (`int`): Real steps since the run began, or since the direction was last reset.
@@ -58,7 +58,7 @@ class Clock:
 @dataclass
 class DirectionContext:
     """
-    What a direction is built from: the trainable parameters, their optimizer, and the place of its buffers.
+    Arguments of a direction: the trainable parameters, their optimizer, and the place of its buffers.
 
     Attributes:
         names (`list[str]`): Names of the parameters in the model.
@@ -67,7 +67,7 @@ class DirectionContext:
         optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
         memory_steps (`int`): How many real steps slow averages should remember.
         host (`bool`): Whether buffers live in host memory instead of beside the weights.
-        clock (`Clock`): Where the run stands.
+        clock (`Clock`): Progress of the run.
         matrices (`Collection[str]`): Names of the hidden matrices: 2-D weights that are neither embedding nor head.
         settle (`Callable[[], None]`): Finishes optimizer updates that are still under way. Call it before you read
             weights or optimizer states; in [`Direction.prepare`] and [`Direction.displacement`] this has been done.
@@ -223,7 +223,7 @@ class Direction:
         """Called when the last leap is final and can no longer be undone."""
 
     def reset(self) -> None:
-        """Clear the memory that the direction follows, for example after it led astray."""
+        """Clear the direction's memory, for example after bad leaps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; the buffers are saved separately."""
