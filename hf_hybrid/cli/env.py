@@ -67,12 +67,9 @@ def _extra(name: str) -> str:
 
 
 def _cpu() -> str:
-    name = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
-    return f"{name or platform.machine()}, {os.cpu_count()} logical cores"
+    from hf_hybrid.report.provenance import cpu
+
+    return cpu()
 
 
 def _ram() -> str:

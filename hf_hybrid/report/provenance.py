@@ -7,6 +7,7 @@ All of it is published with the card, so secrets are removed first ([`redact`]) 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from hf_hybrid.machine import describe_device
 from hf_hybrid.report.summary import format_bytes
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
@@ -31,8 +30,24 @@ _SECRET_VALUES = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
 )
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-_SECRET_IN_JSON = re.compile(r"""(["'])([\w-]+)\1(\s*:\s*)(["'])((?:(?!\4).)*)\4""")
+_NAMED_IN_JSON = re.compile(r"""((["'])([\w-]+)\2\s*:\s*(["']))((?:(?!\4).)*)""")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
 REMOVED = "REMOVED"
+
+
+def one_line(value: object) -> str:
+    """A value as text without line breaks and control characters."""
+    return _CONTROL.sub(" ", str(value)).strip()
+
+
+def unique(values: Iterable) -> list:
+    """The values that are not empty, each once, in order."""
+    return list(dict.fromkeys(filter(None, values)))
+
+
+def listed(value: str | Iterable | None) -> list:
+    """A list of what may be one text, several, or `None`."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def is_secret_name(name: str) -> bool:
@@ -49,15 +64,10 @@ def redact(value: str, secrets: Iterable[str] = ()) -> str:
     in addresses, and values under secret names in JSON.
     """
     of_environment = (value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= 8)
-    for secret in sorted({*secrets, *of_environment}, key=len, reverse=True):
+    for secret in sorted({*filter(None, secrets), *of_environment}, key=len, reverse=True):
         value = value.replace(secret, REMOVED)
     value = _CREDENTIALS_IN_URL.sub(f"{REMOVED}@", _SECRET_VALUES.sub(REMOVED, value))
-
-    def hide(found: re.Match) -> str:
-        quote, name, colon, second, _ = found.groups()
-        return f"{quote}{name}{quote}{colon}{second}{REMOVED}{second}" if is_secret_name(name) else found.group()
-
-    return _SECRET_IN_JSON.sub(hide, value)
+    return _NAMED_IN_JSON.sub(lambda found: found[1] + (REMOVED if is_secret_name(found[3]) else found[5]), value)
 
 
 def clean(value: Any, secrets: Iterable[str] = ()) -> str:
@@ -78,40 +88,37 @@ def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> s
     given = getattr(sys, "orig_argv", [])[1:]
     is_module = argv is None and "-m" in given[:-1] and Path(script).is_absolute()
     parts = ["python", *(["-m", given[given.index("-m") + 1]] if is_module else [clean(script)])]
-    hide_next = False
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        is_option = argument.startswith("-")
-        is_secret = is_option and is_secret_name(name.lstrip("-"))
-        if hide_next and not argument.startswith("--"):
+    for before, argument in zip(["", *arguments], arguments):
+        name, equals, _ = argument.partition("=")
+        if equals and is_secret_name(name):
+            parts.append(f"{name}={REMOVED}")
+        elif before.startswith("-") and "=" not in before and is_secret_name(before) and not argument.startswith("--"):
             parts.append(REMOVED)
-        elif equals and is_option:
-            parts.append(f"{name}={REMOVED if is_secret else clean(value, secrets)}")
         else:
             parts.append(clean(argument, secrets))
-        hide_next = is_secret and not equals
-    return shlex.join(parts)
+    return one_line(shlex.join(parts))
 
 
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
     """What the run computed on; `device` is the kind of its devices, `devices` how many all its processes have."""
-    found = {}
-    known = describe_device(torch.device(device))
-    if known:
-        found["Accelerator"] = f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each"
+    import torch  # here, because `hf-hybrid env` asks this file for the CPU also where torch is broken
+
+    from hf_hybrid.machine import describe_device
+
+    found = {"CPU": cpu(), "RAM": format_bytes(psutil.virtual_memory().total)}
+    if known := describe_device(torch.device(device)):
+        found = {"Accelerator": f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each", **found}
     elif device != "cpu":
-        found["Accelerator"] = f"{devices} x {device}"
-    found["CPU"] = f"{_cpu_name()}, {os.cpu_count()} logical cores"
-    found["RAM"] = format_bytes(psutil.virtual_memory().total)
+        found = {"Accelerator": f"{devices} x {device}", **found}
     return {**found, **({"Processes": str(processes)} if processes > 1 else {})}
 
 
-def _cpu_name() -> str:
-    try:
-        names = re.findall(r"(?im)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
+def cpu() -> str:
+    """Name and logical cores of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux, where `platform` does not know the name
+    names = re.findall(r"(?im)^model name\s*:\s*(.+)$", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    name = names[0].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} logical cores"
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -119,10 +126,8 @@ def versions(*more: str) -> dict[str, str]:
     found = {"Python": platform.python_version()}
     packages = ("hf_hybrid", "transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
     for package in filter(None, packages):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -14,8 +14,9 @@ from huggingface_hub.constants import REPOCARD_NAME
 from transformers import TrainerCallback
 
 from hf_hybrid.checkpoint import write_json
-from hf_hybrid.report.card import card_facts, is_repo_id, render, unique
-from hf_hybrid.report.provenance import trackio_url
+from hf_hybrid.report.card import card_facts, render
+from hf_hybrid.report.origins import is_repo_id
+from hf_hybrid.report.provenance import listed, trackio_url, unique
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,12 @@ class PublishingMixin:
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(_class_tags(self))
         self.add_callback(PushEvents(self))
+        if self.args.hub_token and self.is_world_process_zero():
+            logger.warning(
+                "`hub_token` is part of the arguments, which Trainer writes to `training_args.bin` and pushes with the "
+                "model: whoever can read the repository can read the token. Leave it out, and log in with `hf auth "
+                "login` or set `HF_TOKEN`."
+            )
 
     def create_model_card(
         self,
@@ -78,34 +85,21 @@ class PublishingMixin:
         """
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)
+        folder, path = Path(self.args.output_dir), Path(self.args.output_dir) / REPOCARD_NAME
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / REPOCARD_NAME
-        languages, licenses = _listed(language), _listed(license)
-        ids = unique([*_listed(dataset_tags), *_listed(dataset_name)])
-        # Refused here, because the Hub would refuse the card when it arrives.
-        for option, values, accepts, must, remedy in (
-            ("`language`", languages, _LANGUAGE.fullmatch, "hold ISO codes, `code` or `multilingual`",
-             "English, for example, is `en`."),
-            ("`license`", licenses, _LICENSE.fullmatch, "be an identifier of the Hub's, in lower case",
-             "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`."),
-            ("`dataset_tags` and `dataset_name`", ids, is_repo_id, "hold ids of data sets on the Hub",
-             "Describe data that is elsewhere with `dataset`."),
-        ):  # fmt: skip
-            if wrong := [value for value in values if not accepts(value)]:
-                raise ValueError(
-                    f"{option} must {must}, got `{wrong[0]}`: the Hub refuses cards with other values. {remedy}"
-                )
         given = {
-            "language": unique(languages) if isinstance(language, list) else language,
+            "language": language,
             "license": license,
-            "tags": _tags(self, _listed(tags), path),
-            "datasets": ids,
-            "dataset_names": _listed(dataset),
-            "dataset_args": _listed(dataset_args),
+            "tags": _tags(self, listed(tags), path),
+            "model_name": model_name,
+            "finetuned_from": finetuned_from,
+            "tasks": listed(tasks),
+            "datasets": unique([*listed(dataset_tags), *listed(dataset_name)]),
+            "dataset": listed(dataset),
+            "dataset_args": listed(dataset_args),
         }
-        overrides = {"name": model_name, "finetuned_from": finetuned_from, "tasks": tasks}
-        card = render(card_facts(self, given, _baseline(baseline, folder), **overrides))
+        _check(given)
+        card = render(card_facts(self, given, _baseline(baseline, folder)))
         # Replaced in one move: an upload in the background may be reading it.
         unfinished = folder / f"_{REPOCARD_NAME}"
         unfinished.write_text(card, encoding="utf-8")
@@ -133,17 +127,9 @@ class PushEvents(TrainerCallback):
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self._warned_of_token = False
         self._watched = set()
 
     def on_push_begin(self, args, state, control, **kwargs):
-        if args.hub_token and not self._warned_of_token:
-            self._warned_of_token = True
-            logger.warning(
-                "`hub_token` is part of the arguments, which Trainer writes to `training_args.bin` and pushes with the "
-                "model: whoever can read the repository can read the token. Leave it out, and log in with `hf auth "
-                "login` or set `HF_TOKEN`."
-            )
         try:
             self.trainer.create_model_card(model_name=(self.trainer.hub_model_id or "").split("/")[-1] or None)
         except Exception:
@@ -162,25 +148,30 @@ class PushEvents(TrainerCallback):
 
 def report_failed_push(trainer, error: BaseException) -> None:
     """Log where the model lies, and how to push it again."""
-    folder, repo = trainer.args.output_dir, getattr(trainer, "hub_model_id", None) or trainer.args.hub_model_id
-    lines = [line.strip() for line in str(error).splitlines()]
-    what = " ".join(line for line in lines if line and not line.startswith("For more information")).rstrip(".")
+    folder, repo = trainer.args.output_dir, trainer.hub_model_id or trainer.args.hub_model_id
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("For more information")]
     logger.error(
         "Pushing to `%s` failed: %s. Nothing is lost: what was saved is in `%s`. Push it again with "
         "`trainer.push_to_hub()`, or with `hf upload %s %s`.",
-        repo,
-        what,
-        folder,
-        repo or "REPO_ID",
-        folder,
+        *(repo, " ".join(filter(None, lines)).rstrip("."), folder, repo or "REPO_ID", folder),
     )
 
 
 # Arguments.
 
 
-def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
+def _check(given: dict[str, Any]) -> None:
+    """Refuse what the Hub would refuse when the card arrives there."""
+    for option, values, accepts, must, remedy in (
+        ("`language`", given["language"], _LANGUAGE.fullmatch, "hold ISO codes, `code` or `multilingual`",
+         "English, for example, is `en`."),
+        ("`license`", given["license"], _LICENSE.fullmatch, "be an identifier of the Hub's, in lower case",
+         "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`."),
+        ("`dataset_tags` and `dataset_name`", given["datasets"], is_repo_id, "hold ids of data sets on the Hub",
+         "Describe data that is elsewhere with `dataset`."),
+    ):  # fmt: skip
+        if wrong := [value for value in listed(values) if not accepts(value)]:
+            raise ValueError(f"{option} must {must}, got `{wrong[0]}`: the Hub refuses other values. {remedy}")
 
 
 def _class_tags(trainer) -> list[str]:
@@ -192,45 +183,35 @@ def _tags(trainer, more: list[str], card: Path) -> list[str]:
     there = (ModelCard.load(card, ignore_metadata_errors=True).data.tags or []) if card.is_file() else []
     there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]
     model, trackio = getattr(trainer.model, "model_tags", None), trackio_url()
-    return [*_class_tags(trainer), *_listed(model), *more, *there, *([f"trackio:{trackio}"] if trackio else [])]
+    return [*_class_tags(trainer), *listed(model), *more, *there, *([f"trackio:{trackio}"] if trackio else [])]
 
 
 def _baseline(given: Any, folder: Path) -> dict | None:
     """The baseline that was passed, which is then kept beside the model, or the one that was kept."""
     path = folder / BASELINE_NAME
     if given is None:
-        return check_baseline(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-    baseline = check_baseline(given if isinstance(given, dict) else measure_baseline(given))
+        return _checked(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    baseline = _checked(given if isinstance(given, dict) else _measured(given))
     write_json(path, baseline)
     return baseline
 
 
-def check_baseline(baseline: dict) -> dict:
-    """
-    Refuse a baseline that a run cannot be compared with.
-
-    Raises:
-        ValueError: If a key is unknown or missing, or holds a value of another type.
-    """
+def _checked(baseline: dict) -> dict:
+    """The baseline, if a run can be compared with it."""
     keys = ", ".join(f"`{key}`" for key in _BASELINE)
     for key, value in baseline.items():
-        if key not in _BASELINE or not isinstance(value, _BASELINE[key]) or isinstance(value, bool):
+        if not isinstance(value, _BASELINE.get(key, ())) or isinstance(value, bool):
             raise ValueError(f"`baseline` cannot hold `{key}={value!r}`. It takes {keys}: names and notes, numbers.")
     if not baseline.get("name") or len(baseline) < 2:
         raise ValueError(f"`baseline` needs a `name` and at least one number, got `{baseline}`. It takes {keys}.")
     return baseline
 
 
-def measure_baseline(trainer) -> dict:
-    """
-    What a trained plain `Trainer` reached, as a baseline.
-
-    Raises:
-        ValueError: If it was not trained.
-    """
-    log = getattr(getattr(trainer, "state", None), "log_history", None) or []
-    last = {key: next((e[key] for e in reversed(log) if key in e), None) for key in ("train_runtime", "eval_loss")}
-    if last["train_runtime"] is None:
+def _measured(trainer) -> dict:
+    """What a trained plain `Trainer` reached."""
+    log = getattr(getattr(trainer, "state", None), "log_history", ())
+    last = {key: value for entry in log for key, value in entry.items()}
+    if "train_runtime" not in last:
         raise ValueError(
             f"`baseline` must be a trained `Trainer` or a dictionary, got `{type(trainer).__name__}` without a "
             "finished training. Call its `train()` and `evaluate()` first."
@@ -238,9 +219,8 @@ def measure_baseline(trainer) -> dict:
     steps, args = trainer.state.global_step, trainer.args
     found = {
         "name": type(trainer).__name__,
-        "eval_loss": last["eval_loss"],
         "backward_passes": steps * args.gradient_accumulation_steps,
         "seconds": last["train_runtime"],
         "note": f"{steps:,} steps, learning rate {args.learning_rate:g}",
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return found | {key: value for key, value in last.items() if key == "eval_loss"}

@@ -13,15 +13,15 @@ import pytest
 import torch
 import yaml
 from conftest import ByteText, hybrid_config, tiny_model
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer, __version__
-from hf_hybrid.report import card as card_module
-from hf_hybrid.report.card import block, code, data_facts, is_repo_id, license_of, table, text
+from hf_hybrid.report import origins
+from hf_hybrid.report.card import code, text
+from hf_hybrid.report.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.report.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
-from hf_hybrid.report.publishing import check_baseline
 
 TESTS = Path(__file__).parents[1]
 
@@ -97,6 +97,10 @@ def test_card_says_what_the_run_recorded(trained):
     assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in phases
     assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
     assert "| weights | " in section(card, "Memory") and "380 sequences" in section(card, "Data")
+    assert "16 sequences" in section(card, "Data")
+    assert f"| kept without a test | {summary['leaps_by_verdict'].get('unprobed', 0)} |" in phases
+    assert f"| kept after a test | {summary['leaps_by_verdict'].get('kept', 0)} |" in phases
+    assert "`logging_steps`" not in card and "`sequences per step` | `4`" in section(card, "Settings")
     assert "CPU" in section(card, "Hardware and time") and "Wall time" in section(card, "Hardware and time")
     assert f"- torch {torch.__version__.split('+')[0]}" in section(card, "Versions")
     assert section(card, "Course of the training").count("\n") == 4  # heads, rule, evaluations at 10, 20 and 30
@@ -159,8 +163,7 @@ def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
 
 def test_markdown_helpers():
     assert text("a*b_c|d\n# e") == r"a\*b\_c\|d \# e"
-    assert code("a|b`c") == r"``a\|b`c``" and code("`") == "`` ` ``" and code("") == ""
-    assert block("```\nx\n```").startswith("````\n") and table([], "a", "b") == ""
+    assert code("a|b`c") == r"`a\|b'c`" and code("`") == "`'`" and code("") == ""
 
 
 def test_what_was_not_evaluated_says_so(tmp_path):
@@ -247,7 +250,7 @@ def test_a_config_file_is_not_taken_for_a_repository(tmp_path, monkeypatch):
 def test_weights_in_four_bits_are_counted_as_what_they_stand_for():
     packed = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
     packed.quant_state = types.SimpleNamespace(shape=torch.Size([4, 8]))
-    assert card_module.count_parameters([packed, torch.nn.Parameter(torch.zeros(3))]) == 35
+    assert origins.count_parameters([packed, torch.nn.Parameter(torch.zeros(3))]) == 35
 
 
 def test_adapter_says_how_to_load_it(tmp_path):
@@ -266,25 +269,24 @@ def test_adapter_says_how_to_load_it(tmp_path):
 
 
 def test_licence_is_that_of_the_base_model(monkeypatch, saved, tmp_path):
-    stated = types.SimpleNamespace(to_dict=lambda: {"license": "other", "license_name": "gemma-like", "x": 1})
+    stated = ModelCardData(license="other", license_name="gemma-like", x=1)
     asked = []
 
     def model_info(name, timeout):
         asked.append(name)
         if name == "someone/unreachable":
             raise ConnectionError("no network")
-        return types.SimpleNamespace(card_data=stated if name == "someone/stated" else None, tags=["license:mit"])
+        return types.SimpleNamespace(card_data=stated if name == "someone/stated" else None)
 
-    monkeypatch.setattr(card_module, "hf_api", lambda: types.SimpleNamespace(model_info=model_info))
-    assert license_of("someone/offline") == {} and not asked
-    monkeypatch.setattr(card_module, "is_offline_mode", lambda: False)
+    assert license_of("someone/offline") == {}  # the tests run offline
+    monkeypatch.setattr(origins, "model_info", model_info)
     model = LlamaForCausalLM.from_pretrained(saved)
     model.config._name_or_path = "someone/stated"
     trainer = new_trainer(tmp_path / "out", model)
     fields = metadata_of(card_of(trainer))
     assert (fields["license"], fields["license_name"]) == ("other", "gemma-like")
     assert metadata_of(card_of(trainer, license="mit"))["license"] == "mit"
-    assert license_of("someone/tagged") == {"license": "mit"} and license_of("someone/unreachable") == {}
+    assert license_of("someone/silent") == {} and license_of("someone/unreachable") == {}
     card_of(trainer)
     assert asked.count("someone/stated") == 1  # not asked again for every checkpoint
 
@@ -301,10 +303,25 @@ def test_dataset_is_named_only_where_its_id_is_certain(monkeypatch, tmp_path):
         return data_facts(origin(folder))
 
     found = dataset("WizardLM___wizard_lm_evol_instruct_70k")
-    assert (found["hub_id"], found["split"]) == ("WizardLM/WizardLM_evol_instruct_70k", "train")
-    assert dataset("Salesforce___wikitext")["hub_id"] == "Salesforce/wikitext"
-    assert dataset("Some___camel_case")["hub_id"] is None and dataset("text")["hub_id"] is None
+    assert (found["id"], found["split"]) == ("WizardLM/WizardLM_evol_instruct_70k", "train")
+    assert dataset("Salesforce___wikitext")["id"] == "Salesforce/wikitext"
+    assert dataset("Some___camel_case")["id"] is None and dataset("text")["id"] is None
     assert data_facts(iter([]))["sequences"] is None
+
+
+def test_every_data_set_is_listed_with_its_source(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = ByteText(400)
+    data.cache_files = [{"filename": "/cache/Salesforce___wikitext/wikitext-2-raw-v1/0.0.0/abc/data.arrow"}]
+    data.config_name, data.split = "wikitext-2-raw-v1", "train"
+    trainer = new_trainer(tmp_path / "out", train_set=data, eval_dataset={"a|b": ByteText(8), "ok": ByteText(8)})
+    card = card_of(trainer)
+    source = "[Salesforce/wikitext](https://huggingface.co/datasets/Salesforce/wikitext)"
+    told = section(card, "Data")
+    assert f"- Training: 380 sequences of {source}, configuration `wikitext-2-raw-v1`, split `train`" in told
+    assert "- Evaluation `ok`: 8 sequences\n" in f"{told}\n" and metadata_of(card)["datasets"] == [
+        "Salesforce/wikitext"
+    ]
 
 
 def test_a_part_of_a_part_keeps_its_data_set():
@@ -312,7 +329,7 @@ def test_a_part_of_a_part_keeps_its_data_set():
     file = {"filename": "/cache/Salesforce___wikitext/default/0.0.0/abc/data.arrow"}
     whole = types.SimpleNamespace(cache_files=[file], config_name="default", split="train")
     found = data_facts(subset(subset(whole, [3, 4, 5]), [0, 2]))
-    assert (found["sequences"], found["hub_id"], found["split"]) == (2, "Salesforce/wikitext", "train")
+    assert (found["sequences"], found["id"], found["split"]) == (2, "Salesforce/wikitext", "train")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +368,7 @@ def test_baseline_is_measured_kept_and_found_again(tmp_path):
     assert f"| evaluation loss | {own:.4f} | {loss:.4f} |" in rows
     assert f"| backward passes | {trainer.hybrid_summary()['backward_passes']} | 6 |" in rows
     assert section(card_of(trainer), "Results") == rows  # found as baseline.json
-    assert check_baseline(json.loads((tmp_path / "out" / "baseline.json").read_text()))["name"] == "Trainer"
+    assert json.loads((tmp_path / "out" / "baseline.json").read_text())["name"] == "Trainer"
 
 
 # Command, secrets, paths, trackers.
