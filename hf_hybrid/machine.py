@@ -5,8 +5,8 @@ How a run is spread over processes is told by its options and by the environment
 
 Devices are reached through `torch.get_device_module(device)` and `torch.accelerator`, here and in the whole package, so
 that the same code runs on every kind that torch knows. What torch offers for CUDA alone stands in this file and nowhere
-else: locking pages that torch did not allocate, the driver's own books (NVML), the history of allocations, and whether
-bf16 is emulated.
+else: locking pages that torch did not allocate, workspaces of cuBLAS, the driver's own books (NVML), the history of
+allocations, and whether bf16 is emulated.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -142,6 +143,18 @@ def native_bf16() -> bool | None:
 def torch_build() -> str:
     """What the installed torch was built for, and whether that is usable."""
     return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
+
+
+def workspace_bytes(device: torch.device | None = None) -> int:
+    """
+    Bytes of the workspace that torch gives the cuBLAS handle of each thread; of a GPU before Hopper if there is none.
+
+    Read in torch's source (`parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 8 MiB and 128 KiB;
+    32 MiB on Hopper and Blackwell), not measured on a GPU.
+    """
+    large = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if large else ":4096:2:16:8")
+    return 2**10 * sum(int(size) * int(count) for size, count in re.findall(r":(\d+):(\d+)", config))
 
 
 class DeviceMemory:
@@ -272,6 +285,14 @@ def host_buffer(size: int, *, pin: bool) -> Tensor:
         except RuntimeError as error:
             _warn_of_pageable_memory(str(error))
     return torch.empty(size, dtype=torch.uint8)
+
+
+def locked_bytes(size: int) -> int:
+    """Bytes of host memory that [`host_buffer`] takes for `size` page-locked bytes."""
+    if size >= SMALL:
+        return -(-size // PAGE) * PAGE
+    # PowerOf2Ceil in torch's CachingHostAllocatorImpl::allocate (ATen/core/CachingHostAllocator.h).
+    return 2 ** (size - 1).bit_length() if size else 0
 
 
 def host_tensor(shape: torch.Size, dtype: torch.dtype, *, pin: bool) -> Tensor:

@@ -28,16 +28,16 @@ from hf_hybrid.leaps.rescue import LearningRateRescue
 from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of
+from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, optimizer_name, split_parameters
 from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
@@ -330,15 +330,8 @@ def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
 
 def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Parameter], torch.dtype]:
     """Under bf16 autocast a linear layer rounds its fp32 weights anyway: they travel rounded, at half the bytes."""
-    linear = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear)
-        for parameter in module.parameters(recurse=False)
-        if bf16 and parameter.dtype == torch.float32
-    }
-    tied = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
-    return lambda parameter: torch.bfloat16 if id(parameter) in linear - tied else parameter.dtype
+    rounded = rounded_by_autocast(model) if bf16 else ()
+    return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
 
 
 def make_plan(trainer, device_map: dict | None) -> Plan:
@@ -363,9 +356,10 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         sequence_length=sequence_length(trainer),
         batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        vram=device_memory(args.device) if vram is None and on_gpu else vram,
+        vram=with_context(device_memory(args.device)) if vram is None and on_gpu else vram,
         ram=host_memory() + held if ram is None else ram,
         accelerator="cuda" if on_gpu else "cpu",
+        workspace=workspace_bytes(args.device if on_gpu else None),
         memory="stream" if device_map is not None else options.memory,
         autocast=args.bf16,
         # Called gradient checkpointing before transformers 5.23.

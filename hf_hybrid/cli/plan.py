@@ -99,8 +99,9 @@ class _Report:
         from hf_hybrid.plan.accounting import host_memory, measure_machine
         from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.planner import Planner, recommended
+        from hf_hybrid.plan.setups import with_context
 
-        here = device_memory()
+        here = with_context(device_memory())
         self.args, self.rates = args, None if here is None else measure_machine()
         self.with_adapters = importlib.util.find_spec("peft") is not None
         asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
@@ -135,14 +136,14 @@ class _Report:
         """The table, and the recommended plan by category."""
         parts = [self._head(), self._table(), self._legend()]
         if self.args.details:
-            parts += [f"{plan.way.title}\n{plan.table}\n" for plan in self.plans]
+            parts += [f"{plan.way.title}, estimated\n{plan.table}\n" for plan in self.plans]
         if self.best is None:
             parts.append(
                 "Nothing fits. Lower --batch_size or --sequence_length, or see what is short by least above.\n"
             )
         else:
             exact = "" if self.best.way.exact else ", as nothing exact fits"
-            parts.append(f"Recommended{exact}: {self.best.way.title}\n{self.best.table}\n")
+            parts.append(f"Recommended{exact}: {self.best.way.title}\nestimated at the peak:\n{self.best.table}\n")
         return "\n".join(parts)
 
     def _head(self) -> str:
@@ -157,7 +158,8 @@ class _Report:
         steps = f" x {count} micro-batches" * (count > 1)
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
-            device = f"{setup.vram / GIB:.2f} GiB ({'--vram' if args.vram else 'free on this GPU'})"
+            source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
+            device = f"{setup.vram / GIB:.2f} GiB ({source})"
         host = f"{setup.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
         return (
             f"{args.model} ({config.model_type}): {', '.join(facts)}\n"
@@ -168,7 +170,7 @@ class _Report:
     def _table(self) -> str:
         width = max(len(plan.way.title) for plan in self.plans) + 4
         headings = "".join(f"{name:>10}" for name in HEADINGS) + f"{'floor s':>10}" * (self.rates is not None)
-        lines = [f"{'GiB at the peak':<{width}}{headings}  fits"]
+        lines = [f"{'GiB at the peak, estimated':<{width}}{headings}  fits"]
         for plan in self.plans:
             name = f"{'> ' if plan is self.best else '  '}{plan.way.title}{'' if plan.way.exact else ' *'}"
             by_category = [plan.table.get(category, "device") for category in COLUMNS]
@@ -187,7 +189,7 @@ class _Report:
     def _legend(self) -> str:
         from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
-        floor = "floor s: no step is faster, at the rates of copies and products measured here.\n"
+        floor = "floor s: estimated; no step is faster, at the rates of copies and products measured here.\n"
         if self.rates is None:
             floor = "No floor of the step time: rates are measured, and there is no GPU here.\n"
         missing = 'Plans with adapters need peft: pip install "hf-hybrid[peft]"\n'
@@ -209,7 +211,8 @@ class _Report:
             more.append(f"--peft {'qlora' if best.way.packed else 'lora'} --lora_r {args.lora_r}")
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
-            f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, by `hf-hybrid plan`\n"
+            f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
+            "`hf-hybrid plan`\n"
             f"# hf-hybrid train --config {args.output} {' '.join(more)} --dataset ...\n"
         )
         return head + yaml.safe_dump({"output_dir": "out", **best.options}, sort_keys=False)

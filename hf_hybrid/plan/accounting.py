@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_hybrid.machine import copies_beside
-from hf_hybrid.streaming.layers import ask
+from hf_hybrid.streaming.layers import ask, rounded_by_autocast
 
 Tensor = torch.Tensor
 Storage = tuple[torch.device, int]  # and its address there
@@ -139,17 +139,36 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
             yield key, part.untyped_storage().nbytes()
 
 
+class Parameter(NamedTuple):
+    """A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded."""
+
+    count: int
+    trained: bool
+    rounds: bool = True
+
+
 class Unit(NamedTuple):
-    """Number of trainable and of frozen weights of a part of a model; of the trainable, those that Muon moves."""
+    """
+    Number of trainable and of frozen weights of a part of a model; of the trainable, those that Muon moves.
+
+    `parameters` lists them one by one, because each of them may have buffers of its own, whose sizes are rounded.
+    """
 
     trainable: int = 0
     frozen: int = 0
     muon: int = 0
+    parameters: tuple[Parameter, ...] = ()
 
     @property
     def weights(self) -> int:
         """All of them."""
         return self.trainable + self.frozen
+
+    @property
+    def pieces(self) -> tuple[Parameter, ...]:
+        """The parameters; those of a unit that was made from its numbers alone count as one, or one of each kind."""
+        made = (Parameter(self.trainable, True), Parameter(self.frozen, False))
+        return self.parameters or tuple(piece for piece in made if piece.count)
 
     def join(self, other: Unit) -> Unit:
         """Both parts together."""
@@ -162,7 +181,8 @@ class Unit(NamedTuple):
     def split(self) -> tuple[Unit, Unit]:
         """What travels when the unit is streamed, and what stays on the device: adapters under a tenth of the unit."""
         if 0 < self.trainable < self.weights / 10:
-            return Unit(0, self.frozen), Unit(self.trainable, 0, self.muon)
+            base, adapters = (tuple(p for p in self.parameters if p.trained == trained) for trained in (False, True))
+            return Unit(0, self.frozen, 0, base), Unit(self.trainable, 0, self.muon, adapters)
         return self, Unit()
 
 
@@ -209,7 +229,7 @@ class ModelShape:
         if hidden is None or vocab is None:
             raise ValueError(f"`{type(model).__name__}` tells no `hidden_size` and `vocab_size` in its config.")
         matrices = {id(p): p.numel() for p in muon}
-        count = functools.partial(_count, seen=set(), muon=matrices.keys())
+        count = functools.partial(_count, seen=set(), muon=matrices.keys(), rounds=rounded_by_autocast(model))
         trainable = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for p in model.parameters() if not p.requires_grad]
         return cls(
@@ -241,14 +261,15 @@ class ModelShape:
         return list(layers), list(travelling), functools.reduce(Unit.join, stay + adapters, self.rest)
 
 
-def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int]) -> Unit:
-    counts = [0, 0, 0]
+def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], rounds: Collection[int]) -> Unit:
+    counts, found = [0, 0, 0], []
     for parameter in module.parameters() if module is not None else ():
         if id(parameter) not in seen:
             seen.add(id(parameter))
             counts[not parameter.requires_grad] += parameter.numel()
             counts[2] += parameter.numel() * (id(parameter) in muon)
-    return Unit(*counts)
+            found.append(Parameter(parameter.numel(), parameter.requires_grad, id(parameter) in rounds))
+    return Unit(*counts, tuple(found))
 
 
 def _usual_size(parameters: list[nn.Parameter]) -> int:

@@ -35,12 +35,15 @@ import functools
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_hybrid.plan.accounting import ByteTable, ModelShape, Unit, format_bytes
+from hf_hybrid.machine import locked_bytes
+from hf_hybrid.plan.accounting import ByteTable, ModelShape, Parameter, Unit, format_bytes
 from hf_hybrid.plan.setups import Setup, Way, option
-from hf_hybrid.plan.trace import TRACED, Activations, Tracer
+from hf_hybrid.plan.trace import TRACED, Activations, Tracer, eight_bit_sizes
+from hf_hybrid.streaming.units import padded
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class Plan:
     table: ByteTable  # on the device at its largest moment, on the host between steps
     stage: str = ""  # of a traced resident model, when the device holds most: "forward", "backward" or "update"
     traced: bool = False  # else activations are estimated from sizes
+    parked: int = 0  # bytes of activations that wait on the host
     way: Way | None = None  # that was planned, of the usual ones
 
     @property
@@ -136,13 +140,13 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """The plan in words, and its byte table."""
+        """The plan in words, and the table of its bytes, which are estimates."""
         words = [f"optimizer states {self.setup.optimizer_states}"]
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
-        return f"{self.mode}: {', '.join(words)}\n{self.table}"
+        return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
 
 class _PerWeight:
@@ -153,15 +157,11 @@ class _PerWeight:
         self.work = tuple(min(own, 2 if setup.autocast else own) for own in self.own)
         # A second copy of what is not computed with as it is stored.
         self.rounded = tuple(work * (work < own) for work, own in zip(self.work, self.own))
-        self.host = tuple(own + rounded for own, rounded in zip(self.own, self.rounded))
-        self.travel, self.host_layer, self.expanded = self.work, self.host, (0, 0)
-        if setup.base_precision == "int8":
-            coded = 1 + 4 / shape.hidden  # a code, and an fp32 scale per row
-            self.travel, self.host_layer = (self.work[0], coded), (self.host[0], coded)
-            self.expanded = (0, self.work[1])
-        eight_bit = setup.optimizer_states == "8bit"
-        self.state = setup.states_per_weight * (EIGHT_BIT_STATE if eight_bit else self.own[0])
-        chunk = min(shape.largest_trainable, UPDATE_CHUNK) * eight_bit
+        self.coded = 1 + 4 / shape.hidden if setup.base_precision == "int8" else None  # and an fp32 scale per row
+        self.expanded = (0, self.work[1] * (self.coded is not None))
+        self.eight_bit = setup.optimizer_states == "8bit"
+        self.state = setup.states_per_weight * (EIGHT_BIT_STATE if self.eight_bit else self.own[0])
+        chunk = min(shape.largest_trainable, UPDATE_CHUNK) * self.eight_bit
         self.scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
         leap = shape.largest_leap * setup.enable_predict
         self.orthogonal = {
@@ -169,11 +169,59 @@ class _PerWeight:
             "host": max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap),
         }
         self.leaps = 4 * setup.values_per_weight + self.own[0]
-        self.slot = math.ceil(max(layer.split()[0].bytes(self.travel) for layer in set(shape.layers)))
+        self.slot = max(self.packed(layer.split()[0], int8=True) for layer in set(shape.layers))
+        self.on_gpu = setup.accelerator == "cuda"
+        self.locked = locked_bytes if self.on_gpu else lambda size: size
 
     def states(self, unit: Unit) -> float:
         """Bytes of optimizer states: Muon keeps one tensor per weight."""
         return unit.trainable * self.state - unit.muon * self.own[0]
+
+    # Of a unit that travels.
+
+    def _width(self, piece: Parameter) -> int:
+        """Bytes of one of its weights on the device."""
+        return (self.work if piece.rounds else self.own)[not piece.trained]
+
+    def packed(self, unit: Unit, *, int8: bool = False) -> int:
+        """Bytes of its weights as they travel, in one buffer; frozen ones maybe in int8."""
+        coded = self.coded if int8 else None
+        return sum(
+            padded(math.ceil(piece.count * (self._width(piece) if piece.trained or coded is None else coded)))
+            for piece in unit.pieces
+        )
+
+    def gradients(self, unit: Unit) -> int:
+        """Bytes of its gradients on the device."""
+        return sum(piece.count * self._width(piece) for piece in unit.pieces if piece.trained)
+
+    def leaving(self, unit: Unit, passes: int) -> int:
+        """
+        Bytes of its gradients on the device while they leave it.
+
+        From the second pass on, the sum so far comes back to a GPU, parameter by parameter, and is added to in the
+        precision of the masters.
+        """
+        trained = [piece.count for piece in unit.pieces if piece.trained]
+        if passes > 1 and self.on_gpu:
+            return self.own[0] * (sum(trained) + max(trained, default=0))
+        return self.gradients(unit)
+
+    def add_to_host(self, table: ByteTable, unit: Unit, *, int8: bool, times: int = 1) -> None:
+        """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
+        trained = [piece.count for piece in unit.pieces if piece.trained]
+        masters = sum(
+            piece.count * self.own[not piece.trained] * (self._width(piece) < self.own[not piece.trained])
+            for piece in unit.pieces
+            if piece.trained or not (int8 and self.coded)
+        )
+        table.add("weights", "host", times * (self.locked(self.packed(unit, int8=int8)) + masters))
+        table.add("gradients", "host", times * sum(self.locked(count * self.own[0]) for count in trained))
+        # The optimizer allocates states in full precision, which do not travel; those in 8 bits do.
+        states = self.states(unit)
+        if self.eight_bit:
+            states = sum(self.locked(size) for count in trained for size in eight_bit_sizes(count))
+        table.add("states", "host", times * states)
 
 
 def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
@@ -183,7 +231,7 @@ def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
     rows = min(setup.tokens, CHUNK_TOKENS) if setup.chunked_loss else setup.tokens
     logits = rows * shape.vocab * 4 * (CHUNK_LOGIT_COPIES if setup.chunked_loss else LOGIT_COPIES)
     layer = RECOMPUTED_LAYER * SAVED_BY_A_LAYER * boundary
-    return Activations(0, boundary, math.ceil(layer), math.ceil(logits))
+    return Activations(0, boundary, boundary, math.ceil(layer), math.ceil(logits))
 
 
 class Estimator:
@@ -235,10 +283,12 @@ class Estimator:
             for category in TRACED:
                 table.add(category, "device", max(peak.get(category) - away * (category == "activations"), 0))
             table.add("states", "device", self.tracer.states(setup) - math.ceil(shape.total.muon * per.own[0]))
+            table.add("buffers", "device", setup.workspaces(False))
             self._add_leaps(table, setup, per, shape.total)
-        table.add("activations", "host", away)
+        if away:
+            table.add("activations", "host", (len(shape.layers) - 2) * per.locked(active.boundary))
         stage = "" if peak is None else peak.stage
-        return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, peak is not None)
+        return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, peak is not None, away)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
         """Layers on the host but for so many, and maybe embeddings and head."""
@@ -247,44 +297,45 @@ class Estimator:
         shape, per = self.shape, _PerWeight(self.shape, setup)
         layers, (embedding, head), resident = shape.place(stream_embeddings)
         units = [*layers, embedding, head]
-        travelling = functools.reduce(Unit.join, units)
-        table = self._held(setup, per, resident)
+        table = self._held(setup, per, resident, streamed=True)
+        # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
         slots = (setup.prefetch_layers + 1 + resident_layers) * per.slot
-        # A lookup is not rounded under autocast, so embeddings travel as they are stored.
-        table.add("weights", "device", slots + max(embedding.bytes(per.own), head.bytes(per.work)))
+        table.add("weights", "device", slots + max(per.packed(embedding), per.packed(head)))
         table.add("buffers", "device", max(layer.bytes(per.expanded) for layer in layers))  # int8, where it computes
-        ends = embedding.bytes(per.own) + head.bytes(per.host)
-        table.add("weights", "host", sum(layer.bytes(per.host_layer) for layer in layers) + ends)
-        table.add("gradients", "host", travelling.trainable * per.own[0])
-        table.add("states", "host", per.states(travelling))
+        for unit, times in Counter(layers).items():
+            per.add_to_host(table, unit, int8=True, times=times)
+        for unit in (embedding, head):
+            per.add_to_host(table, unit, int8=False)
         table.add("buffers", "host", per.orthogonal["host"])
         active, windows = self._activations(setup), setup.micro_batches_in_flight
         near = min(len(layers), 2) if setup.offload_activations else len(layers)
         table.add("activations", "device", (active.always + near * active.boundary) * windows)
-        table.add("activations", "host", (len(layers) - near) * active.boundary * windows)
+        # The output before the last is parked as well, though it is needed again at once.
+        parked = (len(layers) - 1) * windows * setup.offload_activations
+        table.add("activations", "host", parked * per.locked(active.output))
         # The gradient of embeddings or head is still leaving while the layer beside them computes.
-        wide = max(embedding.trainable * per.own[0], head.trainable * per.work[0])
-        widest = max(unit.trainable for unit in layers)
-        recomputing = {"activations": active.layer, "gradients": widest * per.work[0] + wide}
+        wide = max(per.leaving(end, setup.gradient_accumulation_steps) for end in (embedding, head))
+        widest = max(per.leaving(layer, setup.gradient_accumulation_steps // windows) for layer in set(layers))
+        recomputing = {"activations": active.layer, "gradients": widest + wide}
         loss, update = {"activations": active.loss, "gradients": wide}, {}
         if not stream_embeddings:
             loss["buffers"] = shape.vocab * shape.hidden * per.rounded[0]  # autocast's cast of the head
         if setup.optimizer_states == "8bit":
             # Units are updated before their forward: gradients, states, and masters where the slot holds a copy.
             one = per.own[0] + per.state + per.own[0] * (per.rounded[0] > 0)
-            arriving = widest * setup.prefetch_layers
+            arriving = max(layer.trainable for layer in layers) * setup.prefetch_layers
             update["buffers"] = (max(unit.trainable for unit in units) + arriving) * one + per.scratch
         _add_largest(table, recomputing, loss, update)
-        traced = self.tracer is not None
-        return Plan(setup, shape, "streamed", resident_layers, stream_embeddings, table, traced=traced)
+        traced, parked = self.tracer is not None, parked * active.output
+        return Plan(setup, shape, "streamed", resident_layers, stream_embeddings, table, "", traced, parked)
 
-    def _held(self, setup: Setup, per: _PerWeight, resident: Unit) -> ByteTable:
+    def _held(self, setup: Setup, per: _PerWeight, resident: Unit, *, streamed: bool = False) -> ByteTable:
         """A table of what stays on the device, and of the buffers of leaps."""
         table = ByteTable()
         table.add("weights", "device", resident.bytes(per.own))
         table.add("gradients", "device", resident.trainable * per.own[0])
         table.add("states", "device", per.states(resident))
-        table.add("buffers", "device", self.shape.buffer_bytes)
+        table.add("buffers", "device", self.shape.buffer_bytes + setup.workspaces(streamed))
         self._add_leaps(table, setup, per, resident)
         return table
 
@@ -294,6 +345,10 @@ class Estimator:
             for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
                 scratch = 4 * self.shape.largest_trainable * (weights > 0)
                 table.add("drift", place, weights * per.leaps + scratch)
+            # Buffers on the host are page-locked where the weights lie on a GPU.
+            counts = [piece.count for piece in resident.pieces if piece.trained and setup.buffers_device == "cpu"]
+            taken = sum(setup.values_per_weight * per.locked(4 * n) + per.locked(per.own[0] * n) for n in counts)
+            table.add("drift", "host", taken - per.leaps * sum(counts))
 
     def _activations(self, setup: Setup) -> Activations:
         return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)
@@ -352,7 +407,7 @@ class Estimator:
         device, host = format_bytes(nearest.peak_device_bytes), format_bytes(nearest.peak_host_bytes)
         advice = "No change of options fits these limits. The smallest need found"
         advice = "Nearest plan that works" if nearest.fits else advice
-        advice = f"{advice}: {options} ({device} on the device, {host} on the host)."
+        advice = f"{advice}: {options} (estimated: {device} on the device, {host} on the host)."
         error = refuse(self._reason(refused), refused, advice)
         if nearest.fits:
             error.nearest, error.changes = nearest, changes
@@ -367,7 +422,7 @@ class Estimator:
         ):
             if over:
                 over = f"{format_bytes(over)} ({over} bytes) over `{name}={limit / 2**30:.3g}`"
-                parts.append(f"the {place} would hold {format_bytes(held)}{more}, {over}")
+                parts.append(f"the {place} would hold an estimated {format_bytes(held)}{more}, {over}")
         slot = _PerWeight(self.shape, setup).slot
         if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
@@ -415,24 +470,33 @@ def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> 
 def step_traffic(plan: Plan) -> dict[str, float]:
     """Least bytes of a step: `"h2d"` to the device, `"d2h"` back, `"dram"` read and written in host memory."""
     setup, per = plan.setup, _PerWeight(plan.shape, plan.setup)
-    passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
-    away = plan.table.get("activations", "host") * passes
+    micro_batches = setup.gradient_accumulation_steps
+    passes = micro_batches // setup.micro_batches_in_flight
+    away = plan.parked * passes
     if plan.mode == "resident":
         return {"h2d": away, "d2h": away, "dram": 2 * away}
     layers, (embedding, head), _ = plan.shape.place(plan.stream_embeddings)
-    layers.sort(key=lambda layer: layer.bytes(per.travel))
+    layers.sort(key=lambda layer: per.packed(layer, int8=True))
     count = max(len(layers) - plan.resident_layers, 0)
     travelling = functools.reduce(Unit.join, [*layers, embedding, head])
-    trainable = travelling.trainable
-    weights = 2 * sum(layer.bytes(per.travel) for layer in layers[:count]) + embedding.join(head).bytes(per.work)
-    own, work, rounded = per.own[0], per.work[0], per.rounded[0]
-    into, back = passes * weights + away, passes * trainable * work + away
+    trainable, own, rounded = travelling.trainable, per.own[0], per.rounded[0]
+    # Each micro-batch calls embeddings and head on its own. Unless the loss is chunked, the head is recomputed. Then it
+    # stays for the next micro-batch of its pass.
+    heads = micro_batches + passes * (not setup.chunked_loss)
+    into = micro_batches * per.packed(embedding) + heads * per.packed(embedding if plan.shape.tied else head)
+    into += passes * 2 * sum(per.packed(layer, int8=True) for layer in layers[:count]) + away
+    back = per.gradients(travelling) + away
+    # Later passes add to sums of gradients, which come back and leave again in the precision of the masters.
+    sums = (passes - 1) * sum(layer.trainable for layer in layers)
+    sums += (micro_batches - 1) * embedding.join(head).trainable
+    into, back = into + own * sums, back + own * sums
     if setup.optimizer_states == "8bit":
         # Gradients and states come, states and weights go; the masters come too where the slot holds a rounded copy.
         into += trainable * (own + per.state + own * (rounded > 0))
         back += trainable * (own + per.state + rounded)
         return {"h2d": into, "d2h": back, "dram": into + back}
-    into += sum(layer.trainable for layer in layers[count:]) * work  # what is resident is old after the update
+    # What is resident and trained is old after the update.
+    into += sum(per.packed(layer) for layer in layers[count:] if layer.trainable)
     updated = trainable * (3 * own + rounded) + 2 * per.states(travelling)
     return {"h2d": into, "d2h": back, "dram": into + back + updated}
 

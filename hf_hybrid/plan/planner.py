@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
@@ -99,7 +100,7 @@ class Planner:
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
         sizes = {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
-        self.setup = Setup(sequence_length, **setup | sizes)
+        self.setup = Setup(sequence_length, workspace=workspace_bytes(), **setup | sizes)
         if self.setup.tokens > LARGEST_TRACE:
             tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
             raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")

@@ -18,6 +18,16 @@ CONTEXT_BYTES = int(0.6 * 2**30)
 MARGIN = 0.05
 """Share of the device's peak that is left for what the allocator rounds up and cannot use. Assumed, not measured."""
 
+
+def with_context(free: int | None) -> int | None:
+    """
+    Bytes of a device, as [`Setup`] counts them, of which `free` are free as this process measures it.
+
+    Measuring makes the CUDA context, so `free` is without it, and a plan subtracts it from the device's bytes.
+    """
+    return None if free is None else free + CONTEXT_BYTES
+
+
 _CHOICES = {
     "memory": ("off", "auto", "stream"),
     "optimizer_states": ("exact", "8bit"),
@@ -33,9 +43,10 @@ class Setup:
     sequence_length: int  # tokens, padding included
     batch_size: int = 1  # sequences per micro-batch
     gradient_accumulation_steps: int = 1
-    vram: int | None = None  # bytes of the device; None: no limit
+    vram: int | None = None  # bytes of the device, of which a CUDA context takes its part; None: no limit
     ram: int | None = None  # bytes of the host
     accelerator: str = "cpu"  # "cuda": computes by its rules of autocast, and needs room beside the tensors
+    workspace: int = 0  # bytes that cuBLAS takes for each thread that computes on a GPU
     memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
     autocast: bool = False  # to bf16
     activation_checkpointing: bool = False  # of a resident model; streamed layers always are
@@ -69,6 +80,17 @@ class Setup:
     def micro_batches_in_flight(self) -> int:
         """Micro-batches whose layer boundaries a streamed model holds at a time."""
         return 1 if self.accumulation_walk == "micro_batch" else self.gradient_accumulation_steps
+
+    def workspaces(self, streamed: bool) -> int:
+        """
+        Bytes of cuBLAS's workspaces on a GPU, one for each thread that computes: the trainer's own and autograd's.
+
+        A walk by layer runs each micro-batch on a thread of its own, and all of them live at once. torch reserves a
+        handle for a thread as long as it lives (`thread_local` in aten/src/ATen/cuda/CublasHandlePool.cpp).
+        """
+        walks = streamed and (self.micro_batches_in_flight > 1 or self.offload_activations)
+        threads = 2 + self.micro_batches_in_flight * walks
+        return threads * self.workspace if self.accelerator == "cuda" else 0
 
     @property
     def checkpointed(self) -> bool:

@@ -395,7 +395,12 @@ def state_bytes(parameter: Tensor, setup: Setup) -> int:
     count = parameter.numel()
     if setup.optimizer_states == "exact":
         return setup.states_per_weight * count * parameter.element_size() + 4  # and the step
-    return 2 * (count + 4 * math.ceil(count / BLOCK)) if count >= LEAST_QUANTIZED else 8 * count
+    return sum(eight_bit_sizes(count))
+
+
+def eight_bit_sizes(count: int) -> tuple[int, ...]:
+    """Bytes of each tensor that `AdamW8bit` keeps of a parameter: codes and their maxima, or small ones in fp32."""
+    return 2 * ((count, 4 * math.ceil(count / BLOCK)) if count >= LEAST_QUANTIZED else (4 * count,))
 
 
 def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup) -> Tensor:
@@ -504,7 +509,8 @@ class Activations(NamedTuple):
     """Bytes of activations of one micro-batch through checkpointed layers: what streaming needs to know of a step."""
 
     always: int  # through forward and backward, outside the layers: inputs, the embeddings' output, masks
-    boundary: int  # of one layer, from its forward to its backward
+    boundary: int  # of one layer on average, from its forward to its backward; the last keeps nothing
+    output: int  # of one layer: what waits on the host as a whole
     layer: int  # while one layer is recomputed and computes its gradients
     loss: int  # while head and loss compute
 
@@ -521,7 +527,7 @@ def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
         elif moment.where == trace.layers and moment.stage != "update":
             loss = max(loss, held - forward_end)
     boundary = math.ceil(sum(kept[layer] for layer in stands_for) / len(stands_for))
-    return Activations(always=kept[-1], boundary=boundary, layer=layer, loss=loss)
+    return Activations(always=kept[-1], boundary=boundary, output=max(kept[:-1], default=0), layer=layer, loss=loss)
 
 
 class Tracer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 
@@ -88,6 +89,22 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
         if first & second:
             return [("embeddings", [module for _, module in found])]
     return [(name, [module]) for name, module in found]
+
+
+def rounded_by_autocast(model: nn.Module) -> set[int]:
+    """
+    Ids of fp32 parameters that bf16 autocast rounds wherever they are used, so that they may travel rounded.
+
+    They are those of linear layers. Weights that the embeddings share are read as they are.
+    """
+    linear, read = set(), set()
+    for module in model.modules():
+        ids = {id(p) for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+        if isinstance(module, nn.Linear):
+            linear |= ids
+        elif isinstance(module, nn.Embedding):
+            read |= ids
+    return linear - read
 
 
 def ask(model: nn.Module, question: str) -> nn.Module | None:

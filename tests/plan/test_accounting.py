@@ -8,10 +8,11 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_hybrid.machine import device_memory
+from hf_hybrid.machine import device_memory, workspace_bytes
 from hf_hybrid.plan.accounting import (
     ByteTable,
     ModelShape,
+    Parameter,
     Unit,
     format_bytes,
     host_memory,
@@ -143,14 +144,20 @@ def test_states_at_any_depth():
     assert measure_held(model, optimizer).get("states", "host") == 4 * (3 + 4 + 5)
 
 
+def numbers(unit: Unit) -> tuple[int, int, int]:
+    return unit.trainable, unit.frozen, unit.muon
+
+
 def test_shape_of_a_tied_model():
     model = tiny_model()
     shape = ModelShape.of(model, LAYERS)
+    matrices = [32 * 32] * 4 + [32 * 64] * 3
+    layer = Unit(LAYER, parameters=(*(Parameter(count, True) for count in matrices), *[Parameter(32, True, False)] * 2))
     assert shape == ModelShape(
-        layers=(Unit(LAYER), Unit(LAYER)),
-        embedding=Unit(EMBEDDING),
+        layers=(layer, layer),
+        embedding=Unit(EMBEDDING, parameters=(Parameter(EMBEDDING, True, False),)),  # read, and never rounded
         head=Unit(),
-        rest=Unit(32),
+        rest=Unit(32, parameters=(Parameter(32, True, False),)),
         hidden=32,
         vocab=256,
         element_bytes=4,
@@ -159,38 +166,40 @@ def test_shape_of_a_tied_model():
         tied=True,
         buffer_bytes=storage_bytes(model.buffers()),
     )
-    assert shape.total == Unit(TOTAL)
-    matrices = [model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].self_attn.q_proj.weight]
-    both = ModelShape.of(model, LAYERS, leaps=matrices)
+    assert numbers(shape.total) == (TOTAL, 0, 0)
+    leaps = [model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].self_attn.q_proj.weight]
+    both = ModelShape.of(model, LAYERS, leaps=leaps)
     assert both == replace(shape, largest_leap=32 * 64)
 
 
 def test_shape_of_an_untied_model_in_bf16_and_without_memory():
     shape = ModelShape.of(tiny_model(tie_word_embeddings=False).bfloat16(), LAYERS)
-    assert (shape.embedding, shape.head, shape.tied) == (Unit(EMBEDDING), Unit(EMBEDDING), False)
+    assert numbers(shape.embedding) == numbers(shape.head) == (EMBEDDING, 0, 0) and not shape.tied
     assert shape.element_bytes == shape.trainable_bytes == 2
     with torch.device("meta"):
         on_meta = tiny_model(tie_word_embeddings=False)
-    assert ModelShape.of(on_meta, LAYERS).total == shape.total
+    assert ModelShape.of(on_meta, LAYERS).total.weights == shape.total.weights
 
 
 def test_shape_of_another_architecture():
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16))
     shape = ModelShape.of(model, ["transformer.h.0", "transformer.h.1"])
     assert (shape.hidden, shape.vocab, shape.tied) == (32, 64, True)
-    assert sum(shape.total) == sum(p.numel() for p in model.parameters())
+    assert shape.total.weights == sum(p.numel() for p in model.parameters())
+    assert not any(piece.rounds for piece in shape.total.pieces), "its matrices are not those of linear layers"
 
 
 def test_shape_of_adapters():
     model = get_peft_model(tiny_model().bfloat16(), LoraConfig(r=2, target_modules=["q_proj"]))
     shape = ModelShape.of(model, [f"base_model.model.{name}" for name in LAYERS])
     adapter = 2 * 2 * 32
-    assert shape.layers[0] == Unit(adapter, LAYER)
-    assert shape.embedding == Unit(0, EMBEDDING)
+    assert numbers(shape.layers[0]) == (adapter, LAYER, 0) and numbers(shape.embedding) == (0, EMBEDDING, 0)
     assert (shape.element_bytes, shape.trainable_bytes) == (2, 4)
     layers, ends, resident = shape.place(stream_embeddings=True)
-    assert layers == [Unit(0, LAYER)] * 2 and ends == [Unit(0, EMBEDDING), Unit()]
-    assert resident == Unit(2 * adapter, 32), "adapters stay on the device"
+    assert [numbers(unit) for unit in [*layers, *ends]] == [(0, LAYER, 0)] * 2 + [(0, EMBEDDING, 0), (0, 0, 0)]
+    assert not any(piece.trained for layer in layers for piece in layer.pieces)
+    assert numbers(resident) == (2 * adapter, 32, 0), "adapters stay on the device"
+    assert sum(piece.count for piece in resident.pieces if piece.trained) == 2 * adapter
 
 
 def test_shape_without_layers_is_refused():
@@ -247,6 +256,24 @@ def test_device_memory_counts_what_torch_keeps_unused(monkeypatch):
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert device_memory(torch.device("cuda")) == 120
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "expected"),
+    [
+        ((8, 0), None, (2 * 4096 + 8 * 16) * 2**10),
+        ((9, 0), None, 32 * 2**20),
+        ((9, 0), ":16:8", 128 * 2**10),
+        (None, None, (2 * 4096 + 8 * 16) * 2**10),
+    ],
+)
+def test_workspaces_are_those_of_torch(capability, asked, expected, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert workspace_bytes() == expected
 
 
 def test_this_machine():
