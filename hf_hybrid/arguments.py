@@ -3,8 +3,8 @@ Every option of hybrid training. The field of an option holds its default, its r
 
     name: kind = option(default, help_text, at_least=0, below=1)
 
-The command line (`cli/options.py`), the check below and docs/configuration.md read all three from the field. Standard
-library only, so that `--help` is instant.
+The command line (`cli/options.py`), the check below and docs/configuration.md read all three from the field. This
+module imports only the standard library, so `--help` is fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
 
-# What a preset decides unless the option is given: how far leaps go, how many steps they replace, when they stop.
+# The values that a preset sets unless the option is given.
 _BY_PRESET = {
     "gain_factor": (0.5, 1.0, 2.0, 0.0),
     "leap_worth": (0.1, 0.2, 0.3, 0.0),
@@ -40,7 +40,7 @@ _LIMITS = {
 
 class HelpText(str):
     """
-    What `--help` says of an option, which ends with its range.
+    The help text of an option, which ends with its range.
 
     transformers' `HfArgumentParser` hands every key of a field's metadata to argparse, so that the metadata can hold
     nothing but `help`. Range and group therefore travel with the help text.
@@ -58,12 +58,12 @@ class HelpText(str):
 
 
 def option(default: Any, text: str, *, group: str | None = None, **limits: float) -> Any:
-    """The field of an option, see [`HelpText`]. Where the default is `None`, the text explains it after `Default: `."""
+    """Make the field of an option, see [`HelpText`]. If the default is `None`, the text has it after `Default: `."""
     return field(default=default, metadata={"help": HelpText(text, group, **limits)})
 
 
 def in_words(limits: dict[str, float]) -> str:
-    """A range as help texts and error messages name it."""
+    """Return a range in the words of help texts and error messages."""
     if limits.keys() == {"at_least", "at_most"}:
         return f"between {limits['at_least']} and {limits['at_most']}"
     return " and ".join(f"{_LIMITS[name][0]} {limit}" for name, limit in limits.items())
@@ -72,14 +72,14 @@ def in_words(limits: dict[str, float]) -> str:
 @dataclass
 class HybridArguments:
     """
-    Options of phase-aware training; every field is also a command-line flag and a YAML key.
+    Options of phase-aware training. Every field is also a command-line flag and a YAML key.
 
     `None` means that the preset or the length of the run decides, as the help text says. [`HybridConfig`] adds these
     options to `transformers.TrainingArguments` and changes none of the defaults there.
 
     Raises:
-        ValueError: If an option is of another type than its annotation says, or outside its range. The message names
-            the option, the value and what is wanted.
+        ValueError: If an option has the wrong type or is outside its range. The message names the option, the value
+            and what is expected.
     """
 
     enable_predict: bool = option(
@@ -298,17 +298,17 @@ class HybridArguments:
             )
 
     def preset_value(self, name: str):
-        """The option as given, else what the preset says."""
+        """Return the option as given, or else the preset's value."""
         given = getattr(self, name)
         return PRESETS[self.preset][name] if given is None else given
 
     def final_gain(self, own: float) -> float:
-        """Gain of a leap at the end of the run: `leap_gain`, else the direction's `own` times the preset's factor."""
+        """Return the gain at the end of the run: `leap_gain`, else the direction's `own` times the preset's factor."""
         return own * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
 
 
 def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
-    """Refuse values outside the ranges of these fields, which [`option`] made."""
+    """Refuse values outside the ranges of the fields that [`option`] made."""
     for checked in within:
         value, limits = getattr(options, checked.name), checked.metadata["help"].limits
         # A NaN is in no range.
@@ -321,7 +321,7 @@ _WANTED = {bool: "`True` or `False`", int: "an integer", float: "a finite number
 
 
 def _as_declared(name: str, value: Any, hint: Any) -> Any:
-    """The value of an option in the type of its annotation. YAML reads a bare `on` as a bool, and `1e-3` as text."""
+    """Convert a value to the type of the option's annotation. YAML reads a bare `on` as a bool, and `1e-3` as text."""
     kinds = get_args(hint) or (hint,)  # of Literal: its choices; of Optional[kind]: kind and NoneType
     if get_origin(hint) is Literal:
         value = ("off", "on")[value] if isinstance(value, bool) and {"on", "off"} & set(kinds) else value
@@ -346,5 +346,5 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
 
 
 def hybrid_values(arguments: HybridArguments) -> dict:
-    """The options of this module alone, by name."""
+    """Return only the options of this module, by name."""
     return {option.name: getattr(arguments, option.name) for option in fields(HybridArguments)}

@@ -1,13 +1,13 @@
 """
-What a checkpoint holds beside `Trainer`'s own files, and how a run resumes from it.
+The files of a checkpoint beside `Trainer`'s own, and how a run resumes from them.
 
 | file | what |
 |---|---|
 | `hybrid_state.safetensors` | buffers of the direction, the snapshot of an open leap, what the planner has learned |
 | `hybrid_state.json` | phases, counters and histories; the position in the data; plugins; options to compare with |
-| `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); only where it did |
+| `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); exists only if it did |
 
-There is no pickle. The JSON is written last and in one move, so its presence means that the state is whole. Weights,
+There is no pickle. The JSON is written last and in one move, so its presence means that the state is complete. Weights,
 optimizer, schedule and random generators are in Trainer's files. A run that is killed in any phase and resumes from its
 last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
 """
@@ -40,7 +40,7 @@ Report = dict[str, Any]
 
 
 def save_hybrid_state(folder: str | Path, tensors: dict, values: dict[str, Any]) -> None:
-    """Write both files; the JSON last, so that its presence means that the state is whole."""
+    """Write both files, the JSON last, so that its presence means that the state is complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -53,7 +53,7 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
     Read what [`save_hybrid_state`] wrote; `None` if the checkpoint holds no hybrid state.
 
     Raises:
-        ValueError: If it was written by another version, or does not say by which.
+        ValueError: If another version wrote it, or if it has no version.
     """
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
@@ -71,14 +71,14 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Replace the file in one move: a reader, or a crash, never meets half of it."""
+    """Replace the file in one move, so that neither a reader nor a crash ever leaves half of it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _plain(value):
-    """Non-finite numbers are not JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
+    """Make values valid JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ def _plain(value):
 
 
 def is_complete(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was written to its end: `trainer_state.json`, which is written last, can be read."""
+    """Whether a checkpoint is complete: `trainer_state.json`, which is written last, can be read."""
     try:
         json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
-    """The newest checkpoint that is whole, and the newer ones that are not (a run was killed while writing them)."""
+    """Return the newest complete checkpoint, and the newer incomplete ones (a run was killed while writing them)."""
     newest = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
     if newest is None or is_complete(newest):
         return newest, []
@@ -132,7 +132,7 @@ def save(trainer, folder: str | Path) -> None:
 
 
 def resume_values(trainer) -> dict[str, Any]:
-    """What a checkpoint keeps of the options and the data, to compare with when a run goes on; JSON values."""
+    """Return the options and facts about the data that a resumed run compares with, as JSON values."""
     found = {name: getattr(trainer.args, name, None) for name in (*_NEW_HOLD, *_OLD_HOLD)}
     return {
         "options": hybrid_values(trainer.hybrid_args),
@@ -204,7 +204,7 @@ def _compare_options(trainer, values: dict, report: Report) -> None:
 
 
 def _without_other_planner(trainer, tensors: dict, values: dict, report: Report) -> dict:
-    """What another planner learned is of no use to this one, which starts anew."""
+    """Start the planner anew if the checkpoint is of another planner."""
     planner = trainer.hybrid_args.planner
     if values["options"].get("planner", planner) == planner:
         return tensors
@@ -217,7 +217,7 @@ def _without_other_planner(trainer, tensors: dict, values: dict, report: Report)
 
 
 def _restored(trainer, tensors: dict, values: dict) -> dict[str, Any]:
-    """What is there again, as plain values."""
+    """Return what was restored, as plain values."""
     run, feed = trainer.run, trainer.run.feed.state_dict()
     of_others = ("residuals.", "gains.", "snapshot.")
     same = values["run"]["trajectory"]["direction"] == run.trajectory.direction.name
@@ -261,11 +261,11 @@ def _not_restored(trainer, checkpoint: str, values: dict) -> list[str]:
     return found
 
 
-# Telling.
+# The report of a resume.
 
 
 def describe(report: Report) -> str:
-    """One line: where the run goes on, and with what."""
+    """Return one line that says where the run goes on and what was restored."""
     line = f"Resumed from `{report['checkpoint']}` at step {report['step']:,}"
     found = report["restored"]
     if found is None:
@@ -287,7 +287,7 @@ def describe(report: Report) -> str:
 
 def tell(report: Report, *, show: bool) -> None:
     """
-    Log the report: what was restored at INFO, what was not at WARNING.
+    Log what was restored at INFO, and what was not at WARNING.
 
     Args:
         report (`dict`): From [`restore`].

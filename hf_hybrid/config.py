@@ -57,7 +57,7 @@ class HybridConfigBase(HybridArguments):
 
         Args:
             path (`str` or `Path`): The file, or the folder that holds it.
-            overrides: Options that win over the file.
+            overrides: Options that override the file.
 
         Raises:
             ValueError: If the file holds an option that does not exist.
@@ -74,7 +74,7 @@ class HybridConfigBase(HybridArguments):
 @dataclass
 class HybridConfig(HybridConfigBase, TrainingArguments):
     """
-    [`~transformers.TrainingArguments`] with the options of [`HybridArguments`]; no default of the former differs.
+    [`~transformers.TrainingArguments`] plus the options of [`HybridArguments`]. It changes no default of the former.
 
     `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
 
@@ -84,7 +84,7 @@ class HybridConfig(HybridConfigBase, TrainingArguments):
 
 
 def config_values(args: TrainingArguments) -> dict:
-    """The options of `args` that differ from the defaults of its class, as JSON values; tokens are left out."""
+    """Return the options of `args` that differ from the defaults of its class, as JSON values without tokens."""
     values = {}
     # Defaults come from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
@@ -103,7 +103,7 @@ def config_values(args: TrainingArguments) -> dict:
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
-    """Refuse options that cannot be combined. The only place that does so before model and data are known."""
+    """Refuse options that cannot be combined. Only this function does so before model and data are known."""
     optim, sharding = optimizer_name(args), sharding_of(args)
     _check_memory_options(optim, options)
     if sharding == "fsdp" and computes_on_cpu(args):

@@ -16,14 +16,14 @@ Tensor = torch.Tensor
 Named = dict[str, nn.Parameter]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-"""Where torch has a fused AdamW."""
+"""Devices on which torch has a fused AdamW."""
 
 _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
 def optimizer_name(args: Any) -> str:
-    """The option `optim` of `TrainingArguments` as text; transformers makes a member of an enumeration of it."""
+    """Return the option `optim` of `TrainingArguments` as text. transformers turns it into an enumeration member."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -36,10 +36,10 @@ class MuonAdamW(torch.optim.Optimizer):
     """
     `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.
 
-    A group says with `group["algorithm"]`, `"adamw"` or `"muon"`, who steps it; without, it is AdamW's. Muon's steps
-    are scaled to the root mean square of AdamW's (`match_rms_adamw`; Liu et al., 2025, arXiv 2502.16982), so that both
-    take the same learning rate. Groups and state are read anew at each step: schedulers, clipping, checkpoints and
-    whoever replaces them treat this as any other optimizer. AdamW holds two values per weight, Muon one.
+    `group["algorithm"]` is `"muon"` or `"adamw"` (default) and selects the optimizer of a group. Muon's steps are
+    scaled to the root mean square of AdamW's (`match_rms_adamw`; Liu et al., 2025, arXiv 2502.16982), so that both
+    take the same learning rate. Groups and state are read anew at each step, so schedulers, clipping and checkpoints
+    treat this as any other optimizer. AdamW holds two values per weight, Muon one.
 
     Args:
         params (`Iterable`): Parameters or groups of them, AdamW's first.
@@ -72,7 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(params, common)
 
     def add_param_group(self, param_group: dict) -> None:
-        """As any optimizer's; `param_group["algorithm"]` is `"adamw"` (default) or `"muon"`."""
+        """Add a group, as in any optimizer; `param_group["algorithm"]` is `"adamw"` (default) or `"muon"`."""
         algorithm = param_group.setdefault("algorithm", "adamw")
         if algorithm not in self._inner:
             raise ValueError(f"`algorithm` must be one of {', '.join(self._inner)}, got `{algorithm}`.")
@@ -90,7 +90,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _link(self) -> Iterable[torch.optim.Optimizer]:
-        """Both optimizers, over the current groups and state: others may have replaced them."""
+        """Return both optimizers over the current groups and state, which other code may have replaced."""
         for algorithm, inner in self._inner.items():
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
             inner.state = self.state
@@ -98,7 +98,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both; returns what `closure` does, which computes the loss anew."""
+        """Step both optimizers, and return the result of `closure`, which computes the loss anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,7 +118,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     """
-    What Muon moves, and what AdamW does.
+    Split the trainable parameters into those of Muon and those of AdamW.
 
     Muon gets the hidden matrices: trainable 2-D `weight`s of linear layers (`nn.Linear`, transformers' `Conv1D`, the
     linear layers of LoRA). Not those of embeddings and output head, whatever shares their weight or is part of them
@@ -149,7 +149,7 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Input and output embeddings, of every part of the model that has its own."""
+    """Return input and output embeddings, of every part of the model that has its own."""
     for module in model.modules():
         if isinstance(module, _EMBEDDING):
             yield module
@@ -172,14 +172,14 @@ def _vocabulary_sizes(model: nn.Module) -> set[int]:
         widths.add(getattr(embedding, "embedding_dim", None))
     except (AttributeError, NotImplementedError):
         pass  # the config alone has to do
-    # Where the model is as wide as its vocabulary is long (bytes, say), the length of a side tells nothing.
+    # If the width of the model equals the length of its vocabulary (bytes, say), the length of a side decides nothing.
     return {size for size in sizes - widths if isinstance(size, int)}
 
 
 def check_hidden_matrices(model: nn.Module) -> None:
     """
     Raises:
-        ValueError: If there is nothing in `model` that Muon could train.
+        ValueError: If `model` has no matrix that Muon can train.
     """
     matrices, rest = split_parameters(model)
     if not matrices:

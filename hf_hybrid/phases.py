@@ -1,4 +1,4 @@
-"""The four phases, the state machine between them, and plugins that follow them. Standard library only."""
+"""The four phases, their state machine, and plugins that follow them. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Phase(str, enum.Enum):
-    """What a step of the run is for."""
+    """The phase of a step."""
 
     WARMUP = "warmup"
-    """Real steps that gather statistics; no leaps."""
+    """Real steps that gather statistics, without leaps."""
     FULL = "full"
     """Real steps between leaps."""
     PREDICT = "predict"
-    """The weights leap; steps that the leap is worth pass without forward or backward."""
+    """The weights leap, and the steps that the leap is worth are skipped."""
     CORRECT = "correct"
     """Real steps at the new point; the leap is judged and can still be rolled back."""
 
@@ -35,7 +35,7 @@ LEGAL_TRANSITIONS = {
 
 @dataclass(frozen=True)
 class PhaseLengths:
-    """Lengths of the phases in steps; `max_predict` is the most that one leap can be worth."""
+    """Lengths of the phases in steps. `max_predict` is the largest worth of one leap."""
 
     warmup: int
     full: int
@@ -51,10 +51,10 @@ class PhaseLengths:
 
 class PhaseController:
     """
-    Decides the phase of the next step. Pure bookkeeping: no tensors, no clock, no randomness.
+    Decides the phase of the next step, without tensors, clock or randomness.
 
-    After every step call [`finish_step`]; when it returns `PREDICT` a leap is pending: make it before the next step
-    and report it with [`leap_kept`] or [`leap_rejected`].
+    Call [`finish_step`] after every step. If it returns `PREDICT`, a leap is pending. Make it before the next step, and
+    report it with [`leap_kept`] or [`leap_rejected`].
     """
 
     MAX_CONSECUTIVE_LEAPS = 5
@@ -99,7 +99,7 @@ class PhaseController:
             self._enter(Phase.FULL, self.lengths.full)
 
     def leap_kept(self, horizon: int) -> Phase:
-        """The pending leap stays; the next `horizon` steps are predicted (0: straight on to Correct)."""
+        """Record that the pending leap stays. The next `horizon` steps are predicted (0: Correct follows at once)."""
         self.leap_due = False
         if horizon > 0:
             self.remaining = min(horizon, self.lengths.max_predict)
@@ -108,12 +108,12 @@ class PhaseController:
         return self.phase
 
     def leap_rejected(self, full_steps: int | None = None) -> Phase:
-        """The pending leap was undone: go on with real steps."""
+        """Record that the pending leap was undone. Real steps follow."""
         self.force_full(full_steps)
         return self.phase
 
     def force_full(self, steps: int | None = None) -> None:
-        """Real steps from here on, whatever was planned. Warmup is never cut short."""
+        """Go on with real steps. Warmup is never cut short."""
         self.leap_due = False
         self.consecutive_leaps = 0
         if self.phase is Phase.WARMUP:
@@ -149,7 +149,7 @@ class PhaseController:
 
 @dataclass(frozen=True)
 class PluginContext:
-    """What a plugin may touch. `optimizer` is the unwrapped optimizer, `model` the model as it is trained."""
+    """The objects that a plugin may use. `optimizer` is the unwrapped optimizer, `model` the model as it is trained."""
 
     model: Any
     optimizer: Any
@@ -158,7 +158,7 @@ class PluginContext:
 
 class PhasePlugin:
     """
-    Base class: override what you need, every hook does nothing by default.
+    Base class of plugins. Override the hooks that you need; by default each does nothing.
 
     Hooks run in the order of the list given to the trainer, except those that leave a state
     (`after_backward`, `after_probe`, `on_train_end`), which run in reverse, so that plugins nest.
@@ -168,32 +168,32 @@ class PhasePlugin:
     name: str = ""
 
     def on_train_begin(self, context: PluginContext) -> None:
-        """Once, after the optimizer exists and before the first step."""
+        """Called once, after the optimizer exists and before the first step."""
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
-        """The next step belongs to `new`. Runs before its data is fetched."""
+        """Called when the next step belongs to `new`, before its data is fetched."""
 
     def before_forward(self, phase: Phase) -> None:
-        """Before the forward pass of every micro-batch of a real step."""
+        """Called before the forward pass of every micro-batch of a real step."""
 
     def after_backward(self, phase: Phase) -> None:
-        """After the backward pass of every micro-batch of a real step."""
+        """Called after the backward pass of every micro-batch of a real step."""
 
     def before_probe(self) -> None:
-        """Before a forward-only evaluation on held-out sequences."""
+        """Called before a forward-only evaluation on held-out sequences."""
 
     def after_probe(self) -> None:
-        """After it; the training weights must be in place again."""
+        """Called after that evaluation. The training weights must be in place again."""
 
     def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-        """May wrap what evaluates one held-out batch to a loss per sequence, for example to measure its noise."""
+        """Wrap the function that returns the losses of a held-out batch, for example to measure its noise."""
         return evaluate
 
     def before_export(self) -> None:
-        """Before weights are evaluated, saved or pushed: bring the real ones into the model."""
+        """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 
     def on_train_end(self) -> None:
-        """Once, after the last step."""
+        """Called once, after the last step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -217,7 +217,7 @@ class PluginList:
                     f"`plugins` must hold `PhasePlugin` instances, got `{plugin!r}`. Subclass `hf_hybrid.PhasePlugin`."
                 )
             if names.count(name) > 1:
-                raise ValueError(f"Two plugins are named `{name}`. Give each a `name` of its own: state is kept by it.")
+                raise ValueError(f"Two plugins are named `{name}`. Give each its own `name`; state is saved under it.")
 
     @staticmethod
     def _key(plugin: PhasePlugin) -> str:

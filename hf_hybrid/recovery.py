@@ -1,5 +1,5 @@
 """
-What happens when memory runs out.
+Recovery when memory runs out, and the guard that warns before.
 
 Forward and backward. The accumulation window under way is computed again in smaller parts, with the same effective
 batch. An attempt that failed leaves nothing behind: its tensors are released, its gradients dropped, the random
@@ -8,11 +8,11 @@ many sequences at a time, down to one; streamed layers walked micro-batch by mic
 fits is kept for the rest of the run and saved with every checkpoint. When nothing is left to try, the state after the
 last good step is saved, and `UnrecoveredMemoryError` says what was tried and what to change.
 
-A leap. Every leap is a trial (leaps/trajectory.py), which has put the weights back; the run goes on with real steps. A
-gradient that the direction has no memory for, or the lesson of a judged leap, is missed: training does not need it.
+A leap. Every leap is a trial (leaps/trajectory.py), which puts the weights back, and the run goes on with real steps.
+If memory runs out while the direction reads a gradient, or while a leap is judged, this one observation is left out.
 
-The optimizer's step. It cannot be repeated, because some weights may have been stepped and others not. The run stops
-with a message that names the last checkpoint.
+The optimizer's step. It cannot be repeated, because some weights may be updated and others not. The run stops with a
+message that names the last checkpoint.
 
 The guard watches the device at the end of every step. It warns early, cleans up, and asks for one checkpoint before the
 limit is reached.
@@ -48,7 +48,7 @@ RECOVERY_NAME = "out_of_memory.json"
 MAX_EVENTS = 1000
 GIB = 2**30
 
-# What counts, and how to clean up.
+# Recognising an out-of-memory error, and cleaning up.
 
 _MESSAGES = (
     *(f"{device} out of memory" for device in ("cuda", "hip", "xpu", "npu", "mps backend")),
@@ -63,7 +63,7 @@ _MESSAGES = (
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """
-    Whether an exception, or what it was raised from, says that memory could not be allocated, on device or host.
+    Whether an exception, or its cause, says that memory could not be allocated, on device or host.
 
     `torch.OutOfMemoryError` and `MemoryError` do; a `RuntimeError` if its text is one that allocators write.
     """
@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def drop_tensors_of(error: BaseException | None) -> None:
-    """Clear the local variables of every frame that the exception passed: they hold the tensors of the attempt."""
+    """Clear the local variables of every frame of the traceback, because they hold the tensors of the attempt."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -101,7 +101,7 @@ MemoryProbe = Callable[[], tuple[int, int]]
 
 def device_probe(device: torch.device) -> MemoryProbe | None:
     """
-    What reads the memory of a device: all that is in use on it, by any process, out of what it has.
+    Return a function that reads the memory in use on a device, by any process, and the memory that it has.
 
     Where this process may use a part of the device only (`torch.cuda.set_per_process_memory_fraction`), what its
     allocator holds out of that part, if that is the tighter limit. `None` for a CPU and for devices that cannot tell.
@@ -121,7 +121,7 @@ def device_probe(device: torch.device) -> MemoryProbe | None:
 
 class MemoryGuard(PhasePlugin):
     """
-    Watches device memory at the end of every step: warns early, cleans up, asks for one checkpoint before the limit.
+    Watches device memory at the end of every step. It warns early, cleans up, and asks for one checkpoint.
 
     What the allocator keeps for later counts as in use, so that a reading at the end of a step stands for its peak.
     After a warning, or after it asked for a checkpoint, the guard keeps quiet until a step ends below `warn_at`.
@@ -154,7 +154,7 @@ class MemoryGuard(PhasePlugin):
 
     def after_step(self, step: int) -> bool:
         """
-        Look after step `step` (1-based: steps that are done).
+        Read the memory after step `step` (1-based number of steps done).
 
         Returns:
             `bool`: Whether a checkpoint should be written now.
@@ -194,16 +194,16 @@ class MemoryGuard(PhasePlugin):
 # Parts of a micro-batch.
 
 SEQUENCES = ("input_ids", "inputs_embeds", "labels")
-"""What tells how many sequences a batch has, in this order; else the first tensor in it."""
+"""Keys that decide how many sequences a batch has, in this order; otherwise the first tensor decides."""
 
 
 class UnsplittableBatchError(ValueError):
-    """A batch whose parts cannot be told: something in it is not a row per sequence."""
+    """The batch cannot be split, because something in it does not have one row per sequence."""
 
 
 def sequences_in(batch: Any, blocks: int = 1) -> int:
     """
-    Number of sequences (or pairs of them) in a collated batch.
+    Return the number of sequences (or pairs of them) in a collated batch.
 
     Args:
         batch (`Any`): A collated batch.
@@ -259,7 +259,7 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
 
 
 def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
-    """The batch in parts of at most `most` sequences; whole, if it has no more or cannot be split."""
+    """Return the batch in parts of at most `most` sequences, or whole if it has no more or cannot be split."""
     try:
         return [batch] if most is None or sequences_in(batch, blocks) <= most else split_batch(batch, most, blocks)
     except UnsplittableBatchError:
@@ -273,12 +273,12 @@ PAIRED = ("DPOTrainer", "RewardTrainer")
 
 
 class UnrecoveredMemoryError(torch.OutOfMemoryError):
-    """Memory ran out and nothing helped, or nothing may be tried; says what was tried, and what to change."""
+    """Memory ran out and no measure helped or is allowed. The message says what was tried and what to change."""
 
 
 @dataclass
 class MemoryPolicy:
-    """What proved to be necessary so far in a run."""
+    """The measures in use in a run."""
 
     micro_batch_size: int | None = None
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
@@ -319,7 +319,7 @@ class OutOfMemoryRecovery:
         """Whether the optimizer's step is under way."""
 
     def begin(self, context: PluginContext) -> None:
-        """The model is ready to run: apply what a checkpoint says is necessary."""
+        """Apply the measures of a checkpoint, when the model is ready to run."""
         memory = self.trainer.memory
         if self.policy.activation_checkpointing and not memory.streams:
             self._checkpoint_activations(context)
@@ -327,7 +327,7 @@ class OutOfMemoryRecovery:
             memory.walk_by_micro_batch()
 
     def end(self) -> None:
-        """Leave the model as it was, and hold no batch."""
+        """Restore the model's settings and release all batches."""
         if self._checkpointing is not None:
             self._checkpointing.on_train_end()
             self._checkpointing = None
@@ -348,7 +348,7 @@ class OutOfMemoryRecovery:
 
     def compute(self, inputs: Any, run: Callable[[Any], Tensor], items: Any) -> Tensor:
         """
-        Compute one micro-batch and its gradients; after an out-of-memory, the whole window so far again.
+        Compute one micro-batch and its gradients. After an out-of-memory error, compute the whole window so far again.
 
         Args:
             inputs (`Any`): The micro-batch.
@@ -376,7 +376,7 @@ class OutOfMemoryRecovery:
         return loss
 
     def _compute(self, batches: list, run: Callable[[Any], Tensor]) -> Tensor | None:
-        """The sum of the losses of all parts; `None` after an out-of-memory, whose tensors are gone by then."""
+        """Return the sum of the losses of all parts, or `None` after an out-of-memory error."""
         try:
             losses = []
             for batch in batches:
@@ -395,7 +395,7 @@ class OutOfMemoryRecovery:
         return None
 
     def _parts(self, batch: Any) -> list[tuple[Any, float]]:
-        """What is computed at a time, and its share of the micro-batch."""
+        """Yield the parts that are computed at a time, each with its share of the micro-batch."""
         if self.policy.micro_batch_size is None:
             return [(batch, 1.0)]
         parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
@@ -412,11 +412,11 @@ class OutOfMemoryRecovery:
         alike = self._items is not None or len({share for _, share in parts}) <= 1
         self.trainer.memory.begin_window([part for part, _ in parts] if alike else [])
 
-    # An out-of-memory.
+    # An out-of-memory error.
 
     def survive(self, error: Exception, otherwise: str) -> None:
         """
-        Go on without the work that raised `error`, which left everything as it was or changed nothing of importance.
+        Go on without the work that raised `error`, if it left everything unchanged or training does not need it.
 
         Args:
             error (`Exception`): Possibly an out-of-memory.
@@ -432,7 +432,7 @@ class OutOfMemoryRecovery:
 
     def catch(self, error: Exception) -> None:
         """
-        Take an exception that may be an out-of-memory: report it, and release what it holds.
+        Handle an exception that may be an out-of-memory error: report it, and release what it holds.
 
         Raises:
             Exception: `error` itself, if it is none or `out_of_memory=raise`.
@@ -453,7 +453,7 @@ class OutOfMemoryRecovery:
         drop_tensors_of(error)
 
     def explain(self, error: Exception) -> Exception:
-        """The exception to raise for one that ended the run: an out-of-memory in the optimizer's step says so."""
+        """Return the exception to raise for one that ended the run; in the optimizer's step its message says so."""
         if not self.stepping or not self.retries or not is_out_of_memory(error):
             return error
         self.reason = _first_line(error)
@@ -474,7 +474,7 @@ class OutOfMemoryRecovery:
         return f"Out of memory in step {self.trainer.state.global_step + 1}" + (f", phase `{phase}`" if phase else "")
 
     def note(self, action: str, *, before: int | None = None, after: int | None = None) -> None:
-        """Write down what was done; `before` and `after` in sequences, where a size changed."""
+        """Record a measure, with `before` and `after` in sequences if a size changed."""
         event = {
             "step": self.trainer.state.global_step,
             "phase": self.trainer.phase_name,
@@ -499,7 +499,7 @@ class OutOfMemoryRecovery:
         self._tell_memory()
 
     def _escalate(self) -> None:
-        """One rung: half the sequences at a time; then what costs time instead of memory; then give up."""
+        """Take one measure: halve the sequences at a time; then trade time for memory; then give up."""
         size, obstacle = self._largest_part()
         if size > 1 and obstacle is None:
             smaller = (size + 1) // 2
@@ -525,7 +525,7 @@ class OutOfMemoryRecovery:
             self._give_up(size, obstacle)
 
     def _largest_part(self) -> tuple[int, str | None]:
-        """Sequences that are computed at once now (0: not known), and why they cannot be fewer, if so."""
+        """Return the sequences computed at once (0: unknown), and why there cannot be fewer, if so."""
         trainer, size = self.trainer, 0
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None) or trainer.compute_loss_func is not None
         try:
@@ -576,7 +576,7 @@ class OutOfMemoryRecovery:
         raise UnrecoveredMemoryError(" ".join(parts))
 
     def _emergency_checkpoint(self) -> str:
-        """Save the state after the last step; returns a sentence that says where, or why not."""
+        """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer = self.trainer
         step = trainer.state.global_step
         if self.saved_step != step:
@@ -593,11 +593,11 @@ class OutOfMemoryRecovery:
         return f"The state after step {step}, the last good one, is in `{folder}`."
 
     def _obstacle(self) -> str | None:
-        """Why a step cannot be computed again in this run."""
+        """Return why a step cannot be computed again in this run, or `None`."""
         trainer, optim = self.trainer, optimizer_name(self.trainer.args)
         if trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1:
             return (
-                "with more than one process or GPU the others would wait for this one for ever. Lower "
+                "with more than one process or GPU the others would wait for this one forever. Lower "
                 "`per_device_train_batch_size` and raise `gradient_accumulation_steps` for all of them."
             )
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -612,7 +612,7 @@ class OutOfMemoryRecovery:
         return None
 
     def _less_memory(self) -> list[str]:
-        """Options that take less and are not in use."""
+        """Return options that take less memory and are not in use."""
         options = self.trainer.hybrid_args
         choices = {
             "shorter sequences": True,
@@ -627,12 +627,12 @@ class OutOfMemoryRecovery:
     # Saving.
 
     def save(self, folder: str | Path) -> None:
-        """Write what proved to be necessary beside the checkpoint; nothing if nothing did."""
+        """Write the measures in use beside the checkpoint, if there are any."""
         if self.events:
             write_json(Path(folder) / RECOVERY_NAME, {"policy": asdict(self.policy), "events": self.events})
 
     def load(self, folder: str | Path) -> None:
-        """Read it back, for the run that resumes from the checkpoint."""
+        """Read the measures for the run that resumes from the checkpoint."""
         path = Path(folder) / RECOVERY_NAME
         if not path.is_file():
             return

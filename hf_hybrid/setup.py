@@ -1,8 +1,8 @@
 """
-From options to parts: the only reader of options besides `config.py`, which checks them.
+Build the parts of a run from its options. Besides `config.py`, which checks options, only this module reads them.
 
 `build_memory` decides where weights live, `build_optimizer` makes the optimizer, `build_plugins` the parts that follow
-the phases, and `build_run` the run with leaps. The parts take plain values: none of them knows an option or a trainer.
+the phases, and `build_run` the run with leaps. The parts take plain values and know neither options nor trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STRETCH_STEPS, MOST_STRETCHES = 10, 300
 """Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
 START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
 MAX_RATE_SCALE = 512.0
-"""Most that the rescue may multiply the learning rate by: from 5e-5 up to 2.5e-2."""
+"""Largest factor of the rescue on the learning rate, which raises 5e-5 to 2.5e-2."""
 
 # The run.
 
@@ -125,9 +125,9 @@ def _gain_planner(trainer, stride: int, trajectory: Trajectory) -> GainPlanner:
 
 def scheduled_rate(trainer) -> Callable[[float], float]:
     """
-    Learning rate at a progress of the run over its peak, as the scheduler will have it.
+    Return the scheduled learning rate at a progress of the run, divided by its peak.
 
-    Schedulers that are no function of the step alone are taken to fall to zero in a straight line.
+    A scheduler that depends on more than the step is treated as a linear decay to zero.
     """
     max_steps = trainer.state.max_steps
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
@@ -139,7 +139,7 @@ def scheduled_rate(trainer) -> Callable[[float], float]:
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
-    """Lengths for a run of `max_steps`: as given, else what suits the run's length and the preset."""
+    """Return the phase lengths for a run of `max_steps`: as given, or else by the run's length and the preset."""
 
     def pick(name: str, default: int) -> int:
         given = getattr(options, name)
@@ -155,12 +155,12 @@ def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
 
 
 def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | None) -> int:
-    """Length of the slow averages: as given, else the direction's `default`, else in proportion to the run."""
+    """Return the length of the slow averages: as given, or the direction's `default`, or in proportion to the run."""
     return options.leap_memory_steps or default or min(max(max_steps // 6, 5), 1000)
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
-    """`auto` asks whether `learning_rate` is still what the class of `args` ships as default."""
+    """Whether to rescue the learning rate. `auto`: only if `learning_rate` is the default of the class of `args`."""
     if options.lr_rescue != "auto":
         return options.lr_rescue == "on"
     default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
@@ -169,7 +169,7 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
 
 def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
     """
-    The user's own direction, else the one that the options name.
+    Return the user's own direction, or else the direction that the options name.
 
     `gradient_memory` takes the place of `orthogonal` where nothing can be orthogonalised: no hidden matrices are
     trained, or no learning rate of the optimizer is of Adam's scale.
@@ -183,7 +183,7 @@ def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
 
 def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
     """
-    The optimizer inside accelerate's wrapper, and inside any of the user's.
+    Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
 
     Raises:
         ValueError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
@@ -239,7 +239,7 @@ def _probe(trainer) -> HeldOutProbe:
     evaluate = losses
     for plugin in trainer.plugins.plugins:
         evaluate = plugin.probe_losses(evaluate)
-    # Four evaluations must fit the budget of the whole run, or a short run could not afford to look twice.
+    # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
     affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
     return HeldOutProbe(
         batches,
@@ -254,13 +254,13 @@ def _probe(trainer) -> HeldOutProbe:
 
 
 def makes_muon(trainer) -> bool:
-    """Whether `optim=muon` decides, and not an optimizer that was passed."""
+    """Whether `optim=muon` is used and no optimizer was passed."""
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     return trainer.args.optim == "muon" and not given
 
 
 def build_optimizer(trainer, model: torch.nn.Module) -> None:
-    """Make what Trainer cannot make by itself: Muon, and AdamW with 8-bit states."""
+    """Make the optimizers that Trainer cannot make: Muon, and AdamW with 8-bit states."""
     args, options = trainer.args, trainer.hybrid_args
     betas = (args.adam_beta1, args.adam_beta2)
     if options.optimizer_states == "8bit" and trainer.optimizer is None:
@@ -280,7 +280,7 @@ def build_optimizer(trainer, model: torch.nn.Module) -> None:
 
 
 def build_memory(trainer, device_map: dict | None) -> Resident:
-    """Decide where the weights live: what is streamed is what does not fit, or what the options ask for."""
+    """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
         device_map = _map_with_host_layers(model)
@@ -314,7 +314,7 @@ def build_memory(trainer, device_map: dict | None) -> Resident:
 
 
 def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
-    """The map that a model was loaded with, if it keeps layers on the host."""
+    """Return the device map that a model was loaded with, if it keeps layers on the host."""
     device_map = getattr(model, "hf_device_map", None)
     return device_map if device_map is not None and layers_on_host(find_layers(model), device_map) else None
 
@@ -336,10 +336,10 @@ def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Pa
 
 def make_plan(trainer, device_map: dict | None) -> Plan:
     """
-    What of the trainer's model is streamed, within its budgets.
+    Plan which parts of the trainer's model are streamed, within its budgets.
 
     Raises:
-        PlanError: If nothing fits; with the bytes and the nearest plan that works.
+        PlanError: If nothing fits. The message has the bytes and the nearest plan that works.
     """
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
     hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
@@ -381,7 +381,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
 
 
 def sequence_length(trainer) -> int:
-    """Longest of the first training sequences; where they cannot be looked at, 1024 or what the model takes at most."""
+    """Return the longest of the first training sequences. If they cannot be read, 1024 or the model's maximum."""
     data = trainer.train_dataset
     try:
         return max(len(data[index]["input_ids"]) for index in range(min(len(data), 16)))
@@ -409,10 +409,10 @@ def _shape(model: torch.nn.Module, device_map: dict | None, **matrices) -> Model
 
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
     """
-    Refuse what streaming cannot be combined with, before anything is built.
+    Refuse options that streaming cannot be combined with, before anything is built.
 
     Raises:
-        ValueError: With the option to change; where the model decides, with its bytes and the nearest plan that works.
+        ValueError: The message names the option to change, or has the model's bytes and the nearest plan that works.
     """
     why = None
     if args.device.type != "cpu" and not copies_beside(args.device):
@@ -425,7 +425,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
     elif sharding_of(args):
         why = f"`{sharding_of(args)}` places the weights itself. Drop it"
     elif args.world_size > 1:
-        why = f"there are {args.world_size} processes, and streaming is for one. Launch one process, or use `fsdp`"
+        why = f"there are {args.world_size} processes, and streaming needs one. Launch one process, or use `fsdp`"
     elif args.torch_compile:
         why = "`torch_compile=True` would compile placeholders. Drop it"
     elif args.bf16_full_eval or args.fp16_full_eval:
@@ -470,7 +470,7 @@ AdamW's, but one for hidden matrices).
 
 
 def build_plugins(trainer) -> list[PhasePlugin]:
-    """The parts that follow the phases, as the options ask for them; for models that are not streamed."""
+    """Build the plugins that the options ask for, for models that are not streamed."""
     options, plugins = trainer.hybrid_args, []
     if trainer.memory.streams:
         return plugins

@@ -1,15 +1,15 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-No algorithm lives here. Trainer's hooks are routed to three objects. Each is at work, or is a twin that does nothing,
+This module has no algorithm. It forwards Trainer's hooks to three objects. Each object has a twin that does nothing,
 so that the hooks need few case distinctions:
 
 - `self.run`: the run with leaps (leaps/run.py): `LeapRun`, or `NoLeaps` between runs and with `enable_predict=False`;
 - `self.memory`: where weights live (streaming/engine.py): `Resident` or `Streamed`;
-- `self.recovery`: what happens when memory runs out (recovery.py).
+- `self.recovery`: recovery when memory runs out (recovery.py).
 
-A step, top to bottom: `get_batch_samples` begins it (a leap that is due is made; a skipped step gets no batches),
-`training_step` computes one micro-batch, `_before_update` and `_after_update` stand around the optimizer's step, and
+A step, from top to bottom: `get_batch_samples` begins it (it makes a leap that is due; a skipped step gets no batches),
+`training_step` computes one micro-batch, `_before_update` and `_after_update` run around the optimizer's step, and
 `_end_step` closes it.
 """
 
@@ -58,7 +58,7 @@ SUMMARY_NAME = "hybrid_summary.json"
 
 
 class HookRouter(TrainerCallback):
-    """Calls the trainer where `Trainer` has no method to override. It holds no state."""
+    """Calls the trainer at events for which `Trainer` has no method to override. It holds no state."""
 
     def __init__(self, trainer: HybridTrainerMixin):
         self.trainer = trainer
@@ -86,13 +86,13 @@ class HybridTrainerMixin(PublishingMixin):
     """
     Phase-aware training for any `Trainer` subclass: `class MyTrainer(HybridTrainerMixin, SFTTrainer)`.
 
-    Takes everything that the trainer takes. `args` should be a [`HybridConfig`]; any other `TrainingArguments` trains
+    It takes all arguments of the trainer. `args` should be a [`HybridConfig`]. Any other `TrainingArguments` trains
     with the default hybrid options.
 
     Args:
         probe_dataset (*optional*):
-            Held-out sequences that verify leaps, in the form of `train_dataset`. Without it, `probe_samples` sequences
-            are taken out of `train_dataset`. Never pass the set that you report results on.
+            Held-out sequences that verify leaps, in the form of `train_dataset`. Without it, the trainer takes
+            `probe_samples` sequences out of `train_dataset`. Never pass the set that you report results on.
         plugins (`list[PhasePlugin]`, *optional*):
             Parts that follow the phases.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
@@ -111,7 +111,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
-    """Evaluates held-out sequences; trainers whose batches have another form set their own."""
+    """Class that evaluates held-out sequences. Trainers with other batches set their own."""
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory = NoLeaps(), Resident()
@@ -147,7 +147,7 @@ class HybridTrainerMixin(PublishingMixin):
             self._prepare_leaps()
 
     def _prepare_leaps(self) -> None:
-        """Refuse at construction what leaps cannot work with, and hold out the sequences that verify them."""
+        """Refuse what leaps cannot work with, and hold out the sequences that verify them."""
         options, direction = self.hybrid_args, self.custom_direction
         check_training_arguments(self.args, options)
         if direction is not None and not callable(direction):
@@ -167,11 +167,11 @@ class HybridTrainerMixin(PublishingMixin):
         check_probe_set(self.probe_dataset)
         install_progress(self)  # behind the router: the bar shows the step that it closed
 
-    # What users read.
+    # Reports for users.
 
     def hybrid_summary(self) -> HybridSummary:
         """
-        The run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
+        Return the run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
         `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero with
         `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
         `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought back
@@ -200,7 +200,7 @@ class HybridTrainerMixin(PublishingMixin):
         return None if self.run.phase is None else self.run.phase.value
 
     def run_position(self) -> RunPosition | None:
-        """What progress bars and notebooks show; `None` outside of a run, and without leaps."""
+        """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""
         run = self.run
         if run.phase is None:
             return None
@@ -238,7 +238,7 @@ class HybridTrainerMixin(PublishingMixin):
         return output
 
     def _begin_run(self) -> None:
-        """Trainer has made everything that a run needs, and restored its own part of a checkpoint."""
+        """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         self.recovery.begin(PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps))
         if not self.hybrid_args.enable_predict:
             return
@@ -274,7 +274,7 @@ class HybridTrainerMixin(PublishingMixin):
     # One step.
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """A step begins: make the leap that is due, and fetch the batches unless the step is skipped."""
+        """Begin a step: make the leap that is due, and fetch the batches unless the step is skipped."""
         if self.run.begin_step(self.state.global_step, self._get_learning_rate) is Phase.PREDICT:
             return self.run.feed.skip(num_batches)
         source = self.run.feed.source(epoch_iterator)
@@ -284,7 +284,7 @@ class HybridTrainerMixin(PublishingMixin):
         return batches, items
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """One micro-batch: forward and backward, or nothing in a skipped step."""
+        """Compute one micro-batch, or nothing in a skipped step."""
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
@@ -293,7 +293,7 @@ class HybridTrainerMixin(PublishingMixin):
         return loss
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
-        """Forward and backward of a micro-batch, or of a part of one where memory ran out."""
+        """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
         if not self._around_forward:
             return self.memory.compute(step, inputs)
         try:
@@ -309,7 +309,7 @@ class HybridTrainerMixin(PublishingMixin):
         return torch.zeros((), device=self.args.device)
 
     def _withhold_update(self) -> None:
-        """Accelerate's optimizer steps only when gradients are synchronised; some optimizers act without gradients."""
+        """Withhold the optimizer's step in a skipped step, because some optimizers act without gradients."""
         self.accelerator.gradient_state._set_sync_gradients(False)
         self.memory.discard_gradients()
 
@@ -329,7 +329,7 @@ class HybridTrainerMixin(PublishingMixin):
         return self._gradient_norm
 
     def _before_update(self) -> None:
-        """Gradients are summed up and clipped; the optimizer has not stepped yet."""
+        """Judge the step between clipping and the optimizer's step, and scale the learning rate."""
         run = self.run
         if run.phase is Phase.PREDICT:
             return
@@ -354,7 +354,7 @@ class HybridTrainerMixin(PublishingMixin):
             group["lr"] = group["lr"] * scale
 
     def _step_flops(self, tokens: int) -> float:
-        """Of the real step under way on one process, the mean over all: every rank must decide alike."""
+        """Return the mean over all processes, because every process must decide alike."""
         count = torch.tensor(float(tokens), device=self.args.device)
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="mean")
@@ -383,7 +383,7 @@ class HybridTrainerMixin(PublishingMixin):
         newest, _ = last_complete_checkpoint(self.args.output_dir)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
         return TrainingDivergedError(
-            f"{error} The weights in memory are those of the last good step. {where}. Look at the data of these steps, "
+            f"{error} The weights in memory are those of the last good step. {where}. Check the data of these steps, "
             "lower `learning_rate`, or raise `max_bad_steps`."
         )
 
@@ -435,7 +435,7 @@ class HybridTrainerMixin(PublishingMixin):
         return self.optimizer
 
     def _measure_memory(self) -> None:
-        """What is held between steps, by category and place."""
+        """Return the bytes held between steps, by category and place."""
         self._held = held_bytes(self, self.model, self.optimizer)
 
     # Logging, evaluating, saving: always the real weights and what was really computed.
