@@ -1,7 +1,7 @@
 """
 The machine that a run computes on: its processes and its devices.
 
-How a run is spread over processes is told by its options and by the environment that a launcher sets.
+The options and the environment that a launcher sets decide how a run is spread over processes.
 
 Devices are reached through `torch.get_device_module(device)` and `torch.accelerator`, here and in the whole package, so
 that the same code runs on every kind that torch knows. What torch offers for CUDA alone stands in this file and nowhere
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 # Set by torchrun and by the MPI launchers that accelerate and torch know.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# If several are asked for, the first is named.
+# If the run asks for several, the first is named.
 _LAUNCHED = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",
     "fsdp": "ACCELERATE_USE_FSDP",
@@ -42,7 +42,7 @@ _LAUNCHED = {
 
 def sharding_of(args: Any) -> str | None:
     """
-    The mechanism that leaves each process a part of the weights, gradients or states; `None` with one process, or DDP.
+    Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP.
 
     The options ask for it, or the environment that `accelerate launch` sets.
     """
@@ -53,7 +53,7 @@ def sharding_of(args: Any) -> str | None:
 
 
 def mixed_precision_of(args: Any) -> str:
-    """`"no"`, `"bf16"` or `"fp16"`, by the options, else by the launcher."""
+    """Return `"no"`, `"bf16"` or `"fp16"`, from the options or else from the launcher."""
     if getattr(args, "fp16", False):
         return "fp16"
     if getattr(args, "bf16", False):
@@ -67,7 +67,7 @@ def computes_on_cpu(args: Any) -> bool:
 
 
 def check_whole_parameters(model: Any) -> None:
-    """Refuse leaps of a model whose parameters are sharded already, as `from_pretrained(..., tp_plan="auto")` does."""
+    """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "device_mesh", None) is not None:
             raise ValueError(
@@ -77,7 +77,7 @@ def check_whole_parameters(model: Any) -> None:
 
 
 def warn_of_lone_process() -> None:
-    """Warn if `accelerate launch` was asked for several processes and started one, as it does with `--cpu`."""
+    """Warn if `accelerate launch` started one process instead of several, as it does with `--cpu`."""
     # It then sets the address of a first process, but no number of processes.
     launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if launched and not any(variable in os.environ for variable in _WORLD_SIZES):
@@ -94,7 +94,7 @@ def _is_on(variable: str) -> bool:
 
 
 def use_one_gpu() -> None:
-    """Hide all GPUs but one: `Trainer` would spread each batch over all that one process sees (`DataParallel`)."""
+    """Hide all GPUs except one, because `Trainer` would spread each batch over all visible GPUs (`DataParallel`)."""
     if torch.cuda.device_count() > 1:  # of other kinds it uses one
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or "0"
@@ -109,7 +109,7 @@ def copies_beside(device: torch.device) -> bool:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """`name` and `total_memory` (bytes), where torch knows them."""
+    """Return `name` and `total_memory` (bytes), if torch knows them."""
     module = torch.get_device_module(device)
     if not hasattr(module, "get_device_properties"):  # CPU and MPS
         return {}
@@ -130,7 +130,7 @@ def device_memory(device: torch.device | None = None) -> int | None:
 
 
 def memory_reserved(device: torch.device) -> int | None:
-    """Bytes that torch's allocator holds of a device; `None` where it does not tell."""
+    """Return the bytes that torch's allocator holds of a device; `None` if it does not tell."""
     module = torch.get_device_module(device)
     return module.memory_reserved(device) if hasattr(module, "memory_reserved") else None
 
@@ -141,7 +141,7 @@ def native_bf16() -> bool | None:
 
 
 def torch_build() -> str:
-    """What the installed torch was built for, and whether that is usable."""
+    """Return the platform that torch was built for, and whether it is available."""
     return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
 
 
@@ -165,7 +165,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """`None` where the allocator keeps no books."""
+        """Return the memory of a device; `None` if its allocator keeps no statistics."""
         is_known = hasattr(torch.get_device_module(device), "memory_stats_as_nested_dict")
         return DeviceMemory(device) if is_known else None
 
@@ -241,7 +241,7 @@ def listen(report: Callable[[int], None]) -> bool:
 
 
 def stop_listening() -> None:
-    """Call nobody any more."""
+    """Stop calling."""
     global _listener
     _listener = None
 
@@ -257,13 +257,13 @@ def _observe(device: int, requested: int, device_total: int, device_free: int) -
 
 
 def remember_allocations(on: bool) -> None:
-    """Let CUDA's allocator keep a history of allocations with their Python stacks, or stop that."""
+    """Start or stop a history of CUDA allocations with their Python stacks."""
     options = {"max_entries": HISTORY_ENTRIES, "stacks": "python"} if on else {"enabled": None}
     torch.cuda.memory._record_memory_history(**options)
 
 
 def dump_allocations(path: str) -> None:
-    """Write that history to a file, for https://pytorch.org/memory_viz."""
+    """Write the history to a file for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
 
 
@@ -296,7 +296,7 @@ def locked_bytes(size: int) -> int:
 
 
 def host_tensor(shape: torch.Size, dtype: torch.dtype, *, pin: bool) -> Tensor:
-    """Uninitialised host memory as a tensor."""
+    """Return uninitialised host memory as a tensor."""
     return host_buffer(shape.numel() * dtype.itemsize, pin=pin).view(dtype).view(shape)
 
 
@@ -328,6 +328,6 @@ def _warn_of_pageable_memory(why: str) -> None:
 
 
 def page_locked_bytes() -> int:
-    """Bytes of torch's pinned allocator; buffers above 32 MiB are registered with the driver and bypass it."""
+    """Return the bytes of torch's pinned allocator, without the larger buffers that the driver registers."""
     stats = torch.cuda.host_memory_stats_as_nested_dict() if torch.cuda.is_initialized() else {}
     return stats.get("allocated_bytes", {}).get("current", 0)

@@ -1,4 +1,4 @@
-"""`hf-hybrid env`: versions, hardware and settings for a bug report. Never fails; names no user, folder or token."""
+"""`hf-hybrid env`: versions, hardware and settings for a bug report. It shows no user, folder or token."""
 
 from __future__ import annotations
 

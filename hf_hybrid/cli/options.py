@@ -1,7 +1,7 @@
 """
-The options of `hf-hybrid train`, from a YAML file and a command line. Order: default < YAML < command line.
+The options of `hf-hybrid train`. YAML overrides defaults, and the command line overrides YAML.
 
-Importing this needs the standard library alone, so that `--help` is instant. Parsing imports transformers.
+The module imports only the standard library, so `--help` is fast. Parsing imports transformers.
 """
 
 from __future__ import annotations

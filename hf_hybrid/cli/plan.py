@@ -48,7 +48,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
-    add("--enable_predict", action="store_true", help="count what leaps need: average of the gradients, and snapshot")
+    add("--enable_predict", action="store_true", help="count the memory of leaps (gradient average and snapshot)")
     add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -139,7 +139,7 @@ class _Report:
             parts += [f"{plan.way.title}, estimated\n{plan.table}\n" for plan in self.plans]
         if self.best is None:
             parts.append(
-                "Nothing fits. Lower --batch_size or --sequence_length, or see what is short by least above.\n"
+                "Nothing fits. Lower --batch_size or --sequence_length, or see above which plan is short by least.\n"
             )
         else:
             exact = "" if self.best.way.exact else ", as nothing exact fits"

@@ -1,7 +1,7 @@
 """
-What every process of `hf-hybrid train` runs: load model and data, train, evaluate, save, write the card, push.
+Every process of `hf-hybrid train` runs this: load model and data, train, evaluate, save, write the card, push.
 
-A launcher of your own starts it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cli.run --config run.yaml`.
+Your own launcher can start it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cli.run --config run.yaml`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(line: CommandLine) -> int:
         trainer.push_to_hub(**card)
     elif trainer.is_world_process_zero():
         trainer.create_model_card(**card)
-    # A process that leaves while another still talks to it makes the launcher report a failure.
+    # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return 0
@@ -94,7 +94,7 @@ def _trainer(options: TrainOptions):
 
 
 def load_tokenizer(options: ModelOptions) -> Any:
-    """The tokenizer that `options` name, else the model's."""
+    """Load the tokenizer that `options` name, or else the model's."""
     from transformers import AutoTokenizer
 
     path = Path(options.model)
@@ -283,7 +283,7 @@ def _encoder(columns: list[str], options: DataOptions, tokenizer) -> Callable[[A
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not end:
-        logger.warning("The tokenizer has no end-of-text token: documents are joined without one.")
+        logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
     return lambda rows: [ids + end for ids in tokenizer(rows[options.text_column])["input_ids"]]
 
 

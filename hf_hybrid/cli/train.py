@@ -1,8 +1,8 @@
 """
 `hf-hybrid train`: check the options, then train in this process, or on several that accelerate launches.
 
-Several processes are needed for several GPUs. One process is trained right here: it starts sooner, and Ctrl-C and
-debuggers reach it. Either way `cli/run.py` does the work.
+Several GPUs need several processes. A single process trains right here: it starts sooner, and Ctrl-C and debuggers
+reach it. In both cases `cli/run.py` does the work.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def processes(values: argparse.Namespace) -> int:
 
 def launch(line: CommandLine) -> int:
     """
-    Train on several processes of this machine, through `accelerate launch`.
+    Train on several processes of this machine through `accelerate launch`.
 
     Returns:
         `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.

@@ -1,1 +1,1 @@
-"""Hybrid trainers for other libraries; a module needs its library and is imported when a name of it is asked for."""
+"""Hybrid trainers for other libraries. Each module needs its library and is imported on first use."""

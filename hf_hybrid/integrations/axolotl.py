@@ -1,7 +1,7 @@
 """
-A plugin that puts [`HybridTrainerMixin`] in front of Axolotl's trainer.
+A plugin that adds [`HybridTrainerMixin`] to Axolotl's trainer.
 
-Name it in Axolotl's YAML file; the options of [`HybridArguments`] stand under one key, `hybrid`:
+Name it in Axolotl's YAML file. The options of [`HybridArguments`] go under one key, `hybrid`:
 
 ```yaml
 plugins:

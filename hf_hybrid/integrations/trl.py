@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning and preference optimisation, trained in phases. Needs `pip install "hf-hybrid[trl]"`."""
+"""TRL's supervised fine-tuning and preference optimisation in phases. This needs `pip install "hf-hybrid[trl]"`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check_head_options(args: HybridArguments) -> None:
 
 
 class _Recording:
-    """A model that remembers what it returned last."""
+    """A model that remembers its last output."""
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.outputs = model, None
@@ -107,7 +107,7 @@ class _Recording:
 
 
 class _QuietLosses(SequenceLosses):
-    """Leaves no trace in the metrics that TRL's `compute_loss` collects for the log."""
+    """Keeps the metrics unchanged that TRL's `compute_loss` collects for the log."""
 
     def __call__(self, batch) -> list[float]:
         kept = self.trainer._metrics
@@ -184,7 +184,7 @@ class _HeadOfTRL(ChunkedLossSwitch):
 
 
 class _TRLTrainerMixin(HybridTrainerMixin):
-    """What the trainers of this module share: a probe set in the form of the training set, and refusals."""
+    """Common part of the trainers of this module: a probe set in the form of the training set, and refusals."""
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)

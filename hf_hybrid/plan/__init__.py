@@ -1,1 +1,1 @@
-"""What training a model would hold, found from its config alone."""
+"""Plan the memory of a training, from the model or from its config alone."""

@@ -1,4 +1,4 @@
-"""Bytes by category and place: what live objects hold, what a model's shape says, what the machine has left."""
+"""Bytes by category and place: of live objects, of a model's shape, and free bytes of the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = ("device", "host")
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes for people: in GiB, or in MiB, KiB or B where it is less than one of the larger unit."""
+    """Return `count` bytes as text in GiB, or in MiB, KiB or B if it is less than one of the larger unit."""
     for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {name}"
@@ -90,7 +90,7 @@ def measure_held(
     host_storages: set[int] | None = None,
 ) -> ByteTable:
     """
-    What live objects hold, to the byte: every storage once, under the first category that it appears in.
+    Count the bytes of live objects exactly, every storage once, under the first category in which it appears.
 
     `extra` has more tensors by category. Where the accelerator is the CPU itself, `host_storages` has the
     [`storage_address`] of each tensor that counts as host; left out, tensors on the CPU are host.
@@ -123,7 +123,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor is made of: itself, unless it is sparse or a wrapper around others."""
+    """Return the plain tensors of a tensor: itself, unless it is sparse or a wrapper around others."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh as well
@@ -175,11 +175,11 @@ class Unit(NamedTuple):
         return Unit(*(mine + theirs for mine, theirs in zip(self, other)))
 
     def bytes(self, per_weight: tuple[float, float]) -> float:
-        """Bytes at so many per trainable and per frozen weight."""
+        """Return bytes, from a number of bytes per trainable and per frozen weight."""
         return self.trainable * per_weight[0] + self.frozen * per_weight[1]
 
     def split(self) -> tuple[Unit, Unit]:
-        """What travels when the unit is streamed, and what stays on the device: adapters under a tenth of the unit."""
+        """Return the streamed part of a unit, and the part that stays on the device (adapters under a tenth of it)."""
         if 0 < self.trainable < self.weights / 10:
             base, adapters = (tuple(p for p in self.parameters if p.trained == trained) for trained in (False, True))
             return Unit(0, self.frozen, 0, base), Unit(self.trainable, 0, self.muon, adapters)
@@ -188,7 +188,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that its memory follows from."""
+    """The sizes of a model that decide its memory."""
 
     layers: tuple[Unit, ...]
     embedding: Unit  # with the head, where both share their weight
@@ -219,7 +219,7 @@ class ModelShape:
         orthogonalise.
         """
         if not layer_names:
-            raise ValueError("`layer_names` is empty: name the decoder layers, for example `model.layers.0`.")
+            raise ValueError("`layer_names` is empty. Name the decoder layers, for example `model.layers.0`.")
         ends = [ask(model, question) for question in ("get_input_embeddings", "get_output_embeddings")]
         weights = [getattr(end, "weight", None) for end in ends]
         config = getattr(model, "config", None)
@@ -227,7 +227,7 @@ class ModelShape:
         vocab, hidden = weights[0].shape if weights[0] is not None else (None, None)
         hidden, vocab = getattr(config, "hidden_size", hidden), getattr(config, "vocab_size", vocab)
         if hidden is None or vocab is None:
-            raise ValueError(f"`{type(model).__name__}` tells no `hidden_size` and `vocab_size` in its config.")
+            raise ValueError(f"`{type(model).__name__}` has no `hidden_size` and `vocab_size` in its config.")
         matrices = {id(p): p.numel() for p in muon}
         count = functools.partial(_count, seen=set(), muon=matrices.keys(), rounds=rounded_by_autocast(model))
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -254,7 +254,7 @@ class ModelShape:
         return functools.reduce(Unit.join, [*self.layers, self.embedding, self.head, self.rest])
 
     def place(self, stream_embeddings: bool) -> tuple[list[Unit], list[Unit], Unit]:
-        """With streamed layers: what travels of the layers, of embeddings and head, and what stays on the device."""
+        """Return the streamed layers, the streamed embeddings and head, and the part that stays on the device."""
         ends = [self.embedding, self.head]
         layers, stay = zip(*(layer.split() for layer in self.layers))
         travelling, adapters = zip(*(end.split() if stream_embeddings else (Unit(), end) for end in ends))
@@ -273,7 +273,7 @@ def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], r
 
 
 def _usual_size(parameters: list[nn.Parameter]) -> int:
-    """Bytes of an element in the dtype that most of the weights have; a few norms in fp32 change little."""
+    """Return the bytes of an element in the dtype of most weights. A few norms in fp32 change little."""
     sizes: Counter[int] = Counter()
     for parameter in parameters:
         sizes[parameter.element_size()] += parameter.numel()
@@ -281,7 +281,7 @@ def _usual_size(parameters: list[nn.Parameter]) -> int:
 
 
 def host_memory(root: str | Path = "/") -> int:
-    """Bytes that can still be allocated on the host: what is available, or what control groups leave."""
+    """Return the bytes that can still be allocated on the host, within the limits of control groups."""
     root = Path(root)
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -292,7 +292,7 @@ def host_memory(root: str | Path = "/") -> int:
 
 
 def _left_by_control_groups(root: Path) -> Iterator[int]:
-    """What this process's group and each group above it may still take, under version 2 or 1."""
+    """Yield the bytes that this process's control group and its parents may still take, under version 2 or 1."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -316,7 +316,7 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
 
 def measure_machine(seconds: float = 0.1) -> dict[str, float]:
     """
-    Rates of this machine, each measured for so many seconds.
+    Measure rates of this machine, each for a number of seconds.
 
     Bytes per second: `"dram"`, read and written by a copy in host memory, and on a GPU `"h2d"` and `"d2h"` (pinned).
     bf16 operations per second: `"flops"` of products of large square matrices, which training does not exceed.

@@ -1,8 +1,8 @@
 """
-The estimate: what a setup holds at its peak on device and host, whether that fits, and the nearest setup that does.
+The estimate of a setup's peak on device and host, whether it fits, and the nearest setup that fits.
 
-One [`Estimator`] answers for the trainer (about its live model) and for `hf-hybrid plan` (about a model that is made
-from its config and has no data). Both get the same plan for the same setup.
+One [`Estimator`] serves the trainer (for its live model) and `hf-hybrid plan` (for a model that is made from its config
+and has no data). Both get the same plan for the same setup.
 
 **Resident.** The device's peak is read from a trace of a step ([`trace`]): the largest moment, by category. Leaps add
 their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot.
@@ -64,7 +64,7 @@ MUON_SCRATCH, LEAP_SCRATCH_ON_HOST = 4 + 4 * 2, 4 * 4
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained, and what that holds at its peak."""
+    """A setup and the bytes that it holds at its peak."""
 
     setup: Setup
     shape: ModelShape
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def device_shortfall(self) -> int:
-        """Bytes by which the device is too small, its margin counted; 0 if it is not."""
+        """Bytes by which the device is too small, with its margin; 0 if it is not."""
         vram = self.setup.vram
         return 0 if vram is None else max(self.peak_device_bytes + self.margin_bytes - vram, 0)
 
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether device, with its margin, and host are large enough; where no limit is known they are."""
+        """Whether device (with its margin) and host are large enough. Without a limit they are."""
         return not (self.device_shortfall or self.host_shortfall)
 
     @property
@@ -225,7 +225,7 @@ class _PerWeight:
 
 
 def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
-    """Of a model that was not traced, from its hidden size and vocabulary; approximate."""
+    """Estimate the activations of a model that was not traced, from its hidden size and vocabulary."""
     width = max(min(shape.element_bytes, 2 if setup.autocast else 4), 2)
     boundary = setup.tokens * shape.hidden * width
     rows = min(setup.tokens, CHUNK_TOKENS) if setup.chunked_loss else setup.tokens
@@ -241,7 +241,7 @@ class Estimator:
         self.shape, self.tracer = shape, tracer
 
     def plan(self, setup: Setup) -> Plan:
-        """The best plan. Raises [`PlanError`], with the bytes and the nearest plan that works, if nothing fits."""
+        """Return the best plan. If nothing fits, raise [`PlanError`] with the bytes and the nearest plan that works."""
         found = self.best(setup)
         if not found.fits:
             raise self._refusal(found)
@@ -366,7 +366,7 @@ class Estimator:
     # Refusals.
 
     def _levers(self, setup: Setup) -> list[list[tuple[int, dict]]]:
-        """What else could be asked for, and what it costs: speed is cheap, leaps and exact numbers are dear."""
+        """Other options and their costs: speed is cheap, leaps and exact numbers are expensive."""
         has_base = any(layer.frozen for layer in self.shape.layers)
         is_adamw = setup.states_per_weight == 2 and self.shape.total.trainable and not self.shape.total.muon
         can_chunk = self.tracer is None or self.tracer.cannot_chunk is None
@@ -392,7 +392,7 @@ class Estimator:
         return [[(0, {}), (cost, change)] for helps, cost, change in levers if helps] + [sizes]
 
     def _nearest(self, setup: Setup) -> Plan:
-        """The cheapest change of options that fits, else the one that is over by least."""
+        """Return the cheapest change of options that fits, or else the one with the smallest excess."""
         choices = sorted(itertools.product(*self._levers(setup)), key=lambda choice: sum(cost for cost, _ in choice))
         changes = ({name: value for _, change in choice for name, value in change.items()} for choice in choices)
         return _first_that_fits(self.best(replace(setup, **change)) for change in changes)
@@ -442,13 +442,13 @@ def _first_that_fits(plans: Iterable[Plan]) -> Plan:
 
 
 def _add_largest(table: ByteTable, *moments: dict[str, float]) -> None:
-    """Add what the device holds in the largest of moments that never coincide."""
+    """Add the largest of several moments that never coincide."""
     for category, count in max(moments, key=lambda moment: sum(moment.values())).items():
         table.add(category, "device", count)
 
 
 class PlanError(ValueError):
-    """Nothing fits: `plan` was refused; `nearest` works after `changes` (options and their values), if there is one."""
+    """No plan fits. `plan` was refused; `nearest` works after `changes` (options and their values), if there is one."""
 
     def __init__(self, message: str, plan: Plan | None = None):
         super().__init__(message)
@@ -456,7 +456,7 @@ class PlanError(ValueError):
 
 
 def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> PlanError:
-    """An error to raise: `reason`, the bytes of a plan or of a model's weights, and `nearest`, what works instead."""
+    """Return an error with `reason`, the bytes of a plan or of a model's weights, and `nearest`, which works."""
     refused = what if isinstance(what, Plan) else None
     shown = what.describe() if refused else ByteTable()
     if not refused:
@@ -468,7 +468,7 @@ def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> 
 
 
 def step_traffic(plan: Plan) -> dict[str, float]:
-    """Least bytes of a step: `"h2d"` to the device, `"d2h"` back, `"dram"` read and written in host memory."""
+    """Return the least bytes of a step: `"h2d"` to the device, `"d2h"` back, `"dram"` moved in host memory."""
     setup, per = plan.setup, _PerWeight(plan.shape, plan.setup)
     micro_batches = setup.gradient_accumulation_steps
     passes = micro_batches // setup.micro_batches_in_flight
@@ -503,7 +503,7 @@ def step_traffic(plan: Plan) -> dict[str, float]:
 
 def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]) -> float:
     """
-    Seconds that no optimizer step is faster than: the longest of computing (without attention) and moving.
+    Return the least seconds of an optimizer step: the longest of computing (without attention) and copying.
 
     `tokens_per_step` counts all micro-batches; `rates` are those of `measure_machine`, some of which may be missing.
     """

@@ -1,4 +1,4 @@
-"""From a Hub id, a folder or a config file to a model without data, with adapters and a packed base if asked for."""
+"""Build a model without data from a Hub id, a folder or a config file, with adapters or a packed base if asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:
-    """The config of a decoder-only language model from a config, a model, a config file, a folder or a Hub id."""
+    """Return the config of a decoder-only language model, from a config, model, config file, folder or Hub id."""
     name, config = type(model).__name__, getattr(model, "config", None) if isinstance(model, nn.Module) else model
     if isinstance(model, (str, Path)):
         name, config = model, _load(model)
@@ -67,7 +67,7 @@ def _first_line(error: Exception) -> str:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """The model of a config with all its layers, on the meta device."""
+    """Build the model of a config with all its layers on the meta device."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
@@ -91,7 +91,7 @@ def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more)
 
 
 def add_adapters(model: nn.Module, config) -> nn.Module:
-    """The model of the meta device inside a `peft.PeftModel`; the base is frozen."""
+    """Put the model of the meta device into a `peft.PeftModel` with a frozen base."""
     from peft import get_peft_model
 
     try:
@@ -110,7 +110,7 @@ _BLOCK, _NESTED_BLOCK, _TABLES = 64, 256, 4 * (16 + 256 + 1)
 
 
 def packed_bytes(count: int) -> int:
-    """Bytes of a matrix of so many weights in nf4 with double quantisation."""
+    """Return the bytes of a matrix of `count` weights in nf4 with double quantisation."""
     blocks = math.ceil(count / _BLOCK)
     return math.ceil(count / 2) + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + _TABLES
 
@@ -156,7 +156,7 @@ def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
 
 
 def stand_in_for_4bit(model: nn.Module) -> nn.Module:
-    """Replace, in place, layers that bitsandbytes has packed: their products need the numbers."""
+    """Replace, in place, layers that bitsandbytes has packed, because their products need the numbers."""
     for parent, name, module in _children(model):
         if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
             dtype = module.compute_dtype or torch.bfloat16

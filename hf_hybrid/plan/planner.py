@@ -1,4 +1,4 @@
-"""`plan_memory`: what training a model would hold on device and host, from its config alone."""
+"""`plan_memory`: the memory that training a model needs on device and host, from its config alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_memory(
     accelerator: str = "cuda",
 ) -> Plan:
     """
-    What training would hold, by category, without weights, data or a GPU.
+    Plan the memory of training by category, without weights, data or a GPU.
 
     The estimator is the trainer's: `HybridTrainer` gets the same plan for the same setup.
 
@@ -90,7 +90,7 @@ def plan_memory(
 
 
 class Planner:
-    """Plans for one model, batch and machine; what several plans have in common is built and traced once."""
+    """Plans for one model, batch and machine. Common parts of several plans are built and traced once."""
 
     def __init__(self, model: str | Path | object, *, peft: object = None, sequence_length: int | None = None, **setup):
         if isinstance(peft, str) and peft not in ("lora", "qlora"):
@@ -119,7 +119,7 @@ class Planner:
         return [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
 
     def plan(self, way: Way) -> Plan:
-        """What one way to train holds. Raises `ValueError` if the model cannot be trained in this way."""
+        """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""
         estimator = self._estimator(way.weights, way.trains, way.packed)
         reason = estimator.tracer and estimator.tracer.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
@@ -151,9 +151,9 @@ def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
 
 def recommended(plans: Sequence[Plan], peft: str | None = None) -> Plan | None:
     """
-    The first plan that fits: of those with exact states and weights, then of the others.
+    Return the first plan that fits, with exact states and weights if there is one.
 
-    With `peft`, of those that train adapters: any for `"lora"`, those on a packed base for `"qlora"`.
+    With `peft`, only plans that train adapters count: all for `"lora"`, those on a packed base for `"qlora"`.
     """
     trains = "all" if peft is None else "adapters"
     usable = [plan for plan in plans if plan.way.trains == trains and plan.fits]

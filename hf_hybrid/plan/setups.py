@@ -1,9 +1,9 @@
 """
-A setup: how a model is trained and within which limits. It is the question that an estimate answers.
+A setup: how a model is trained and within which limits. An estimate answers it.
 
-The trainer makes one `Setup` from its options; `hf-hybrid plan` makes about fifteen, one for each usual way to train,
-and compares them. Both pass plain values: `Setup` knows no config class, and no direction of leaps by name. Standard
-library only, so that the command line can import it at once.
+The trainer makes one `Setup` from its options. `hf-hybrid plan` makes about fifteen, one for each usual way to train,
+and compares them. Both pass plain values. `Setup` knows no config class and no direction of leaps by name. The module
+imports only the standard library, so the command line can import it at once.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Way:
 
     @property
     def exact(self) -> bool:
-        """Whether AdamW in full updates weights, or adapters on weights, of the usual precision."""
+        """Whether exact AdamW updates unrounded weights, or adapters on unrounded weights."""
         rounded = self.setup.optimizer_states != "exact" or self.setup.base_precision != "same"
         return not (rounded or self.packed)
 

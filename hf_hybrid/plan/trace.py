@@ -1,5 +1,5 @@
 """
-Traces: what one training step holds, found by running it on tensors that have no data.
+Traces: run one training step on tensors without data, and record what it holds.
 
 1. **A few layers stand for all.** An [`Excerpt`] of the model keeps the first decoder layer, the last, and one of each
    kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists
@@ -19,8 +19,8 @@ Traces: what one training step holds, found by running it on tensors that have n
    before or after it computes. Where a kind stands at several places, the place where most is held counts. The tests
    show that this gives the peak of all layers to the byte.
 
-The peak is thus that of an operation, with everything that is there then: logits in three copies, casts that autocast
-keeps, masks, experts. Nothing is written down for an architecture. Not seen: what kernels allocate inside.
+The peak is therefore that of a single operation, with everything that is there at that moment: logits in three copies,
+casts that autocast keeps, masks, experts. No architecture has its own rules. A trace does not see into kernels.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
 
 
 def _as_trained(model: nn.Module) -> nn.Module:
-    """As `Trainer` runs it on a GPU."""
+    """Run the step as `Trainer` does on a GPU."""
     base = stand_in_for_4bit(model.get_base_model() if hasattr(model, "get_base_model") else model)
     base.config.use_cache = False
     attention = getattr(base.config, "_attn_implementation", None) or ""
@@ -236,7 +236,7 @@ def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
 
 
 class Moment(NamedTuple):
-    """What is held just after an operation that allocated something."""
+    """The bytes held just after an operation that allocated something."""
 
     stage: str  # "forward", "backward" or "update"
     where: int  # the owner that computes
@@ -261,7 +261,7 @@ class StorageTracker(TorchDispatchMode):
         self._weights: set[int] = set()
 
     def hold(self, tensor: Tensor, category: str, owner: int) -> None:
-        """Count a tensor that is there already; a storage that is known keeps its owner."""
+        """Count a tensor that exists already. A known storage keeps its owner."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._places:
@@ -338,7 +338,7 @@ def _run_operation(func, args, kwargs):
 
 
 class StepTrace(NamedTuple):
-    """What a step held, by owner (its layers in order, then what is outside) and category."""
+    """The bytes that a step held, by owner (its layers in order, then the rest) and category."""
 
     layers: int
     moments: list[Moment]
@@ -544,7 +544,7 @@ class Tracer:
         try:
             return cls(Excerpt.of(whole))
         except Exception as error:  # whatever a model of the user's own does
-            logger.info("No copy without data can be made of this model (%r): no step is traced.", error)
+            logger.info("This model cannot be copied without data (%r), so no step is traced.", error)
             return None
 
     @functools.cached_property

@@ -1,1 +1,1 @@
-"""What a run says of itself: progress, summary, memory profile, report pages and plots, and the model card."""
+"""Reports on a run: progress, summary, memory profile, report pages and plots, and the model card."""

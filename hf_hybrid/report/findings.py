@@ -1,4 +1,4 @@
-"""What a report says of a run, as plain values: numbers with their sources, and nothing that was not recorded."""
+"""The content of a report as plain values: numbers with their sources, only if they were recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROFILER_HINT = (
 
 def findings(run: Run) -> dict:
     """
-    Everything in `report.json`, from a run that [`load_run`] read.
+    Return the content of `report.json`, from a run that [`load_run`] read.
 
     What was not recorded is `None` or empty.
     """
@@ -49,7 +49,7 @@ def findings(run: Run) -> dict:
 def _notes(run: Run) -> list[str]:
     notes = list(run.notes)
     if not run.profile.steps:
-        empty = "The profile holds no steps: the run ended before the first one."
+        empty = "The profile holds no steps, because the run ended before the first one."
         notes.append(empty if run.profile.run else PROFILER_HINT)
     for crash in run.profile.out_of_memory:
         notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
@@ -59,7 +59,7 @@ def _notes(run: Run) -> list[str]:
         made = "1 leap was" if lost == 1 else f"{lost} leaps were"
         notes.append(f"{made} made after `{run.record_source}` was written and left no record.")
     if not run.record:
-        notes.append("No record of `HybridTrainer` was found: loss, learning rate and what was profiled are shown.")
+        notes.append("No record of `HybridTrainer` was found. The page shows loss, learning rate and the profile.")
     return notes
 
 
@@ -72,7 +72,7 @@ def _status(run: Run) -> str:
     return f"Did not finish: the last record is of step {run.last_step:,}{of}.{source}"
 
 
-# The headline: the five numbers that users ask for first.
+# The headline: the five most important numbers.
 
 
 def _final_loss(run: Run) -> dict:
@@ -84,7 +84,7 @@ def _final_loss(run: Run) -> dict:
 
 
 def _steps(run: Run) -> dict:
-    """From the source that goes farthest: the record, what was logged after it, or the phase of every step."""
+    """Count steps by the source that goes farthest: the record, the log after it, or the phase of every step."""
     steps = as_dict(run.record.get("steps_by_phase"))
     counts = [(run.record_steps, int(number(steps.get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
@@ -109,7 +109,7 @@ def _backward_passes(run: Run) -> dict:
 
 
 def _seconds(run: Run) -> dict:
-    """Wall time. Of a killed run, up to what was written last."""
+    """Return the wall time; for a killed run, up to the last record."""
     trained = run.series("train_runtime")
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
@@ -191,7 +191,7 @@ def _categories(held: dict) -> dict[str, dict[str, float]]:
 
 
 def _rank(phase: str) -> tuple[int, str]:
-    """For sorting: hybrid phases in their order, others behind them."""
+    """Return a sort key: hybrid phases in their order, then others."""
     return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 

@@ -1,5 +1,5 @@
 """
-Reports on finished and killed runs, and comparisons of two: CSV, JSON, PNG and one HTML file.
+Reports on runs and comparisons of two runs: CSV, JSON, PNG and one HTML file.
 
 The page has style and plots inside, no script, and loads nothing: its content policy forbids every request, so that it
 opens offline and can be mailed. Whatever comes from files (names, options, reasons) is escaped.
@@ -33,7 +33,7 @@ _LEAP_FIELDS = (
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> list[Path]:
     """
-    Report on a run: `report.html`, `report.json`, `steps.csv`, `leaps.csv` for hybrid runs, and a PNG for each plot.
+    Write a report: `report.html`, `report.json`, `steps.csv`, `leaps.csv` for hybrid runs, and a PNG for each plot.
 
     Without matplotlib everything but the plots is written, and the page says how to get them.
 
@@ -176,7 +176,7 @@ _COMPARED = (
 
 def compare(first: Run, second: Run) -> dict:
     """
-    What two runs have in common to be compared, as plain values.
+    Compare two runs, and return plain values.
 
     Args:
         first (`Run`), second (`Run`): A, which B is measured against, and B.
@@ -221,7 +221,7 @@ def _different_options(first: dict, second: dict) -> list[list[str]]:
 
 
 def _comparison_notes(both: dict[str, dict]) -> list[str]:
-    notes = [f"{key} did not finish: its numbers are of its last record." for key in both if not both[key]["finished"]]
+    notes = [f"{key} did not finish. Its numbers are of its last record." for key in both if not both[key]["finished"]]
     heads = [found["headline"] for found in both.values()]
     sources = [head["seconds"]["source"] for head in heads]
     if None not in sources and sources[0] != sources[1]:
@@ -230,7 +230,7 @@ def _comparison_notes(both: dict[str, dict]) -> list[str]:
     if len(places - {None}) > 1:
         notes.append("Peak memory is of the device in one run and of the process on the host in the other.")
     if None in places:
-        notes.append("Memory is compared where both runs had `MemoryProfilerCallback`.")
+        notes.append("Memory is compared only if both runs had `MemoryProfilerCallback`.")
     steps = [head["final_loss"]["held_out_step"] for head in heads]
     if None not in steps and steps[0] != steps[1]:
         notes.append(f"The last held-out losses are of different steps: A {steps[0]}, B {steps[1]}.")
@@ -325,7 +325,7 @@ def _figure(plot: Plot) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    """What stands between backticks is shown as code."""
+    """Show text between backticks as code."""
     notes = [*notes, *([] if plots_available() else [INSTALL_HINT])]
     parts = [escape(note).split("`") for note in notes]
     items = ["".join(f"<code>{p}</code>" if index % 2 else p for index, p in enumerate(note)) for note in parts]
@@ -334,7 +334,7 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _headline(numbers: dict) -> str:
-    """The five numbers that users ask for first, each with what it is."""
+    """Show the five most important numbers, each with its meaning."""
     loss, steps, passes = numbers["final_loss"], numbers["steps"], numbers["backward_passes"]
     seconds, peak = numbers["seconds"], numbers["peak_memory"]
     trained = f"training {format_loss(loss['training'])}" if loss["training"] is not None else ""

@@ -1,5 +1,5 @@
 """
-`MemoryProfilerCallback`: what a training holds, step by step and phase by phase, measured while it trains.
+`MemoryProfilerCallback`: measures the memory of a training by step and phase.
 
 A run is cut into *records*. Each covers the time since the last one, so that nothing falls between two: the record of a
 step holds its data, its leap, forward, backward and update. At its end the profiler reads three sources, none of which
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 PLACES = ("device", "host")
 
-# What allocator, driver and kernel say.
+# Readings of allocator, driver and kernel.
 
 
 class HostMemory:
@@ -98,7 +98,7 @@ class HostMemory:
 
 
 class MemoryProbes:
-    """All that can be read on this machine."""
+    """All memory readings of this machine."""
 
     def __init__(self, device: torch.device):
         self.device = DeviceMemory.of(device)
@@ -121,7 +121,7 @@ class MemoryProbes:
 
 
 def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
-    """Bytes of all live tensors, by category and place; buffers of leaps and streamed layers of a `trainer` too."""
+    """Count all live tensors by category and place, also buffers of leaps and streamed layers of a `trainer`."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not hasattr(trainer, "memory"):  # not one of ours
         return measure_held(model, optimizer)
@@ -151,7 +151,7 @@ READINGS = {
 
 class PhaseTotals:
     """
-    What the records of one phase say together, and which of them begin a spike.
+    Statistics of the records of one phase, and the spikes in them.
 
     A spike is a record whose peak is `THRESHOLD`, as a fraction, above the median of the last `WINDOW` of its phase
     (`LEAST` at least). Several high records in a row are one spike.
@@ -319,7 +319,7 @@ def _while_running(hook):
 
 class MemoryProfilerCallback(TrainerCallback):
     """
-    Records what a training holds, for any `Trainer`, on a GPU or a CPU.
+    Records the memory of a training, for any `Trainer`, on a GPU or a CPU.
 
     Every step leaves a record of torch's allocator, the driver (NVML), the resident memory of the process, and the peak
     of each within the step. From time to time every live tensor is counted, so that the peak is explained by weights,
@@ -502,7 +502,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self._log.write("summary.json", self.summary())
 
     def _close(self, phase: str) -> dict:
-        """The record of everything since the last one."""
+        """Close the record since the last one."""
         now, readings = time.perf_counter(), self._probes.read()
         self._elapsed = now - self._begun
         peak, where = peak_of(readings)
@@ -559,7 +559,7 @@ class MemoryProfilerCallback(TrainerCallback):
         held["activations"]["device"] += device["peak_allocated"] - device["allocated"]
         return held, measured - sum(places["device"] for places in held.values())
 
-    # What users see.
+    # Output for users.
 
     @_while_running
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -611,7 +611,7 @@ class MemoryProfilerCallback(TrainerCallback):
 
     def record_out_of_memory(self, error: BaseException | None = None) -> Path | None:
         """
-        Write down what is known of an out-of-memory error: its message and the last records; on a GPU with
+        Record an out-of-memory error with its message and the last records; on a GPU with
         `memory_history` also torch's snapshot. `HybridTrainer` calls this before it retries. After an error of a plain
         `Trainer`, call it in your `except`. CUDA's errors are recorded without it, while the memory is still full.
 

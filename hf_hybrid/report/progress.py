@@ -1,4 +1,4 @@
-"""What a run shows while it trains: Trainer's progress bar, or its table in a notebook, with the phases."""
+"""Progress of a run: Trainer's progress bar, or its table in a notebook, with the phases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def short_logs(logs: dict) -> dict:
 
 
 class PositionBar(tqdm):
-    """A bar that asks where the run stands when it is drawn, which is less often than every step."""
+    """A bar that reads the run's position when it is drawn, which is less often than every step."""
 
     def __init__(self, *args, position_of_run: Callable[[], RunPosition | None], **kwargs):
         self._position_of_run = position_of_run
@@ -69,7 +69,7 @@ class HybridProgressCallback(ProgressCallback):
 
 
 def install_progress(trainer) -> None:
-    """Replace the bar, or the table, that Trainer chose by ours. A user's own callbacks stay."""
+    """Replace Trainer's bar or table. A user's own callbacks stay."""
     choices = {ProgressCallback: lambda: HybridProgressCallback}
     # Looked up, not imported: the module needs IPython, and Trainer has imported it where it chose the table.
     of_notebooks = sys.modules.get("transformers.utils.notebook")

@@ -1,5 +1,5 @@
 """
-How and where a run was made: its command, hardware, versions and experiment trackers.
+Provenance of a run: its command, hardware, versions and experiment trackers.
 
 All of it is published with the card, so secrets are removed first ([`redact`]) and paths do not name the user's home
 ([`clean`]). What cannot be recognised as a secret stays: a password behind an option named `--note`, for example.
@@ -100,7 +100,7 @@ def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> s
 
 
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
-    """What the run computed on; `device` is the kind of its devices, `devices` how many all its processes have."""
+    """Describe the hardware. `device` is the kind of the devices, `devices` their number over all processes."""
     import torch  # here, because `hf-hybrid env` asks this file for the CPU also where torch is broken
 
     from hf_hybrid.machine import describe_device

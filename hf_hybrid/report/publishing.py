@@ -1,4 +1,4 @@
-"""Publishing on the Hub: a card with every push, and what to do when a push fails."""
+"""Publishing on the Hub: a card with every push, and a message that helps if a push fails."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PublishingMixin:
                 folder, where later calls find it.
 
         Raises:
-            ValueError: If an argument cannot stand in a card. The message says which and why.
+            ValueError: If the Hub would refuse an argument. The message says which and why.
         """
         if not self.is_world_process_zero():
             return
@@ -147,7 +147,7 @@ class PushEvents(TrainerCallback):
 
 
 def report_failed_push(trainer, error: BaseException) -> None:
-    """Log where the model lies, and how to push it again."""
+    """Log where the model is, and how to push it again."""
     folder, repo = trainer.args.output_dir, trainer.hub_model_id or trainer.args.hub_model_id
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("For more information")]
     logger.error(

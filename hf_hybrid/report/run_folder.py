@@ -1,8 +1,8 @@
 """
-What a run leaves in its output folder: the profile as it is written, and everything as it is read again.
+The output folder of a run: write the profile, and read all records.
 
-A run may have finished or been killed: nothing is required, and half of a line is no error. Everything is read as
-plain JSON. `training_args.bin` and other pickles are not opened. Importing this needs no torch.
+A run may have finished or been killed, so no file is required and half a line is no error. Everything is read as plain
+JSON. `training_args.bin` and other pickles are not opened. Importing this needs no torch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RunLog:
         self._try(name, write)
 
     def _try(self, name: str, write: Callable[[], Path | None]) -> Path | None:
-        """A full disk must not end a training: after the first error nothing more is written."""
+        """Write, and after the first error write nothing more, because a full disk must not end a training."""
         if self.broken:
             return None
         try:
@@ -164,7 +164,7 @@ class Profile:
 
 @dataclass
 class Run:
-    """A run, as far as its folder shows it."""
+    """A run, as far as its folder records it."""
 
     folder: Path
     logs: list[dict]
@@ -183,7 +183,7 @@ class Run:
     max_steps: int | None
     finished: bool
     notes: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """Notes on files that could not be read."""
 
     @property
     def name(self) -> str:

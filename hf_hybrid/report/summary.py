@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the summary of a run that displays itself in notebooks. Standard library only."""
+"""Numbers as text, and the summary of a run, which displays itself in notebooks. Standard library only."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class RunPosition:
 
 class HybridSummary(dict):
     """
-    What `trainer.hybrid_summary()` returns: a dictionary of plain values that prints as text and, in a notebook,
-    displays as tables. Long lists (every leap, every event) are shown as counts; they are in the dictionary in full.
+    The result of `trainer.hybrid_summary()`: a dictionary of plain values that prints as text and, in a notebook,
+    displays as tables. It shows long lists (every leap, every event) as counts; the dictionary has them in full.
     """
 
     _TOTALS = (

@@ -1,5 +1,5 @@
 """
-The world model of one run: observes it stretch by stretch, learns online, forecasts its loss, and calibrates itself.
+The world model of one run. It observes the run in stretches, learns online, forecasts the loss and calibrates itself.
 
 Time is counted in stretches of some real steps. After each stretch [`DynamicsModel.observe_stretch`] does four things,
 in this order:
@@ -169,7 +169,7 @@ class DynamicsModel:
     @torch.no_grad()
     def _imagine(self, actions: Tensor) -> LossHead:
         if not self.stretches:
-            raise ValueError("Nothing can be imagined before the first stretch. Call `observe_stretch` first.")
+            raise ValueError("No future can be imagined before the first stretch. Call `observe_stretch` first.")
         began = time.perf_counter()
         count = len(actions)
         state = State(*(part.expand(-1, count, -1) for part in self.state))
@@ -270,7 +270,7 @@ class DynamicsModel:
     # Saving.
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:
-        """Tensors and plain values from which a resumed run continues bit for bit."""
+        """Return the tensors and plain values from which a resumed run continues bit for bit."""
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -1,5 +1,5 @@
 """
-Gains chosen by imagination: the world model's forecast with leaps against its forecast without.
+Choose gains by imagination: compare the world model's forecasts with and without leaps.
 
 Planning by imagination is the other half of Dreamer (Hafner et al., 2023, arXiv 2301.04104): a model of the world is
 asked what would happen, and the best answer is done. With one small decision per stretch no actor network is needed.

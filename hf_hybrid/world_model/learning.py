@@ -5,9 +5,8 @@ The loss is that of Dreamer (Hafner et al., 2023, arXiv 2301.04104) with forecas
 model observes a chunk of consecutive stretches with sampled states, and pays for three things:
 
 - **reconstruction**: the features must be readable from the state, so that the state keeps what was observed;
-- **divergence**: the prior (what the model expected of a stretch) and the posterior (what it made of the stretch once
-it
-  was seen) must agree, so that imagination, which only has the prior, ends up in states that observation would reach.
+- **divergence**: the prior (the model's expectation of a stretch) and the posterior (its state after it has seen the
+  stretch) must agree, so that imagination, which only has the prior, ends up in states that observation would reach.
   Mostly the prior is pulled to the posterior (`BALANCE`), and the first nat is free (`FREE_NATS`): some surprise is
   noise, and a model that pays for it forgets how to observe;
 - **forecast**: from a few stretches of the chunk the model imagines the next ones with the actions that were taken. It
