@@ -1,8 +1,8 @@
 """
 Watch training: turn the numbers of a step into a level, a reason and an action.
 
-Training can go wrong in ways that a leap causes and in ways that it does not. The monitor tells them by numbers that
-every run has, measured against what is normal in this run, so that no threshold depends on the model or the data:
+Training can go wrong with and without leaps. The monitor compares numbers that every run has with their normal values
+in this run, so no threshold depends on the model or the data:
 
 - gradients before they are used: a loss or norm that is not finite, or a norm far above its running median;
 - the loss after each real step: its deviation from the linear trend of the last 32 real steps, a lasting rise of their

@@ -1,18 +1,15 @@
 """
 `MemoryProfilerCallback`: measures the memory of a training by step and phase.
 
-A run is cut into *records*. Each covers the time since the last one, so that nothing falls between two: the record of a
-step holds its data, its leap, forward, backward and update. At its end the profiler reads three sources, none of which
-waits for a device: torch's allocator, the driver (NVML) and the kernel (resident memory of the process). Each keeps a
-high-water mark, which is reset for the next record. So a peak within a step is caught even though nothing was read at
-that moment.
+A run is cut into *records*. Each covers the time since the last one, so no moment is left out. At its end the profiler
+reads three sources, none of which waits for a device: torch's allocator, the driver (NVML) and the kernel (resident
+memory of the process). Each keeps a high-water mark, which is reset for the next record, so no peak is missed.
 
 A peak alone explains nothing. From time to time, when gradients are whole and before the update, every live tensor is
 counted: each storage once, under weights, gradients, optimizer states, buffers of leaps or buffers of the model. On a
 GPU the allocator's peak over what it held at that moment is what forward and backward needed beyond these: activations.
-What is left over is shown as `unexplained`, so that the categories always add up to what was measured. On a CPU the
-process holds much that is no tensor (libraries, the C library's free lists), so activations are not told from the rest
-there.
+The rest is shown as `unexplained`, so the categories always add up to the measured bytes. On a CPU the process holds
+much besides tensors (libraries, the C library's free lists), so activations are part of this rest there.
 
 Counting takes time in proportion to the number of tensors. It is done as often as it takes a quarter of a percent of
 the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
