@@ -237,7 +237,7 @@ class HybridArguments:
     checkpoint_phases: Optional[str] = option(
         None,
         "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'. Streamed "
-        "layers always are. Default: what activation_checkpointing says.",
+        "layers always are. Default: as activation_checkpointing says.",
     )
     chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",
@@ -248,7 +248,7 @@ class HybridArguments:
     weight_precision: Optional[str] = option(
         None,
         "Precision in which resident weights compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'. The "
-        "master weights are kept. 'auto' chooses. Default: as they are.",
+        "master weights are kept. 'auto' chooses. Default: unchanged.",
     )
     predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = option(
         "stay",

@@ -26,7 +26,7 @@ USAGE = f"{PROGRAM} [--config run.yaml] [--model MODEL] [--dataset DATASET] [opt
 
 
 class OptionError(ValueError):
-    """An option that does not exist, or that does not take the value given."""
+    """An option does not exist or does not take its value."""
 
 
 class _Group:
@@ -55,7 +55,7 @@ class ModelOptions(_Group):
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Precision of the weights in memory; --bf16 sets the precision that computes. auto: float32, but with adapters "
+        "Precision of the weights in memory; --bf16 sets that of the computation. auto: float32, but with adapters "
         "the precision of the checkpoint.",
     )
     attn_implementation: Optional[str] = option(
@@ -116,7 +116,7 @@ class AdapterOptions(_Group):
 
 @dataclass
 class LaunchOptions(_Group):
-    """The processes that train; read before any of them starts."""
+    """Options of the processes that train. They are read before any process starts."""
 
     _argument_group_name = "Processes"
 
@@ -149,7 +149,7 @@ docs/cli.md, docs/launch.md and examples/configs/."""
 
 
 def help_text() -> str:
-    """What `--help` prints: our own options, in groups."""
+    """Return the text of `--help`: the options of this package, in groups."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=USAGE,
@@ -160,7 +160,7 @@ def help_text() -> str:
         add_help=False,
     )
     general = parser.add_argument_group("General")
-    text = "YAML file with options, for example one that `plan` wrote; environment variables stand under `env`."
+    text = "YAML file with options, for example one that `plan` wrote; environment variables are under `env`."
     general.add_argument("--config", metavar="FILE", help=text)
     general.add_argument("-h", "--help", action="store_true", help="Show this and exit.")
     text = "Show these options and all options of TrainingArguments."
@@ -186,7 +186,7 @@ def _metavar(hint: Any) -> str:
 
 
 def help_all() -> str:
-    """What `--help_all` prints: all options, those of TrainingArguments too."""
+    """Return the text of `--help_all`: all options, also those of TrainingArguments."""
     parser = _parser()
     parser.usage = USAGE
     return parser.format_help()
@@ -208,7 +208,7 @@ def _parser():
 
 
 def complain(error: Exception) -> int:
-    """Print the error, once for all processes; returns the exit status of a wrong use."""
+    """Print the error once for all processes, and return the exit status of a wrong use."""
     if int(os.environ.get("RANK", 0)) == 0:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
     return 2
@@ -233,12 +233,12 @@ class CommandLine:
     """
     A command line of `hf-hybrid train` and the YAML file that it names.
 
-    A training reads it in three stages, as each may only do what the earlier one made safe. [`set_environment`] comes
-    first, before anything imports torch, which reads some variables when it is imported. [`values`] comes second: it
-    knows every option but builds nothing, so that processes can be started before any device is touched. [`options`]
-    comes last, in each process that trains: building a `HybridConfig` sets up the device. The file is read once.
+    A training reads it in three stages. [`set_environment`] comes first, before anything imports torch, because torch
+    reads some variables at import. [`values`] comes second. It knows every option but builds nothing, so processes can
+    be started before any device is touched. [`options`] comes last, in each process that trains, because building a
+    `HybridConfig` sets up the device. The file is read once.
 
-    Whatever cannot be read or is refused raises an [`OptionError`].
+    Values that cannot be read or are refused raise an [`OptionError`].
     """
 
     def __init__(self, arguments: Sequence[str]):
@@ -267,7 +267,7 @@ class CommandLine:
 
     @functools.cached_property
     def values(self) -> argparse.Namespace:
-        """Every option by name, in the order default < YAML < command line. Nothing is built, no device is touched."""
+        """Return every option by name, without building anything or touching a device."""
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
         names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
