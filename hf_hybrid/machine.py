@@ -146,12 +146,8 @@ def torch_build() -> str:
 
 
 def workspace_bytes(device: torch.device | None = None) -> int:
-    """
-    Bytes of the workspace that torch gives the cuBLAS handle of each thread; of a GPU before Hopper if there is none.
-
-    Read in torch's source (`parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 8 MiB and 128 KiB;
-    32 MiB on Hopper and Blackwell), not measured on a GPU.
-    """
+    """Bytes that torch gives the cuBLAS handle of each thread; without a GPU, those of one before Hopper."""
+    # From `parseChosenWorkspaceSize` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp; not measured on a GPU.
     large = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if large else ":4096:2:16:8")
     return 2**10 * sum(int(size) * int(count) for size, count in re.findall(r":(\d+):(\d+)", config))

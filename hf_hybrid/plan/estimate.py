@@ -186,36 +186,34 @@ class _PerWeight:
     def packed(self, unit: Unit, *, int8: bool = False) -> int:
         """Bytes of its weights as they travel, in one buffer; frozen ones maybe in int8."""
         coded = self.coded if int8 else None
-        return sum(
-            padded(math.ceil(piece.count * (self._width(piece) if piece.trained or coded is None else coded)))
-            for piece in unit.pieces
-        )
+        widths = ((p.count, self._width(p) if p.trained or coded is None else coded) for p in unit.pieces)
+        return sum(padded(math.ceil(count * width)) for count, width in widths)
+
+    def rounding(self, unit: Unit) -> int:
+        """Number of its trained weights that travel rounded, beside masters that do not."""
+        return sum(piece.count for piece in unit.pieces if piece.trained and self._width(piece) < self.own[0])
 
     def gradients(self, unit: Unit) -> int:
-        """Bytes of its gradients on the device."""
+        """Bytes of its gradients on the device, and as they leave it: the host converts them."""
         return sum(piece.count * self._width(piece) for piece in unit.pieces if piece.trained)
 
     def leaving(self, unit: Unit, passes: int) -> int:
-        """
-        Bytes of its gradients on the device while they leave it.
-
-        From the second pass on, the sum so far comes back to a GPU, parameter by parameter, and is added to in the
-        precision of the masters.
-        """
-        trained = [piece.count for piece in unit.pieces if piece.trained]
-        if passes > 1 and self.on_gpu:
-            return self.own[0] * (sum(trained) + max(trained, default=0))
-        return self.gradients(unit)
+        """Bytes of its gradients on the device; a GPU adds later ones to a sum that comes back, as masters are."""
+        if passes == 1 or not self.on_gpu:
+            return self.gradients(unit)
+        largest = max((piece.count for piece in unit.pieces if piece.trained), default=0)
+        return self.own[0] * (unit.trainable + largest)
 
     def add_to_host(self, table: ByteTable, unit: Unit, *, int8: bool, times: int = 1) -> None:
         """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
         trained = [piece.count for piece in unit.pieces if piece.trained]
-        masters = sum(
-            piece.count * self.own[not piece.trained] * (self._width(piece) < self.own[not piece.trained])
-            for piece in unit.pieces
-            if piece.trained or not (int8 and self.coded)
-        )
+        pieces = [piece for piece in unit.pieces if piece.trained or not (int8 and self.coded)]
+        widths = ((piece.count, self.own[not piece.trained], self._width(piece)) for piece in pieces)
+        masters = [count * own for count, own, width in widths if width < own]
+        # Only an update on the device makes masters travel.
+        masters = sum(self.locked(size) if self.eight_bit else size for size in masters)
         table.add("weights", "host", times * (self.locked(self.packed(unit, int8=int8)) + masters))
+        # Gradients land in the end of the buffers that they are converted in.
         table.add("gradients", "host", times * sum(self.locked(count * self.own[0]) for count in trained))
         # The optimizer allocates states in full precision, which do not travel; those in 8 bits do.
         states = self.states(unit)
@@ -479,26 +477,29 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     layers.sort(key=lambda layer: per.packed(layer, int8=True))
     count = max(len(layers) - plan.resident_layers, 0)
     travelling = functools.reduce(Unit.join, [*layers, embedding, head])
-    trainable, own, rounded = travelling.trainable, per.own[0], per.rounded[0]
+    trainable, own, work, rounding = travelling.trainable, per.own[0], per.work[0], per.rounding(travelling)
     # Each micro-batch calls embeddings and head on its own. Unless the loss is chunked, the head is recomputed. Then it
     # stays for the next micro-batch of its pass.
     heads = micro_batches + passes * (not setup.chunked_loss)
     into = micro_batches * per.packed(embedding) + heads * per.packed(embedding if plan.shape.tied else head)
     into += passes * 2 * sum(per.packed(layer, int8=True) for layer in layers[:count]) + away
     back = per.gradients(travelling) + away
-    # Later passes add to sums of gradients, which come back and leave again in the precision of the masters.
-    sums = (passes - 1) * sum(layer.trainable for layer in layers)
-    sums += (micro_batches - 1) * embedding.join(head).trainable
-    into, back = into + own * sums, back + own * sums
-    if setup.optimizer_states == "8bit":
+    converted = 0
+    for unit, times in [*((layer, passes) for layer in layers), (embedding, micro_batches), (head, micro_batches)]:
+        # Gradients leave as they are. If there is one, the host converts it to the precision of the master. Else later
+        # ones are added to it on the device, and the sum leaves in that precision.
+        converted += (work + own) * per.rounding(unit) * (times == 1)
+        into += (per.gradients(unit) + own * unit.trainable * (times - 2)) * (times > 1)
+        back += own * unit.trainable * (times - 1)
+    if per.eight_bit:
         # Gradients and states come, states and weights go; the masters come too where the slot holds a rounded copy.
-        into += trainable * (own + per.state + own * (rounded > 0))
-        back += trainable * (own + per.state + rounded)
-        return {"h2d": into, "d2h": back, "dram": into + back}
+        into += trainable * (own + per.state) + own * rounding
+        back += trainable * (own + per.state) + work * rounding
+        return {"h2d": into, "d2h": back, "dram": into + back + converted}
     # What is resident and trained is old after the update.
     into += sum(per.packed(layer) for layer in layers[count:] if layer.trainable)
-    updated = trainable * (3 * own + rounded) + 2 * per.states(travelling)
-    return {"h2d": into, "d2h": back, "dram": into + back + updated}
+    updated = trainable * 3 * own + work * rounding + 2 * per.states(travelling)
+    return {"h2d": into, "d2h": back, "dram": into + back + converted + updated}
 
 
 def step_floor_seconds(plan: Plan, tokens_per_step: int, rates: dict[str, float]) -> float:

@@ -20,11 +20,7 @@ MARGIN = 0.05
 
 
 def with_context(free: int | None) -> int | None:
-    """
-    Bytes of a device, as [`Setup`] counts them, of which `free` are free as this process measures it.
-
-    Measuring makes the CUDA context, so `free` is without it, and a plan subtracts it from the device's bytes.
-    """
+    """`vram` of a [`Setup`]: measuring what is free has made the CUDA context, which a plan subtracts from `vram`."""
     return None if free is None else free + CONTEXT_BYTES
 
 

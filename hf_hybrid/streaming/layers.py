@@ -92,19 +92,12 @@ def embeddings_and_head(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 
 def rounded_by_autocast(model: nn.Module) -> set[int]:
-    """
-    Ids of fp32 parameters that bf16 autocast rounds wherever they are used, so that they may travel rounded.
-
-    They are those of linear layers. Weights that the embeddings share are read as they are.
-    """
-    linear, read = set(), set()
-    for module in model.modules():
-        ids = {id(p) for p in module.parameters(recurse=False) if p.dtype == torch.float32}
-        if isinstance(module, nn.Linear):
-            linear |= ids
-        elif isinstance(module, nn.Embedding):
-            read |= ids
-    return linear - read
+    """Ids of fp32 parameters that bf16 autocast always rounds: of linear layers, unless embeddings share them."""
+    linear, read = (
+        {id(p) for m in model.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}
+        for kind in (nn.Linear, nn.Embedding)
+    )
+    return {id(p) for p in model.parameters() if p.dtype == torch.float32 and id(p) in linear - read}
 
 
 def ask(model: nn.Module, question: str) -> nn.Module | None:

@@ -440,8 +440,9 @@ def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
 @pytest.mark.parametrize(
     ("shape", "options", "per_weight"),
     [
-        # fp32 masters, updated on the host: weights twice, gradients back; 28 B of the update, the rounded copy.
-        (only_layers(10**6, 0, 4), {"autocast": True}, {"h2d": 4, "d2h": 2, "dram": 4 + 2 + 28 + 2}),
+        # fp32 masters, updated on the host: weights twice; gradients back, which the host converts from 2 to 4 B; 28 B
+        # of the update, the rounded copy.
+        (only_layers(10**6, 0, 4), {"autocast": True}, {"h2d": 4, "d2h": 2, "dram": 4 + 2 + (2 + 4) + 28 + 2}),
         # 8-bit states, updated on the device: also gradients and states there, states and weights back.
         (
             only_layers(10**6, 0, 2),
