@@ -425,7 +425,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
     elif sharding_of(args):
         why = f"`{sharding_of(args)}` places the weights itself. Drop it"
     elif args.world_size > 1:
-        why = f"there are {args.world_size} processes, and streaming needs one. Launch one process, or use `fsdp`"
+        why = f"there are {args.world_size} processes, and streaming is for one. Launch one process, or use `fsdp`"
     elif args.torch_compile:
         why = "`torch_compile=True` would compile placeholders. Drop it"
     elif args.bf16_full_eval or args.fp16_full_eval:
