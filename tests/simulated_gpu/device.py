@@ -127,6 +127,7 @@ limit: int | None = None
 """Bytes of device memory that may be allocated."""
 fault: Callable[[int], bool] | None = None
 """Asked at each allocation of so many bytes of device memory; `True` runs out of memory there."""
+_observers: list[Callable] = []
 refuse_registration = False
 """Let the driver refuse to page-lock host memory."""
 _lock = threading.RLock()
@@ -464,6 +465,8 @@ def _allocate(size: int) -> Tensor:
     """Bytes on the device, for the current stream, full of garbage."""
     global device_bytes, peak_bytes, reserved_bytes
     if (fault is not None and fault(size)) or (limit is not None and device_bytes + size > limit):
+        for observe in _observers:
+            observe(0, size, TOTAL, TOTAL - device_bytes)
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes (simulated).")
     host = _torch_empty(max(size, 1), dtype=torch.uint8).fill_(0xA5)
     tensor = _as_device_tensor(host)
@@ -730,7 +733,8 @@ class HostMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if _locked and not getattr(_thread, "inside", 0) and not _is_view(op):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if tensors and not any(is_on_device(tensor) for tensor in tensors):
+            leaves = torch.device(kwargs.get("device") or "cpu").type == "cuda"  # a copy, which counts as one
+            if tensors and not leaves and not any(is_on_device(tensor) for tensor in tensors):
                 reads, writes = _reads_and_writes(op, args, kwargs, lambda value: isinstance(value, Tensor))
                 _execute_on_host(str(op), reads, writes)
         return op(*args, **kwargs)
@@ -886,6 +890,7 @@ def install() -> None:
     for name in ("_record_memory_history", "_dump_snapshot"):
         setattr(torch.cuda.memory, name, getattr(_Snapshots, name))
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch._C._cuda_attach_out_of_memory_observer = _observers.append
     torch.empty, torch.zeros = _pinning(torch.empty), _pinning(torch.zeros)
     torch.Tensor.record_stream = lambda self, stream: _regions[self.untyped_storage().data_ptr()][1].recorded.add(
         stream.name

@@ -11,6 +11,7 @@ device cannot be simulated, `FOLDER/unavailable` says why.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -45,6 +46,8 @@ def main() -> None:
         return
     from simulated_gpu import scenarios
 
+    gc.collect()
+    gc.freeze()  # collections in the processes do not look through what was imported
     jobs = [(name, place) for name in args.names or scenarios.SCENARIOS for place in scenarios.places(name)]
     running: dict[int, tuple[str, str, float]] = {}
     while jobs or running:

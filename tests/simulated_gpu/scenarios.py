@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
+from hf_hybrid.phase_memory.activations import BoundaryOffload
+from hf_hybrid.phase_memory.int8 import Int8Predict
+from hf_hybrid.recovery import MemoryPolicy
 from simulated_gpu import marks
 
 Tensor = torch.Tensor
@@ -247,6 +255,8 @@ class Scenario:
     """Most stops of the package in an ordinary step."""
     keeps_model: bool = False
     """The model stays on the device after training, as plain Trainer leaves it."""
+    left: int = 0
+    """Bytes on the device that a process keeps when everything else is gone: tables of bitsandbytes."""
 
 
 def training(name: str, *, expect: dict | None = None, **options) -> None:
@@ -269,12 +279,15 @@ def scenario(**expect) -> Callable:
 # operations on a GPU than on a CPU, so that a resident training on the device is what a streamed one must equal.
 
 AS_RESIDENT = {"beside": "resident"}
-ROUNDED_STATES = {"tolerance": 1e-4}  # a rounding error may move a moment to the next of its 256 codes
+ROUNDED_STATES = {"tolerance": 1e-4, "left": 2048}  # a rounding error may move a moment to the next of its 256 codes
 ORTHOGONALISED = {"tolerance": 1e-3}  # in bf16, which makes much of a rounding error
+MORE = {"gradient_accumulation_steps": 4, "max_steps": 3, "architecture": {"layers": 5}}
 WIDE = {"width": 64}  # matrices large enough for moments in 8 bits
 
 training("by_micro_batch", **STREAM, accumulation_walk="micro_batch")
 training("by_layer", **STREAM, accumulation_walk="layer")
+training("by_micro_batch_more", **STREAM, accumulation_walk="micro_batch", **MORE)
+training("by_layer_more", **STREAM, accumulation_walk="layer", **MORE)
 training("parked", **STREAM, accumulation_walk="layer", offload_activations=True)
 training("parked_uneven", **STREAM, offload_activations=True, lengths=(6, 12, 9))
 training("uneven_by_micro_batch", **STREAM, accumulation_walk="micro_batch", lengths=(6, 12, 9))
@@ -293,6 +306,7 @@ training("bf16", **STREAM, bf16=True, expect=AS_RESIDENT)
 training("bf16_by_micro_batch", **STREAM, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT)
 training("bf16_of_a_device_model", **STREAM, bf16=True, on_device_already=True, expect=AS_RESIDENT)
 training("eight_bit", **STREAM, optimizer_states="8bit", architecture=WIDE, expect=ROUNDED_STATES)
+training("eight_bit_more", **STREAM, optimizer_states="8bit", **MORE, expect=ROUNDED_STATES)
 training("eight_bit_by_micro_batch", **STREAM, optimizer_states="8bit", accumulation_walk="micro_batch")
 training("eight_bit_bf16", **STREAM, optimizer_states="8bit", bf16=True, expect=AS_RESIDENT)
 training("lora", **STREAM, lora=True)
@@ -313,6 +327,8 @@ training("leaps_bf16", **STREAM, **LEAPS, bf16=True, expect=ORTHOGONALISED | AS_
 training("leaps_ends_streamed", **STREAM, **LEAPS, stream_embeddings=True, tied=False)
 training("leaps_probed", **STREAM, **LEAPS, probe_budget=1.0)
 training("leaps_undone", **STREAM, **LEAPS, probe_budget=1.0, leap_gain=300.0)
+training("leaps_deeper", **STREAM, **LEAPS, architecture={"layers": 5})
+training("leaps_probed_deeper", **STREAM, **LEAPS, probe_budget=1.0, architecture={"layers": 5})
 training("leaps_and_saves", **STREAM, **LEAPS, save_strategy="steps", save_steps=1)
 training("leaps_planned", **STREAM, **LEAPS, planner="dynamics")
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
@@ -327,19 +343,433 @@ training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 
 # Memory by phase, of a model that stays on the device.
 
-BIG_ENOUGH = {"width": 256, "layers": 2}  # for int8 probes
-
 training("plain")
-training("checkpointed", checkpoint_phases="full,correct", activation_checkpointing=True)
-training("activations_offloaded", offload_activations=True, expect={"stops": 3})
+training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
 training("states_eight_bit", **LEAPS, **ALONG_GRADIENTS, predict_states="8bit", expect=ROUNDED_STATES)
 training("states_dropped", **LEAPS, **ALONG_GRADIENTS, predict_states="drop")
-training("int8_probes", **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0,
-         architecture=BIG_ENOUGH)  # fmt: skip
-training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=bf16", bf16=True,
+training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
+
+
+@scenario(keeps_model=True)
+def activations_offloaded(place: Place) -> dict[str, Tensor]:
+    """The inputs of checkpointed layers wait on the host, however small they are."""
+    with patched(BoundaryOffload.__init__.__kwdefaults__, "min_bytes", 1):
+        return train(place, offload_activations=True)
+
+
+@scenario(keeps_model=True)
+def activations_offloaded_with_leaps(place: Place) -> dict[str, Tensor]:
+    """The same, with probes in between, which keep no graph."""
+    with patched(BoundaryOffload.__init__.__kwdefaults__, "min_bytes", 1):
+        return train(place, offload_activations=True, **LEAPS, **ALONG_GRADIENTS)
+
+
+@scenario(keeps_model=True, tolerance=1e-5)
+def int8_probes(place: Place) -> dict[str, Tensor]:
+    """The weights are codes while a leap is probed."""
+    with patched(Int8Predict.__init__.__kwdefaults__, "min_features", 16):
+        return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
+
+
+@scenario(keeps_model=True, tolerance=1e-5)
+def int8_probes_masters_away(place: Place) -> dict[str, Tensor]:
+    """The same, and the weights wait on the host."""
+    with (
+        patched(Int8Predict.__init__.__kwdefaults__, "min_features", 16),
+        patched(Int8Predict.__init__.__kwdefaults__, "offload_master", True),
+    ):
+        return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
+
+
+# Page-locked memory.
+
+
+@scenario()
+def registered(place: Place) -> dict[str, Tensor]:
+    """Host buffers are large enough to be registered with the driver."""
+    with patched(vars(machine), "SMALL", 0):
+        return train(place, **STREAM, **LEAPS, save_strategy="steps", save_steps=4)
+
+
+@scenario()
+def registered_lora_int8(place: Place) -> dict[str, Tensor]:
+    """The codes of a frozen base are registered for a run, and let go of after it."""
+    with patched(vars(machine), "SMALL", 0):
+        return train(place, **STREAM, lora=True, base_precision="int8", save_strategy="steps", save_steps=2)
+
+
+@scenario(stops=100)
+def registration_refused(place: Place) -> dict[str, Tensor]:
+    """The driver refuses to lock pages: ordinary memory serves, and copies wait."""
+    place.simulator.refuse_registration = True
+    with patched(vars(machine), "SMALL", 0):
+        return train(place, **STREAM)
+
+
+# A training among others.
+
+
+@scenario()
+def resumed(place: Place) -> dict[str, Tensor]:
+    """Four steps, two of them after a resume, are those of one run."""
+    first = trainer_of(place, model(), **STREAM, **LEAPS, save_strategy="steps", save_steps=5)
+    with place.watched():
+        first.train()
+    second = trainer_of(place, model(), **STREAM, **LEAPS)
+    with place.counted(second):
+        second.train(resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-5"))
+    place.facts["as_without"] = largest_difference(weights_of(first), weights_of(second))
+    return weights_of(second)
+
+
+@scenario(tolerance=1e-4)
+def resumed_eight_bit(place: Place) -> dict[str, Tensor]:
+    """The same with moments in 8 bits."""
+    options = {**STREAM, "optimizer_states": "8bit", "max_steps": 4}
+    first = trainer_of(place, model(), **options, save_strategy="steps", save_steps=2)
+    with place.watched():
+        first.train()
+    second = trainer_of(place, model(), **options)
+    with place.counted(second):
+        second.train(resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
+    place.facts["as_without"] = largest_difference(weights_of(first), weights_of(second))
+    return weights_of(second)
+
+
+@scenario()
+def evaluated_only(place: Place) -> dict[str, Tensor]:
+    """A streamed trainer that never trains, right after the device was busy."""
+    trainer = trainer_of(place, model(), **STREAM)
+    with place.watched():
+        busy = torch.ones(64, 64, device=trainer.args.device)
+        busy = busy @ busy
+        place.facts["losses"] = [trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]]
+        place.facts["predicted"] = float(torch.as_tensor(trainer.predict(rows(4)).predictions).double().sum())
+    return weights_of(trainer)
+
+
+@scenario()
+def trained_twice(place: Place) -> dict[str, Tensor]:
+    """One trainer, two runs, with an evaluation between and after them."""
+    trainer = trainer_of(place, model(), **STREAM, **LEAPS)
+    with place.watched():
+        trainer.train()
+        trainer.evaluate()
+    with place.counted(trainer):
+        trainer.train()
+    trainer.evaluate()
+    return weights_of(trainer)
+
+
+@scenario()
+def two_trainers(place: Place) -> dict[str, Tensor]:
+    """A streamed and a resident trainer in one process, in turn."""
+    streamed, resident = trainer_of(place, model(), **STREAM), trainer_of(place, model(seed=1), max_steps=3)
+    with place.watched():
+        resident.train()
+    with place.counted(streamed):
+        streamed.train()
+    with place.watched():
+        resident.evaluate()
+    return weights_of(streamed) | {f"resident.{name}": value for name, value in weights_of(resident).items()}
+
+
+@scenario()
+def error_in_the_middle(place: Place) -> dict[str, Tensor]:
+    """A callback raises; the model has its weights, and another training begins from them."""
+
+    class Raises(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    trainer = trainer_of(place, model(), **STREAM, optimizer_states="8bit", callbacks=[Raises()])
+    with place.watched(), contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    again = trainer_of(place, trainer.model, **STREAM)
+    with place.counted(again):
+        again.train()
+    return weights_of(again)
+
+
+@scenario()
+def moved_by_hand(place: Place) -> dict[str, Tensor]:
+    """A model on the device is given to a streamed trainer."""
+    return train(place, **STREAM, on_device_already=True)
+
+
+# Out of memory.
+
+OUT_OF_MEMORY = {"max_steps": 200, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
+class Fault(TrainerCallback):
+    """Lets memory end in every step, ten allocations later than in the step before, until no step has so many."""
+
+    PATIENCE = 10
+    """Steps that are tried: some are skipped, and only some have a leap."""
+
+    def __init__(self, at: int = 0):
+        self.at, self.count, self.now, self.fired, self.ended = at, 0, False, False, False
+        self.too_short = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.count, self.now, self.fired = 0, True, False
+        # Each time is the first time: nothing was learned from the steps before.
+        recovery = self.trainer.recovery
+        recovery.end()
+        recovery.policy = MemoryPolicy()
+        if self.trainer.memory.streams:
+            self.trainer.memory.window.order = "auto"
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.now = False
+        self.too_short = 0 if self.fired else self.too_short + 1
+        self.ended = control.should_training_stop = self.too_short == self.PATIENCE
+
+    def __call__(self, size: int) -> bool:
+        self.count += self.now
+        if self.now and not self.fired and self.count > self.at:
+            self.fired = True
+            self.at += 10
+            return True
+        return False
+
+
+def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
+    """Memory ends at every tenth allocation of a step; where that ends the training, another one goes on from there."""
+    options = {**OUT_OF_MEMORY, **options}
+    undisturbed = trainer_of(place, model(layers=2), **{**options, "max_steps": 100})
+    with place.watched():
+        undisturbed.train()
+    if not place.on_device:
+        return {}
+    at, errors, logs, caught = 0, [], [], 0
+    while len(errors) < 40:
+        fault = Fault(at)
+        trainer = fault.trainer = trainer_of(place, model(layers=2), callbacks=[fault], **options)
+        place.simulator.fault = fault
+        try:
+            with place.watched():
+                trainer.train()
+        except torch.OutOfMemoryError as error:
+            errors.append(str(error))
+        place.simulator.fault = None
+        logs += [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        caught += len(trainer.hybrid_summary()["out_of_memory"])
+        at = fault.at
+        if fault.ended:
+            break
+    right = {entry["step"]: entry["loss"] for entry in undisturbed.state.log_history if "loss" in entry}
+    place.facts |= {
+        "tried": at // 10,
+        "caught": caught,
+        "errors": errors,
+        "off": max(abs(right[step] - loss) for step, loss in logs if step in right),
+        "ended": fault.ended,
+    }
+    return {}
+
+
+for _name, _options in {
+    "streamed": STREAM,
+    "streamed_eight_bit": {**STREAM, "optimizer_states": "8bit"},
+    "resident": {},
+    "leaps": {**STREAM, **LEAPS, "max_steps": 200},
+}.items():
+    SCENARIOS[f"out_of_memory_{_name}"] = Scenario(partial(out_of_memory, **_options))
+
+
+# What watches, and what TRL trains.
+
+
+@scenario()
+def profiled(place: Place) -> dict[str, Tensor]:
+    """The profiler reads allocator, driver and host, and keeps the history of allocations."""
+    with a_driver() if place.on_device else contextlib.nullcontext():
+        weights = train(
+            place, **STREAM, **LEAPS, callbacks=[MemoryProfilerCallback(account_every=1, memory_history=True)]
+        )
+    profile = next(place.folder.rglob("profile"))
+    place.facts["records"] = [json.loads(line) for line in (profile / "steps.jsonl").read_text().splitlines()]
+    return weights
+
+
+@scenario(keeps_model=True)
+def profiled_resident(place: Place) -> dict[str, Tensor]:
+    """The same beside plain steps."""
+    return train(place, callbacks=[MemoryProfilerCallback(account_every=2)])
+
+
+@scenario(keeps_model=True)
+def profiled_out_of_memory(place: Place) -> dict[str, Tensor]:
+    """Memory ends once: the profiler leaves a snapshot, and the step is computed again."""
+    seen = Counter()
+
+    def fault(size: int) -> bool:
+        seen["all"] += 1
+        return seen["all"] == 900
+
+    place.simulator.fault = fault if place.on_device else None
+    weights = train(place, optim="sgd", callbacks=[MemoryProfilerCallback(memory_history=True)])
+    place.facts["snapshots"] = len(list(place.folder.rglob("*.pickle")))
+    return weights
+
+
+@scenario(keeps_model=True)
+def guarded(place: Place) -> dict[str, Tensor]:
+    """The device is nearly full, by the driver's count: the guard warns and asks for a checkpoint."""
+    if place.on_device:
+        torch.cuda.set_per_process_memory_fraction(600_000 / place.simulator.TOTAL)
+    weights = train(place, guard_warn_at=0.1, guard_checkpoint_at=0.2)
+    place.facts["checkpoints"] = len(list(place.folder.rglob("checkpoint-*")))
+    return weights
+
+
+@scenario(keeps_model=True)
+def with_a_bar(place: Place) -> dict[str, Tensor]:
+    """The progress bar shows the device's memory."""
+    return train(place, disable_tqdm=False)
+
+
+@scenario()
+def compiled_is_refused(place: Place) -> dict[str, Tensor]:
+    """`torch_compile` would compile placeholders."""
+    with pytest.raises(ValueError, match="torch_compile"):
+        trainer_of(place, model(), **STREAM, torch_compile=True)
+    return {}
+
+
+@scenario(keeps_model=True, tolerance=1e-5)
+def sft(place: Place) -> dict[str, Tensor]:
+    """TRL's supervised fine-tuning, with leaps."""
+    import datasets
+
+    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+
+    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(32)])
+    options = {**LEAPS, **ALONG_GRADIENTS, "bf16": False, "max_length": 32}
+    trainer = HybridSFTTrainer(
+        model(vocab_size=320), args=place.config(HybridSFTConfig, **options), train_dataset=data,
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    return weights_of(trainer)
+
+
+@scenario()
+def sft_streamed(place: Place) -> dict[str, Tensor]:
+    """The same, streamed."""
+    import datasets
+
+    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+
+    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(32)])
+    options = {**STREAM, **LEAPS, "bf16": False, "max_length": 32}
+    trainer = HybridSFTTrainer(
+        model(vocab_size=320), args=place.config(HybridSFTConfig, **options), train_dataset=data,
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    return weights_of(trainer)
+
+
+@scenario(keeps_model=True, tolerance=1e-5)
+def dpo(place: Place) -> dict[str, Tensor]:
+    """TRL's preference optimisation with a reference model, with leaps."""
+    import datasets
+
+    from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
+
+    pairs = [{"prompt": f"Say {n}.", "chosen": f" It is {n}.", "rejected": " No."} for n in range(32)]
+    options = {**LEAPS, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3}
+    trainer = HybridDPOTrainer(
+        model(vocab_size=320), ref_model=model(vocab_size=320), args=place.config(HybridDPOConfig, **options),
+        train_dataset=datasets.Dataset.from_list(pairs), processing_class=tokenizer(),
+    )  # fmt: skip
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    return weights_of(trainer)
+
+
+@scenario()
+def measured(place: Place) -> dict[str, Tensor]:
+    """What commands and planner ask of a device."""
+    from hf_hybrid.cli import env
+    from hf_hybrid.machine import device_memory
+    from hf_hybrid.plan.accounting import measure_machine
+
+    place.facts["rates"] = sorted(measure_machine(0.001))
+    place.facts["free"] = device_memory()
+    place.facts["environment"] = env.report()
+    return {}
+
+
+# Helpers of scenarios.
+
+
+@contextlib.contextmanager
+def patched(values: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value in a dictionary meanwhile."""
+    before = values[name]
+    values[name] = value
+    try:
+        yield
+    finally:
+        values[name] = before
+
+
+@contextlib.contextmanager
+def a_driver() -> Iterator[None]:
+    """NVML, as far as the package reads it."""
+    driver = types.ModuleType("pynvml")
+    driver.NVMLError = type("NVMLError", (Exception,), {})
+    driver.nvmlInit = driver.nvmlShutdown = lambda: None
+    driver.nvmlDeviceGetHandleByUUID = lambda identity: identity
+    driver.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=3 << 30, total=16 << 30)
+    with patched(sys.modules, "pynvml", driver) if "pynvml" in sys.modules else contextlib.nullcontext():
+        sys.modules["pynvml"] = driver
+        yield
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Over all weights."""
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def tokenizer():
+    """A tokenizer of bytes, made from text that ships with Python."""
+    from pydoc_data import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator([topics.topics["if"], topics.topics["while"]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<eos>")
+
+
+class Lines(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.getMessage()}\n")
 
 
 def places(name: str) -> tuple[str, ...]:
@@ -354,6 +784,8 @@ def run(name: str, where: str, simulator: Any, folder: Path) -> dict[str, Any]:
     if place.on_device:
         simulator.install()
     torch.set_num_threads(1)
+    handler = Lines()
+    logging.getLogger("hf_hybrid").addHandler(handler)
     weights = scenario.function(place)
     found = {
         "weights": weights,
@@ -364,6 +796,7 @@ def run(name: str, where: str, simulator: Any, folder: Path) -> dict[str, Any]:
         "entered": sorted(marks.entered),
         "known": sorted(marks.known),
     }
+    found["log"] = "".join(handler.lines)
     del weights
     gc.collect()
     place.facts["bytes_left"] = place.bytes()

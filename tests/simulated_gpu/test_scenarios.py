@@ -1,0 +1,227 @@
+"""
+What the package does on a device, without one (device.py says what that shows and what it cannot show).
+
+Each scenario runs in processes of its own, on the simulated device and beside it; the tests ask what it left. `-k NAME`
+runs the scenarios of that name alone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from simulated_gpu.scenarios import SCENARIOS, places
+
+RUNNER = Path(__file__).with_name("runner.py")
+SMALL_CHANGE = 64
+"""Bytes on the device that a process may keep: placeholders and scalars."""
+
+
+class Results:
+    """What the scenarios left, each as soon as it is there."""
+
+    def __init__(self, names: list[str], folder: Path):
+        self.folder = folder
+        workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+        command = [sys.executable, str(RUNNER), "--workers", str(workers), str(folder), *names]
+        environment = {**os.environ, "PYTHONPATH": str(RUNNER.parents[2])}
+        self._log = (folder / "runner.log").open("w")
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+        self.of = cache(self._of)
+
+    def _of(self, name: str, place: str = "device") -> dict:
+        """The result of a scenario at a place."""
+        result = self.folder / f"{name}.{place}.pt"
+        while not result.exists():
+            ended = self._process.poll() is not None  # asked first: it may end after it has written
+            if (self.folder / "unavailable").exists():
+                pytest.skip((self.folder / "unavailable").read_text())
+            if result.with_suffix(".error").exists():
+                pytest.fail(result.with_suffix(".error").read_text()[-6000:])
+            if ended and not result.exists():
+                pytest.fail(f"The runner ended: {(self.folder / 'runner.log').read_text()[-3000:]}")
+            time.sleep(0.02)
+        return torch.load(result, weights_only=False)
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    here = [item for item in request.session.items if item.fspath == request.path]
+    asked = {name for item in here for mark in item.iter_markers("needs") for name in mark.args}
+    asked |= {item.callspec.params["name"] for item in here if hasattr(item, "callspec")}
+    if any(not hasattr(item, "callspec") and not list(item.iter_markers("needs")) for item in here):
+        asked = set(SCENARIOS)
+    made = Results([name for name in SCENARIOS if name in asked], tmp_path_factory.mktemp("scenarios"))
+    yield made
+    made.end()
+
+
+def needs(*names: str):
+    """The scenarios that a test looks at."""
+    return pytest.mark.needs(*names)
+
+
+each = pytest.mark.parametrize("name", SCENARIOS)
+
+
+@each
+def test_nothing_races(name, results):
+    races = results.of(name)["races"]
+    assert not races, "\n".join(f"{count} x {race}" for race, count in races.items())
+
+
+@each
+def test_the_weights_are_those_of_the_other_place(name, results):
+    scenario = SCENARIOS[name]
+    here, there = (results.of(name, place)["weights"] for place in places(name))
+    assert here.keys() == there.keys()
+    off = {key: (here[key] - there[key]).abs().max().item() for key in here}
+    wrong = {key: value for key, value in off.items() if not value <= scenario.tolerance}
+    assert not wrong, f"more than {scenario.tolerance} from {scenario.beside}: {wrong}"
+
+
+@each
+def test_the_host_is_seldom_stopped(name, results):
+    found = results.of(name)
+    stops = found["facts"].get("stops", {}).get("hf_hybrid", 0)
+    sites = "\n".join(f"{n} x {site}" for site, n in found["stop_sites"].items() if site.startswith("hf_hybrid"))
+    assert stops <= SCENARIOS[name].stops, f"{stops} stops in a step; all of the run:\n{sites}"
+
+
+@each
+def test_memory_is_given_back(name, results):
+    facts = results.of(name)["facts"]
+    left = facts["bytes_left"]
+    assert left["device"] <= SCENARIOS[name].left and left["registered"] == left["pinned"] == 0
+    if "bytes" in facts:
+        before, after = facts["bytes"]
+        if not SCENARIOS[name].keeps_model:
+            assert after["device"] <= before["device"] + SMALL_CHANGE
+        assert after["registered"] <= before["registered"] and after["pinned"] <= before["pinned"]
+
+
+# What single scenarios are about.
+
+
+@needs("leaps", "leaps_probed", "leaps_undone", "resident_leaps_undone")
+def test_leaps_are_made_kept_and_undone(results):
+    for name in ("leaps", "leaps_probed"):
+        assert "kept" in results.of(name)["facts"]["leaps"]
+    for name in ("leaps_undone", "resident_leaps_undone"):
+        assert "rejected" in results.of(name)["facts"]["leaps"]
+
+
+@needs("leaps", "leaps_deeper", "leaps_probed", "leaps_probed_deeper")
+def test_leaps_stop_the_host_no_oftener_in_deeper_models(results):
+    for name in ("leaps", "leaps_probed"):
+        few, many = (results.of(n)["facts"]["stops_at_leaps"]["hf_hybrid"] for n in (name, f"{name}_deeper"))
+        assert few == many, results.of(f"{name}_deeper")["stop_sites"]
+
+
+@needs("by_micro_batch", "by_micro_batch_more", "by_layer", "by_layer_more", "eight_bit", "eight_bit_more")
+def test_steps_stop_the_host_no_oftener_with_more_layers_and_micro_batches(results):
+    for name in ("by_micro_batch", "by_layer", "eight_bit"):
+        few, many = (results.of(n)["facts"]["stops"].get("hf_hybrid", 0) for n in (name, f"{name}_more"))
+        assert few == many, results.of(f"{name}_more")["stop_sites"]
+
+
+@needs("resumed", "resumed_eight_bit")
+def test_a_resumed_run_ends_with_the_weights_of_one_run(results):
+    assert results.of("resumed")["facts"]["as_without"] == 0
+    assert results.of("resumed_eight_bit")["facts"]["as_without"] <= 1e-6
+
+
+@needs("bf16", "bf16_by_micro_batch", "eight_bit_bf16")
+def test_gradients_of_bf16_weights_travel_as_they_are(results):
+    for name in ("bf16", "bf16_by_micro_batch", "eight_bit_bf16"):
+        conversions = results.of(name)["conversions"]
+        assert not [one for one in conversions if "streaming" in one], conversions
+
+
+@needs("registered", "registered_lora_int8")
+def test_large_buffers_are_registered_with_the_driver(results):
+    before, _ = results.of("registered")["facts"]["bytes"]
+    assert before["registered"] > 0
+
+
+@needs("registration_refused")
+def test_a_driver_that_locks_no_pages_is_survived(results):
+    assert "Host memory could not be page-locked" in results.of("registration_refused")["log"]
+
+
+@needs("evaluated_only")
+def test_an_evaluation_alone_is_right(results):
+    here, there = (results.of("evaluated_only", place)["facts"] for place in ("device", "cpu"))
+    assert here["losses"] == pytest.approx(there["losses"], abs=1e-6)
+    assert here["predicted"] == pytest.approx(there["predicted"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("out_of_memory")])
+def test_memory_may_end_at_every_tenth_allocation(name, results):
+    """Most often the work is repeated to the same loss; otherwise the training ends with the error, and not a race."""
+    facts = results.of(name)["facts"]
+    assert facts["ended"] and facts["tried"] > 25
+    assert facts["caught"] + len(facts["errors"]) >= facts["tried"]
+    assert len(facts["errors"]) <= facts["tried"] // 4
+    if "leaps" not in name:  # a leap that does not fit is not made
+        assert facts["off"] < 1e-5
+
+
+@needs("profiled", "profiled_resident")
+def test_the_profiler_reads_allocator_and_driver(results):
+    record = results.of("profiled")["facts"]["records"][-1]
+    assert record["device"]["peak_allocated"] >= record["device"]["allocated"] > 0
+    assert record["nvml"] == {"used": 3 << 30, "total": 16 << 30}
+    assert record["host"]["pinned"] > 0
+
+
+@needs("profiled_out_of_memory")
+def test_an_out_of_memory_leaves_a_snapshot(results):
+    assert results.of("profiled_out_of_memory")["facts"]["snapshots"] == 1
+
+
+@needs("guarded")
+def test_the_guard_asks_for_a_checkpoint(results):
+    assert results.of("guarded")["facts"]["checkpoints"] == 1
+    assert "memory" in results.of("guarded")["log"]
+
+
+@needs("measured")
+def test_the_machine_is_measured(results):
+    facts = results.of("measured")["facts"]
+    assert facts["rates"] == ["d2h", "dram", "flops", "h2d"]
+    assert "Simulated GPU" in facts["environment"]
+
+
+# What no scenario entered.
+
+ONLY_ELSEWHERE: dict[str, str] = {}
+"""Device-dependent lines that the simulated device cannot enter, each with the reason."""
+
+
+def test_every_device_dependent_line_is_entered(results, request):
+    selected = [item for item in request.session.items if item.fspath == request.path]
+    if len({item.callspec.params["name"] for item in selected if hasattr(item, "callspec")}) < len(SCENARIOS):
+        pytest.skip("only some of the scenarios were selected")
+    found = [results.of(name) for name in SCENARIOS]
+    known = {line for result in found for line in result["known"]}
+    entered = {line for result in found for line in result["entered"]}
+    missing = known - entered - ONLY_ELSEWHERE.keys()
+    assert not missing, "\n".join(sorted(missing))
+    assert not ONLY_ELSEWHERE.keys() - known, "no such lines any more"
+    assert len(known) > 80
