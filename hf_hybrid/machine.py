@@ -296,6 +296,22 @@ def host_tensor(shape: torch.Size, dtype: torch.dtype, *, pin: bool) -> Tensor:
     return host_buffer(shape.numel() * dtype.itemsize, pin=pin).view(dtype).view(shape)
 
 
+def copy_to_device_(target: Tensor, source: Tensor) -> Tensor:
+    """
+    Copy ordinary host memory into a device tensor, which is returned. What is small goes through torch's page-locked
+    memory, which torch keeps until the copy is over: the host may change `source` at once and does not stop.
+    """
+    if copies_beside(target.device) and source.device.type == "cpu" and source.nbytes < SMALL:
+        staged = host_tensor(source.shape, source.dtype, pin=True).copy_(source)
+        return target.copy_(staged, non_blocking=True)
+    return target.copy_(source)
+
+
+def wait_for(device: torch.device) -> None:
+    """Stop the host until the device has computed all that it was given."""
+    torch.get_device_module(device).current_stream(device).synchronize()
+
+
 def _page_locked(size: int) -> Tensor:
     if size < SMALL or not torch.cuda.is_available():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

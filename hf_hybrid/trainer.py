@@ -355,9 +355,9 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _step_flops(self, tokens: int) -> float:
         """Return the mean over all processes, because every process must decide alike."""
-        count = torch.tensor(float(tokens), device=self.args.device)
+        count = torch.tensor(float(tokens))
         if self.accelerator.num_processes > 1:
-            count = self.accelerator.reduce(count, reduction="mean")
+            count = self.accelerator.reduce(count.to(self.args.device), reduction="mean")
         per_token = sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in self.model.parameters())
         return count.item() * per_token
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_hybrid.leaps import sums
+
 Tensor = torch.Tensor
 
 SAMPLE = 4096
@@ -150,15 +152,18 @@ class DisplacementResiduals:
         self.leap = [start - sample(b).to(start.device).float() for start, b in zip(self.start, before)]
         self.leap_rate = rate
         if all(gradient is not None for gradient in predicted):
-            self.slopes_before = self._by_group([sample(gradient).float() for gradient in predicted], self.leap)
+            gradients = [sample(gradient).float() for gradient in predicted]
+            (self.slopes_before,) = self._by_group((gradients, self.leap))
 
-    def _by_group(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """Estimate inner products over whole groups from their samples, as fp32 of shape `[groups]`."""
-        dots = []
-        for a, b, parameter in zip(first, second, self.parameters):
-            dots.append(torch.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1)))
-        together = torch.stack([dot.to(dots[0].device, torch.float32) for dot in dots])
-        return torch.stack([together[members].sum() for members in self._members.values()])
+    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """Estimate inner products of each pair over whole groups from samples, as fp32 `[groups]` on the host."""
+        dots = [
+            torch.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1))
+            for first, second in pairs
+            for a, b, parameter in zip(first, second, self.parameters)
+        ]
+        together = sums.gather(dots).cpu().view(len(pairs), -1)
+        return [torch.stack([row[members].sum() for members in self._members.values()]) for row in together]
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -187,14 +192,10 @@ class DisplacementResiduals:
             self.clear()
             return None, {}
         realised = [sample(p).to(s.device).float() - s for p, s in zip(self.parameters, self.start)]
-        before = self.slopes_before
-        columns = [
-            self._by_group(self.leap, realised),
-            self._by_group(self.leap, self.leap),
-            self._by_group(realised, realised),
-            self._by_group(self.gradients, self.leap) / self.gradient_steps,
-        ]
-        columns.append(torch.zeros_like(columns[0]) if before is None else before.to(columns[0].device))
+        before, leap = self.slopes_before, self.leap
+        columns = self._by_group((leap, realised), (leap, leap), (realised, realised), (self.gradients, leap))
+        columns[3] /= self.gradient_steps
+        columns.append(torch.zeros_like(columns[0]) if before is None else before.cpu())
         rows = torch.stack(columns, dim=1).tolist()
         whole = self._residual([sum(column) for column in zip(*rows)], rate)
         groups = {group: found for group, row in zip(self.groups, rows) if (found := self._residual(row, rate))}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 Tensor = torch.Tensor
 
 
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements."""
-    dense = [square(t) for t in tensors if not t.is_sparse]
-    return gather(dense).sum() if dense else torch.zeros(())
+def squares(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sum of the squares of each tensor that is not sparse."""
+    return [square(t) for t in tensors if not t.is_sparse]
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:
@@ -25,11 +26,19 @@ def square(tensor: Tensor) -> Tensor:
 
 
 def gather(scalars: list[Tensor]) -> Tensor:
-    """Stack scalars, which may be on several devices, into one vector."""
-    # On the device of the first: one synchronisation when the result is read, not one per tensor.
-    return torch.stack([scalar.to(scalars[0].device, torch.float32) for scalar in scalars])
+    """Stack scalars into a vector on their device, or on the host if there are several, with one transfer of each."""
+    places: dict[torch.device, list[int]] = {}
+    for place, scalar in enumerate(scalars):
+        places.setdefault(scalar.device, []).append(place)
+    if len(places) == 1:
+        return torch.stack([scalar.float() for scalar in scalars])
+    gathered = torch.empty(len(scalars))
+    for of_device in places.values():
+        gathered[of_device] = torch.stack([scalars[place].float() for place in of_device]).cpu()
+    return gathered
 
 
-def total(scalars: list[Tensor]) -> float:
-    """Return the sum of scalars as a number; 0 if there are none."""
-    return gather(scalars).sum().item() if scalars else 0.0
+def totals(lists: list[list[Tensor]]) -> Tensor:
+    """Return the sum of each list of scalars, 0 for an empty list. All scalars of a device travel together."""
+    together = gather([scalar for scalars in lists for scalar in scalars] or [torch.zeros(())]).cpu()
+    return torch.stack([part.sum() for part in together[: sum(map(len, lists))].split([*map(len, lists)])])

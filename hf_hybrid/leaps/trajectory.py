@@ -35,6 +35,7 @@ from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.directions.preconditioners import last_step
 from hf_hybrid.leaps.record import Leap
+from hf_hybrid.machine import copies_beside, copy_to_device_, wait_for
 
 Tensor = torch.Tensor
 
@@ -164,7 +165,7 @@ class Trajectory:
                 gradients.append(sums.square(gradient))
         if not dots:
             return None
-        dot, square, gradient = sums.gather([sums.gather(x).sum() for x in (dots, squares, gradients)]).tolist()
+        dot, square, gradient = sums.totals([dots, squares, gradients]).tolist()
         return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
 
     def _followed(self, index: int) -> Tensor | None:
@@ -299,20 +300,28 @@ class Trajectory:
             squares.append(sums.square(delta))
             if index in self._in_place:
                 _add(parameter, delta)
-        norm, size = math.sqrt(sums.total(squares)), math.sqrt(sums.total(weights))
-        return norm / max(size, 1e-12), sums.total(linear)
+        square, weight, decrease = sums.totals([squares, weights, linear]).tolist()
+        return math.sqrt(square) / max(math.sqrt(weight), 1e-12), decrease
 
     @torch.no_grad()
     def _save(self, indices: Iterable[int]) -> None:
         if not self.snapshot:
             self.snapshot = [self.context.buffer(p, dtype=p.dtype) for p in self.parameters]
+        copying = set()
         for index in indices:
-            self.snapshot[index].copy_(self.parameters[index].detach())
+            parameter = self.parameters[index].detach()
+            beside = self.context.host and copies_beside(parameter.device)
+            self.snapshot[index].copy_(parameter, non_blocking=beside)
+            if beside:
+                copying.add(parameter.device)
             self._saved.add(index)
+        for device in copying:
+            wait_for(device)  # once: the host may read the snapshot from here on
 
     def _restore(self) -> None:
         for index in self._saved:
-            self.parameters[index].copy_(self.snapshot[index])
+            parameter = self.parameters[index]
+            parameter.copy_(self.snapshot[index], non_blocking=self.context.host and copies_beside(parameter.device))
 
     def _begin_block(self, *, undoable: bool) -> None:
         self.clock.steps_in_block = 0
@@ -339,15 +348,18 @@ class Trajectory:
         second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
         count = max(sum(p.numel() for p in self.parameters), 1)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        parts = [
-            sums.sum_of_squares([p.detach() for p in self.parameters]) / count,
-            sums.sum_of_squares(first) / count,
-            sums.gather([s.float().sum() for s in second]).sum() / count if second else torch.zeros(()),
-            sums.sum_of_squares(self.direction.buffers.get("memory", [])),
-            sums.sum_of_squares(gradients),
-            self._gradient_dot_memory(),
-        ]
-        weight2, first2, second1, memory2, gradient2, dot = sums.gather(parts).tolist()
+        found = sums.totals(
+            [
+                sums.squares(p.detach() for p in self.parameters),
+                sums.squares(first),
+                [s.float().sum() for s in second],
+                sums.squares(self.direction.buffers.get("memory", [])),
+                sums.squares(gradients),
+                self._gradient_dot_memory(),
+            ]
+        )
+        weight2, first2, second1 = (found[:3] / count).tolist()
+        memory2, gradient2, dot = found[3:].tolist()
         return {
             "first": math.sqrt(first2),
             "second": math.sqrt(max(second1, 0.0)),
@@ -356,19 +368,19 @@ class Trajectory:
             "alignment": dot / max(math.sqrt(memory2 * gradient2), 1e-20),
         }
 
-    def _gradient_dot_memory(self) -> Tensor:
+    def _gradient_dot_memory(self) -> list[Tensor]:
         dots = []
         for index, parameter in enumerate(self.parameters):
             predicted = self.direction.predicted_gradient(index)
             if predicted is not None and parameter.grad is not None and not parameter.grad.is_sparse:
                 dots.append(sums.dot(predicted, parameter.grad.to(predicted.device, torch.float32)))
-        return sums.gather(dots).sum() if dots else torch.zeros(())
+        return dots
 
     @torch.no_grad()
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
         self.store.settle()
-        return bool(torch.isfinite(sums.sum_of_squares([p.detach() for p in self.parameters])))
+        return bool(torch.isfinite(sums.totals([sums.squares(p.detach() for p in self.parameters)])))
 
     def _buffers(self) -> dict[str, list[Tensor]]:
         return {
@@ -442,7 +454,8 @@ class Trajectory:
 
 
 def _add(parameter: torch.nn.Parameter, delta: Tensor) -> None:
-    delta = delta.to(parameter.device, non_blocking=True)
+    if delta.device != parameter.device:
+        delta = copy_to_device_(torch.empty_like(delta, device=parameter.device), delta)
     if parameter.dtype == torch.float32:
         parameter.add_(delta)
     else:

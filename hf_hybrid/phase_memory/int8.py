@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid.machine import copies_beside, host_tensor
+from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
 
@@ -238,7 +238,7 @@ class Int8Predict(PhasePlugin):
             weight.data = host.to(weight.device, non_blocking=copies_beside(weight.device))
             coming.append(self._parked.pop())
         for device in {weight.device for weight, _ in coming if copies_beside(weight.device)}:
-            torch.accelerator.current_stream(device).synchronize()  # what is copied from is freed as this returns
+            wait_for(device)  # what is copied from is freed as this returns
 
     def on_train_end(self) -> None:
         self.after_probe()

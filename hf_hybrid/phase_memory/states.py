@@ -223,6 +223,7 @@ class OptimizerStatePlacement(PhasePlugin):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def on_train_begin(self, context: PluginContext) -> None:
+        self._strategy.wait()  # for what still came home when a run before this one ended in an exception
         self._optimizer = context.optimizer
         self._strategy = _STRATEGIES[self.placement]()
 

@@ -102,14 +102,27 @@ class LazyOptimizer(torch.optim.Optimizer):
         streamer.before_read = self.flush
         if on_device:
             streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
+            for unit in streamer.units:
+                unit.storage.lock_masters()
 
     # A window ends.
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it."""
+        self.streamer.end_backward()
+        parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        resident = [gradient for gradient in gradients if gradient.device.type != "cpu"]
+        on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+        norm = torch.nn.utils.get_total_norm(resident)
+        if resident and on_host:
+            # It travels behind the gradients, so that the host waits once for all of them.
+            rest, norm = norm, host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
+            self.streamer.transfers.send(rest, norm)
         self.streamer.gradients_arrived()
-        counterparts = [self.streamer.counterpart(parameter) for parameter in parameters]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in counterparts if p.grad is not None], foreach=None)
+        if on_host:
+            found = torch.nn.utils.get_total_norm(on_host)
+            norm = torch.linalg.vector_norm(torch.stack([found, norm])) if resident else found
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
@@ -134,9 +147,9 @@ class LazyOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             if now or id(parameter) not in self._unit_of:
-                parameter.grad.mul_(scale.to(parameter.grad.device))
-            elif self._scale is None:
-                self._scale = scale.to(parameter.grad.device)
+                parameter.grad.mul_(scale)  # a number on the host multiplies on any device, and nothing is copied
+            else:
+                self._scale = scale
         return norm
 
     @torch.no_grad()
@@ -217,7 +230,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         on_device = nn.Parameter(weights)
         on_device.grad = gradient.take()
         if scale is not None:
-            on_device.grad.mul_(scale.to(on_device.device))
+            on_device.grad.mul_(scale)
         stepper = type(self.base)([{**group, "params": [on_device]}])
         host_state = self.state.get(master, {})
         # A step counter of one element stays where the optimizer keeps it: on the host.

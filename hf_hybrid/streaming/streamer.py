@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid.machine import host_tensor
+from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
@@ -258,7 +258,7 @@ class LayerStreamer:
             for piece in unit.trainable if self.overlay is not None else ():
                 weights = self.overlay(piece.master)
                 if weights is not None:
-                    piece.parameter.data.copy_(weights)
+                    copy_to_device_(piece.parameter.data, weights)
                     unit.altered = True
         if unit in self._position:
             step = -1 if backward else 1
@@ -331,20 +331,25 @@ class LayerStreamer:
         if master.grad is None:
             if piece.gradient is None:
                 piece.gradient = host_tensor(master.shape, master.dtype, pin=self.transfers.beside)
-            master.grad = piece.gradient
+            # Sent as it is and converted on the host: a conversion on the way runs on the device and needs room there.
+            master.grad, piece.narrow = piece.gradient, gradient.dtype.itemsize < master.dtype.itemsize
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
-            gradient = gradient.to(master.dtype).add_(self.transfers.fetch(master.grad, after=piece.sent).take())
+            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.gradient, after=piece.sent)
+            gradient, piece.narrow = gradient.to(master.dtype).add_(before.take()), False
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
+            piece.widen()
             master.grad.add_(gradient)
             return
-        piece.sent = self.transfers.send(gradient, master.grad)
+        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.gradient)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
+        for piece in self.masters.values():
+            piece.widen()
 
     # For the optimizer, and for reports.
 

@@ -175,6 +175,11 @@ class HostBuffers:
         self._lent[buffer.data_ptr()] = buffer
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
+    def take_back(self) -> None:
+        """Take back what is lent, after an error: nobody uses it any more, and no copy is under way."""
+        self.spare += self._lent.values()
+        self._lent.clear()
+
     def give_back(self, tensor: Tensor) -> None:
         """Take back a tensor of [`take`]. Computation must have been made to wait for the last copy out of it."""
         self.spare.append(self._lent.pop(tensor.data_ptr()))

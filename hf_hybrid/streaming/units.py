@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_hybrid.machine import host_buffer
+from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
 
@@ -65,6 +65,8 @@ class Piece:
     """Host buffer for the master's gradient, allocated when it is first needed."""
     sent: Event = None
     """When the gradient that was sent last has arrived in it."""
+    narrow: bool = False
+    """The gradient lies in the end of its buffer as it left the device, in fewer bytes than the master's dtype has."""
 
     @property
     def is_int8(self) -> bool:
@@ -77,6 +79,22 @@ class Piece:
     @property
     def rows(self) -> int:
         return self.parameter.numel() // self.parameter.shape[-1]
+
+    def landing(self) -> Tensor:
+        """Where a gradient of the device's dtype lands: the end of the buffer."""
+        return self.gradient.view(-1).view(self.dtype)[-self.gradient.numel() :].view(self.gradient.shape)
+
+    @torch.no_grad()
+    def widen(self) -> None:
+        """Convert a gradient that has landed to the master's dtype, in place."""
+        if self.narrow:
+            self.narrow = False
+            wide, landed, start = self.gradient.view(-1), self.landing().view(-1), 0
+            while start < len(wide):
+                # By halves: what is written ends before what is still to be read. A short rest needs a copy.
+                stop = (start + len(wide)) // 2 if len(wide) - start > ALIGNMENT else len(wide)
+                wide[start:stop] = landed[start:stop] if stop < len(wide) else landed[start:stop].clone()
+                start = stop
 
     def view(self, buffer: Tensor, dtype: torch.dtype | None = None, *, start: int | None = None) -> Tensor:
         """Return this parameter's part of a byte buffer. Without `start`, it is at its place in the packed buffer."""
@@ -161,6 +179,13 @@ class UnitStorage:
         """Round the masters into the packed buffer again, after they changed."""
         for piece in self.rounded:
             piece.view(self.packed).copy_(piece.master)
+
+    @torch.no_grad()
+    def lock_masters(self) -> None:
+        """Page-lock the masters of rounded pieces: they travel too if the optimizer steps them on the device."""
+        for piece in self.rounded if self.pin else ():
+            locked = host_tensor(piece.master.shape, piece.master.dtype, pin=True)
+            piece.master.data = piece.parameter.data = locked.copy_(piece.master)
 
     def bind(self, buffer: Tensor, expanded: Tensor) -> None:
         """Make the parameters views into `buffer`, a device copy of `packed`. int8 ones are expanded first."""

@@ -205,6 +205,12 @@ class LayerWalk:
         try:
             self._forward(jobs)
             self._backward(jobs)
+        except BaseException:
+            # Activations that leave, or come back to nobody, are still copied: their memory goes with this error.
+            self.streamer.transfers.finish()
+            if self.parking is not None:
+                self.parking.take_back()
+            raise
         finally:
             self.streamer.walk = None
             for job in jobs:

@@ -24,13 +24,13 @@ grows (`gain`, `gain_power`), how long its averages remember (`memory_steps`), w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hf_hybrid.machine import copies_beside, host_tensor
+from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
 
 Tensor = torch.Tensor
 
@@ -111,6 +111,25 @@ class DirectionContext:
             return buffer.zero_() if zero else buffer
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device_of(like))
 
+    def gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """
+        Gradients by index, dense, where their buffers live; in no order, and not to be kept. Small ones travel to the
+        host together, so that it does not stop for each of them.
+        """
+        travelling: list[tuple[int, Tensor]] = []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            if self.host and copies_beside(gradient.device) and gradient.nbytes < SMALL:
+                if sum(waiting.nbytes for _, waiting in travelling) + gradient.nbytes > SMALL:
+                    yield from _on_host(travelling)
+                    travelling = []
+                travelling.append((index, gradient))
+            else:
+                yield index, gradient.to(self.device_of(parameter))
+        yield from _on_host(travelling)
+
     def device_of(self, parameter: Tensor) -> torch.device:
         """Where the buffers of a parameter live."""
         return torch.device("cpu") if self.host else parameter.device
@@ -129,6 +148,16 @@ class DirectionContext:
 
 
 DirectionFactory = Callable[[DirectionContext], "Direction"]
+
+
+def _on_host(tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    copies = [
+        (index, host_tensor(tensor.shape, tensor.dtype, pin=True).copy_(tensor, non_blocking=True))
+        for index, tensor in tensors
+    ]
+    for device in {tensor.device for _, tensor in tensors}:
+        wait_for(device)  # the host reads the copies
+    return copies
 
 
 class Direction:

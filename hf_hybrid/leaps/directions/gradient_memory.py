@@ -72,11 +72,10 @@ class GradientMemory(Direction):
         if not self.context.host and is_plain:
             torch._foreach_lerp_(memories, gradients, weight)
             return
-        for memory, gradient in zip(memories, gradients):
+        for memory in memories:
             memory.mul_(1.0 - weight)
-            if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                memory.add_(dense.to(memory.device, torch.float32), alpha=weight)
+        for index, gradient in self.context.gradients():
+            memories[index].add_(gradient.float(), alpha=weight)
 
     @property
     def block_is_open(self) -> bool:
