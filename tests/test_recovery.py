@@ -642,6 +642,7 @@ def test_random_states_come_back():
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes."), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("out of memory (2)"), True),  # what `torch.cuda.check_error` raises
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),

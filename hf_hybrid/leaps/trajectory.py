@@ -35,7 +35,6 @@ from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.directions.preconditioners import last_step
 from hf_hybrid.leaps.record import Leap
-from hf_hybrid.machine import copies_beside, copy_to_device_, wait_for
 
 Tensor = torch.Tensor
 
@@ -307,21 +306,13 @@ class Trajectory:
     def _save(self, indices: Iterable[int]) -> None:
         if not self.snapshot:
             self.snapshot = [self.context.buffer(p, dtype=p.dtype) for p in self.parameters]
-        copying = set()
         for index in indices:
-            parameter = self.parameters[index].detach()
-            beside = self.context.host and copies_beside(parameter.device)
-            self.snapshot[index].copy_(parameter, non_blocking=beside)
-            if beside:
-                copying.add(parameter.device)
+            self.snapshot[index].copy_(self.parameters[index].detach())
             self._saved.add(index)
-        for device in copying:
-            wait_for(device)  # once: the host may read the snapshot from here on
 
     def _restore(self) -> None:
         for index in self._saved:
-            parameter = self.parameters[index]
-            parameter.copy_(self.snapshot[index], non_blocking=self.context.host and copies_beside(parameter.device))
+            self.parameters[index].copy_(self.snapshot[index])
 
     def _begin_block(self, *, undoable: bool) -> None:
         self.clock.steps_in_block = 0
@@ -454,8 +445,7 @@ class Trajectory:
 
 
 def _add(parameter: torch.nn.Parameter, delta: Tensor) -> None:
-    if delta.device != parameter.device:
-        delta = copy_to_device_(torch.empty_like(delta, device=parameter.device), delta)
+    delta = delta.to(parameter.device)  # waits for the copy: all parameters share the scratch that it is in
     if parameter.dtype == torch.float32:
         parameter.add_(delta)
     else:

@@ -34,7 +34,10 @@ def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out
     `-memory / (sqrt(v_hat) + eps)`: Adam's rule, and the slow term of AdEMAMix (Pagliardini et al., 2024, arXiv
     2409.03137).
     """
-    bias = _bias_correction(group["betas"][1], state["step"], out.device)
+    step = state["step"]
+    if not torch.is_tensor(step) or step.device != out.device or out.device.type == "cpu":
+        step = _as_number(step)  # fused optimizers count on the device: there it stays, and nobody waits for it
+    bias = 1.0 - group["betas"][1] ** step
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
     return torch.div(memory, denominator, out=out).neg_()
@@ -110,12 +113,8 @@ def adafactor(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
         torch.mul(memory, out.copy_(state["exp_avg_sq"]).rsqrt_(), out=out)
     mean_square = torch.dot(out.view(-1), out.view(-1)) / max(out.numel(), 1)
     out.div_((mean_square.sqrt() / group["clip_threshold"]).clamp_(min=1.0))
-    if not group["scale_parameter"]:
-        return out.neg_()
-    size, least = state["RMS"], group["eps"][1]
-    if torch.is_tensor(size) and size.device == out.device:
-        return out.mul_(size.clamp(min=least)).neg_()  # without asking the device for the number
-    return out.mul_(-max(least, _as_number(size)))
+    scale = max(group["eps"][1], _as_number(state["RMS"])) if group["scale_parameter"] else 1.0
+    return out.mul_(-scale)
 
 
 def preconditioner_of(
@@ -142,13 +141,6 @@ def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
     if not torch.is_tensor(first) or not torch.is_tensor(second) or first.shape != second.shape:
         return None
     return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
-
-
-def _bias_correction(beta: float, step: Any, device: torch.device) -> float | Tensor:
-    """`1 - beta ** step`; left on the device where fused optimizers count there, so that nobody waits for a number."""
-    if torch.is_tensor(step) and step.device == device != torch.device("cpu") and beta > 0:
-        return -torch.expm1(step * math.log(beta))
-    return 1.0 - beta ** _as_number(step)
 
 
 def _as_number(value: Any) -> float:
