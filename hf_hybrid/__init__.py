@@ -43,18 +43,10 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
     from hf_hybrid.config import HybridConfig
-    from hf_hybrid.integrations.trl import (
-        HybridDPOConfig as HybridDPOConfig,
-    )
-    from hf_hybrid.integrations.trl import (
-        HybridDPOTrainer as HybridDPOTrainer,
-    )
-    from hf_hybrid.integrations.trl import (
-        HybridSFTConfig as HybridSFTConfig,
-    )
-    from hf_hybrid.integrations.trl import (
-        HybridSFTTrainer as HybridSFTTrainer,
-    )
+    from hf_hybrid.integrations.trl import HybridDPOConfig as HybridDPOConfig
+    from hf_hybrid.integrations.trl import HybridDPOTrainer as HybridDPOTrainer
+    from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig
+    from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
     from hf_hybrid.phases import Phase, PhasePlugin
     from hf_hybrid.plan.planner import plan_memory

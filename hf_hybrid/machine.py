@@ -21,10 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 # Processes.
 
@@ -129,20 +128,9 @@ def device_memory(device: torch.device | None = None) -> int | None:
     return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
 
 
-def memory_reserved(device: torch.device) -> int | None:
-    """Return the bytes that torch's allocator holds of a device; `None` if it does not tell."""
-    module = torch.get_device_module(device)
-    return module.memory_reserved(device) if hasattr(module, "memory_reserved") else None
-
-
 def native_bf16() -> bool | None:
     """Whether the GPU computes in bf16 by itself; `None` where torch cannot tell that from emulating it."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else None
-
-
-def torch_build() -> str:
-    """Return the platform that torch was built for, and whether it is available."""
-    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.cuda.is_available()}"
 
 
 def workspace_bytes(device: torch.device | None = None) -> int:
@@ -213,33 +201,27 @@ class DriverMemory:
 
 # CUDA's allocator announces that it is about to raise, and remembers what it allocated.
 
-HISTORY_ENTRIES = 100_000
 _listener: weakref.WeakMethod | None = None
 _attached = False
 
 
-def listen(report: Callable[[int], None]) -> bool:
+def listen(report: Callable[[int], None] | None) -> bool:
     """
     Call a method with the bytes that were asked for, whenever torch's CUDA allocator is about to raise.
 
     Torch cannot detach an observer. So there is one for the whole process, which calls whoever listened last and still
-    lives: `report` is a bound method, kept by a weak reference. Returns whether this build of torch can tell.
+    lives: `report` is a bound method, kept by a weak reference, or `None` to call nobody any more. Returns whether this
+    build of torch can tell.
     """
     global _listener, _attached
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
         return False
-    _listener = weakref.WeakMethod(report)
+    _listener = None if report is None else weakref.WeakMethod(report)
     if not _attached:
         attach(_observe)
         _attached = True
     return True
-
-
-def stop_listening() -> None:
-    """Stop calling."""
-    global _listener
-    _listener = None
 
 
 def _observe(device: int, requested: int, device_total: int, device_free: int) -> None:
@@ -254,7 +236,7 @@ def _observe(device: int, requested: int, device_total: int, device_free: int) -
 
 def remember_allocations(on: bool) -> None:
     """Start or stop a history of CUDA allocations with their Python stacks."""
-    options = {"max_entries": HISTORY_ENTRIES, "stacks": "python"} if on else {"enabled": None}
+    options = {"max_entries": 100_000, "stacks": "python"} if on else {"enabled": None}
     torch.cuda.memory._record_memory_history(**options)
 
 

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
 
-Tensor = torch.Tensor
 Named = dict[str, nn.Parameter]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")

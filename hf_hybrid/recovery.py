@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.checkpoint import last_complete_checkpoint, write_json
@@ -41,8 +42,6 @@ from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.walk import RandomStates
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 RECOVERY_NAME = "out_of_memory.json"
 MAX_EVENTS = 1000

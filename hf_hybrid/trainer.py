@@ -41,14 +41,7 @@ from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.summary import HybridSummary, RunPosition
-from hf_hybrid.setup import (
-    build_memory,
-    build_optimizer,
-    build_plugins,
-    build_run,
-    check_streamable,
-    makes_muon,
-)
+from hf_hybrid.setup import build_memory, build_optimizer, build_plugins, build_run, check_streamable, makes_muon
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 

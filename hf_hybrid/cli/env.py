@@ -80,9 +80,9 @@ def _ram() -> str:
 
 
 def _cuda() -> str:
-    from hf_hybrid.machine import torch_build
+    import torch
 
-    return torch_build()
+    return f"{torch.version.cuda or torch.version.hip or 'none'}, available: {torch.accelerator.is_available()}"
 
 
 def _torch_gpus() -> str:

@@ -121,9 +121,7 @@ class LaunchOptions(_Group):
     _argument_group_name = "Processes"
 
     num_processes: Optional[int] = option(
-        None,
-        "Processes, one for each GPU. Default: all GPUs; 1 with --cpu, memory=auto or memory=stream.",
-        at_least=1,
+        None, "Processes, one for each GPU. Default: all GPUs; 1 with --cpu, memory=auto or memory=stream.", at_least=1
     )
     accelerate_config: Optional[str] = option(
         None,

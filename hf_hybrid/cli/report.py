@@ -20,9 +20,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("folder", help="output_dir of a HybridTrainer or Trainer run")
     parser.add_argument("other", nargs="?", help="output_dir of a run to compare with the first")
     parser.add_argument(
-        "-o",
-        "--output",
-        help="folder for the report (default: FOLDER/report; for two runs OTHER/report/comparison)",
+        "-o", "--output", help="folder for the report (default: FOLDER/report; for two runs OTHER/report/comparison)"
     )
     parser.set_defaults(run=run)
     return parser

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.leaps import sums
-
-Tensor = torch.Tensor
 
 SAMPLE = 4096
 

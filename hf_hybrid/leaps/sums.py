@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def squares(tensors: Iterable[Tensor]) -> list[Tensor]:

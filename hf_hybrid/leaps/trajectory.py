@@ -30,13 +30,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.directions.preconditioners import last_step
 from hf_hybrid.leaps.record import Leap
-
-Tensor = torch.Tensor
 
 
 class WeightStore(Protocol):
@@ -339,16 +338,13 @@ class Trajectory:
         second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
         count = max(sum(p.numel() for p in self.parameters), 1)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        found = sums.totals(
-            [
-                sums.squares(p.detach() for p in self.parameters),
-                sums.squares(first),
-                [s.float().sum() for s in second],
-                sums.squares(self.direction.buffers.get("memory", [])),
-                sums.squares(gradients),
-                self._gradient_dot_memory(),
-            ]
-        )
+        memory = self.direction.buffers.get("memory", [])
+        means = [
+            sums.squares(p.detach() for p in self.parameters),
+            sums.squares(first),
+            [s.float().sum() for s in second],
+        ]
+        found = sums.totals([*means, sums.squares(memory), sums.squares(gradients), self._gradient_dot_memory()])
         weight2, first2, second1 = (found[:3] / count).tolist()
         memory2, gradient2, dot = found[3:].tolist()
         return {

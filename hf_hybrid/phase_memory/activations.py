@@ -26,14 +26,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
-
-Tensor = torch.Tensor
 
 _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 

@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
@@ -37,7 +37,6 @@ from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows
 logger = logging.getLogger(__name__)
 
 Losses = list[float]
-Tensor = torch.Tensor
 
 
 def layer_linears(model: nn.Module, min_features: int = 1) -> list[nn.Linear]:

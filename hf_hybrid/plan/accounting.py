@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.machine import copies_beside
 from hf_hybrid.streaming.layers import ask, rounded_by_autocast
 
-Tensor = torch.Tensor
 Storage = tuple[torch.device, int]  # and its address there
 
 CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from huggingface_hub import constants
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
-
-Tensor = torch.Tensor
 
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:

@@ -24,11 +24,7 @@ def with_context(free: int | None) -> int | None:
     return None if free is None else free + CONTEXT_BYTES
 
 
-_CHOICES = {
-    "memory": ("off", "auto", "stream"),
-    "optimizer_states": ("exact", "8bit"),
-    "accelerator": ("cuda", "cpu"),
-}
+_CHOICES = {"memory": ("off", "auto", "stream"), "optimizer_states": ("exact", "8bit"), "accelerator": ("cuda", "cpu")}
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
 

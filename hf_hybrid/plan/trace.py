@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from accelerate.utils import convert_outputs_to_fp32
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,8 +54,6 @@ from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 TRACED = ("weights", "gradients", "activations", "buffers")
 _INDEX = {name: index for index, name in enumerate(TRACED)}

@@ -429,7 +429,7 @@ class MemoryProfilerCallback(TrainerCallback):
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
         self._log.write("summary.json", self.summary())
-        machine.stop_listening()
+        machine.listen(None)
         if self.memory_history and args.device.type == "cuda":
             machine.remember_allocations(False)
         self._log.close()

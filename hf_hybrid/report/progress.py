@@ -11,15 +11,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
-from hf_hybrid.machine import memory_reserved
 from hf_hybrid.phases import Phase
 from hf_hybrid.report.summary import RunPosition, format_number
 
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes this process holds: reserved by torch's allocator where it tells, otherwise resident host memory."""
-    reserved = memory_reserved(device)
-    return psutil.Process().memory_info().rss if reserved is None else reserved
+    module = torch.get_device_module(device)
+    return module.memory_reserved(device) if hasattr(module, "memory_reserved") else psutil.Process().memory_info().rss
 
 
 def short_logs(logs: dict) -> dict:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.streamer import LayerStreamer
@@ -29,8 +29,6 @@ from hf_hybrid.streaming.units import Unit
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 
 class Resident:

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 BLOCK = 256
 """Elements that share one scale; the kernels of bitsandbytes know no other size for optimizer states."""

@@ -32,14 +32,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.machine import host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.transfers import Fetched, is_big
 from hf_hybrid.streaming.units import Piece, Unit
-
-Tensor = torch.Tensor
 
 _OF_TORCH = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon")
 SEPARABLE = (*_OF_TORCH, "AdamW8bit", "MuonAdamW")

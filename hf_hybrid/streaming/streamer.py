@@ -28,14 +28,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
-
-Tensor = torch.Tensor
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 

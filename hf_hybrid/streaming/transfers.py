@@ -26,10 +26,10 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.machine import copies_beside, host_buffer
 
-Tensor = torch.Tensor
 Event = Any
 """A device's event; `None` on a CPU, where a copy that was started is over."""
 

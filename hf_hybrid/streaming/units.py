@@ -30,13 +30,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.machine import host_buffer, host_tensor
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Event, Slot
-
-Tensor = torch.Tensor
 
 ALIGNMENT = 256
 """Bytes: every tensor in a packed buffer starts at a multiple of it, as CUDA's allocator does."""

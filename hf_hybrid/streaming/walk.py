@@ -44,6 +44,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -52,8 +53,6 @@ from hf_hybrid.streaming.transfers import Event, Fetched, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
-
-Tensor = torch.Tensor
 
 
 class CannotWalkError(RuntimeError):

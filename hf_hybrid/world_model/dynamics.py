@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.world_model.forecasts import (
     CONFIDENCE_HORIZON,
@@ -46,8 +47,6 @@ from hf_hybrid.world_model.forecasts import (
 )
 from hf_hybrid.world_model.learning import Replay, descend, rssm_loss
 from hf_hybrid.world_model.rssm import ACTIONS, FEATURES, MIN_SCALE, RSSM, LossHead, State, load_weights
-
-Tensor = torch.Tensor
 
 BATCH_SIZE, STARTS = 4, 2
 """Chunks of an online gradient step, and stretches of each chunk to imagine from."""

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 FREEDOM = 5
 """Degrees of freedom of every predictive Student-t: losses of stretches have heavy tails, but a variance."""

@@ -24,12 +24,11 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import SCORED
-
-Tensor = torch.Tensor
 
 
 class ImaginedGain(GainPlanner):

@@ -27,11 +27,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.world_model.forecasts import student_t_nll
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State
-
-Tensor = torch.Tensor
 
 FREE_NATS = 1.0
 BALANCE = 0.2

@@ -32,12 +32,10 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.leaps.signals import FEATURE_NAMES, LIMIT
 from hf_hybrid.world_model.forecasts import HISTORY, SCORED, interpolated, power_law
-
-Tensor = torch.Tensor
 
 FEATURES = len(FEATURE_NAMES)
 OBSERVATION = FEATURES + len(HISTORY)
@@ -82,13 +80,7 @@ class EnsembleLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        members: int,
-        inputs: int,
-        outputs: int,
-        generator: torch.Generator,
-        gain: float = 1.0,
-        bias: bool = True,
+        self, members: int, inputs: int, outputs: int, generator: torch.Generator, gain: float = 1.0, bias: bool = True
     ):
         super().__init__()
         values = torch.randn(members, inputs, outputs, generator=generator)

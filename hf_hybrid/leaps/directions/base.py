@@ -29,10 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
-
-Tensor = torch.Tensor
 
 
 @dataclass
@@ -97,12 +96,7 @@ class DirectionContext:
         return self.clock.lr_sums[self.groups[index]]
 
     def buffer(
-        self,
-        like: Tensor,
-        *,
-        shape: torch.Size | None = None,
-        dtype: torch.dtype = torch.float32,
-        zero: bool = False,
+        self, like: Tensor, *, shape: torch.Size | None = None, dtype: torch.dtype = torch.float32, zero: bool = False
     ) -> Tensor:
         """A buffer for the parameter `like`, of its shape or another, beside it or on the host (page-locked)."""
         shape = like.shape if shape is None else shape
@@ -151,10 +145,7 @@ DirectionFactory = Callable[[DirectionContext], "Direction"]
 
 
 def _on_host(tensors: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    copies = [
-        (index, host_tensor(tensor.shape, tensor.dtype, pin=True).copy_(tensor, non_blocking=True))
-        for index, tensor in tensors
-    ]
+    copies = [(index, host_tensor(t.shape, t.dtype, pin=True).copy_(t, non_blocking=True)) for index, t in tensors]
     for device in {tensor.device for _, tensor in tensors}:
         wait_for(device)  # the host reads the copies
     return copies

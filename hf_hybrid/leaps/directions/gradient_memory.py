@@ -28,17 +28,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
-from hf_hybrid.leaps.directions.preconditioners import (
-    Preconditioner,
-    muon,
-    orthogonalisation_flops,
-    preconditioner_of,
-)
-
-Tensor = torch.Tensor
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner, muon, orthogonalisation_flops, preconditioner_of
 
 SAMPLES = 4096
 """Weights of a tensor from which the distance it moved is estimated, where the optimizer's rule is not known."""

@@ -28,17 +28,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import DirectionContext
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.directions.preconditioners import (
-    Preconditioner,
-    orthogonalisation_flops,
-    orthogonalise,
-)
-
-Tensor = torch.Tensor
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalisation_flops, orthogonalise
 
 
 class Orthogonal(GradientMemory):
