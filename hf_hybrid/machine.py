@@ -150,8 +150,7 @@ class DeviceMemory:
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
         """Return the memory of a device; `None` if its allocator keeps no statistics."""
-        is_known = hasattr(torch.get_device_module(device), "memory_stats_as_nested_dict")
-        return DeviceMemory(device) if is_known else None
+        return DeviceMemory(device) if hasattr(torch.get_device_module(device), "memory_stats_as_nested_dict") else None
 
     def read(self) -> dict[str, int]:
         """Bytes: `allocated`, `reserved`, and the peak of each since [`reset_peak`]."""

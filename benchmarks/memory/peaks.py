@@ -31,6 +31,8 @@ Fields of a row:
 - `device_plan`: the peak that the planner expects on the device, activations included.
 - `host_peak`: peak of the process's resident memory above what it was before the model was built. On a CPU it includes
   the device's.
+- `host_pinned` (GPU): bytes of torch's page-locked memory, which the kernel need not count as resident. Buffers above
+  32 MiB are registered instead, and are resident.
 - `host_training_peak`: the same from the first step on, without the copies that setting up made.
 - `host_held`: bytes of weights, gradients, states and parked activations that streaming keeps on the host.
 

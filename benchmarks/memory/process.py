@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from benchmarks.results import Results, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.machine import page_locked_bytes
 from hf_hybrid.plan.accounting import ModelShape, measure_held, measure_machine, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, step_floor_seconds
 from hf_hybrid.plan.setups import Setup
@@ -195,6 +196,7 @@ class DeviceMemory:
             # The allocator gives nothing back while it works, so that now is the peak.
             "device_used": _used_by_this_process() or self.total - torch.cuda.mem_get_info()[0],
             "device_context": self.elsewhere,
+            "host_pinned": page_locked_bytes(),
         }
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -174,7 +174,9 @@ class LayerStreamer:
     def _move_rest(self, device: torch.device) -> None:
         for parameter in self.model.parameters():
             if id(parameter) not in self.streamed:
+                gradient, parameter.grad = parameter.grad, None  # it lies where its weights do
                 parameter.data = parameter.data.to(device)
+                parameter.grad = None if gradient is None else gradient.to(device)
             elif getattr(parameter, "quant_state", None) is not None:
                 parameter.quant_state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
         for module in self.model.modules():

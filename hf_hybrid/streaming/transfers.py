@@ -130,7 +130,8 @@ class Transfers:
         """Start copying a host tensor to the device, once `after` has happened."""
         self.bytes_in += source.numel() * source.element_size()
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-        # The memory of `target` may still be read by what was computed before.
+        # The memory of `target` may still be read by what was computed before. `record_stream` would spare this wait,
+        # but keeps memory from reuse until the host sees that it is free, and the host runs far ahead of the device.
         self._in.wait_stream(self._computing)
         if after is not None:
             self._in.wait_event(after)

@@ -101,8 +101,7 @@ class DirectionContext:
         """A buffer for the parameter `like`, of its shape or another, beside it or on the host (page-locked)."""
         shape = like.shape if shape is None else shape
         if self.host and copies_beside(like.device):
-            buffer = host_tensor(shape, dtype, pin=True)
-            return buffer.zero_() if zero else buffer
+            return host_tensor(shape, dtype, pin=True).zero_()
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device_of(like))
 
     def gradients(self) -> Iterator[tuple[int, Tensor]]:
