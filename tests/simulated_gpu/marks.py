@@ -24,6 +24,7 @@ PACKAGE = "hf_hybrid"
 known: set[str] = set()
 """Every device-dependent line of the modules imported so far, as `file: source`."""
 entered: set[str] = set()
+without: tuple[str, int, int] | None = None
 
 
 def _header(statement: ast.stmt) -> str:
@@ -82,10 +83,41 @@ class _Marking(ast.NodeTransformer):
         return made
 
 
+WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize", "wait", "finish_sending")
+
+
+def is_wait(node: ast.AST) -> bool:
+    """Whether a node of a syntax tree orders two streams, or a stream and the host."""
+    if isinstance(node, ast.keyword):
+        return node.arg == "after"
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+
+
+class _Without(ast.NodeTransformer):
+    """Takes one wait out."""
+
+    def __init__(self, line: int, column: int):
+        self.place = line, column
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if is_wait(node) and (node.lineno, node.col_offset) == self.place:
+            return ast.copy_location(ast.Constant(None), node)
+        return node
+
+    def visit_keyword(self, node):
+        self.generic_visit(node)
+        if is_wait(node) and (node.lineno, node.col_offset) == self.place:
+            node.value = ast.copy_location(ast.Constant(None), node.value)
+        return node
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data, path, *, _optimize=-1):
         tree = ast.parse(data, filename=path)
         file = str(Path(path)).rsplit(f"/{PACKAGE}/", 1)[-1]
+        if without is not None and without[0] == file:
+            tree = _Without(*without[1:]).visit(tree)
         tree = ast.fix_missing_locations(_Marking(file).visit(tree))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
@@ -109,6 +141,10 @@ class _Finder(importlib.machinery.PathFinder):
         return spec
 
 
-def mark() -> None:
-    """Mark every module of the package that is imported from now on."""
+def mark(mutation: str | None = None) -> None:
+    """Mark every module of the package that is imported from now on; `mutation` names a wait to take out."""
+    global without
+    if mutation is not None:
+        file, line, column = mutation.split(":")
+        without = file, int(line), int(column)
     sys.meta_path.insert(0, _Finder)

@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--place", help="Only there.")
+    parser.add_argument("--mutate", help="A wait to take out, see mutate.py.")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -37,7 +39,7 @@ def main() -> None:
     from simulated_gpu import marks
 
     try:
-        marks.mark()
+        marks.mark(args.mutate)
         from simulated_gpu import device
     except ImportError:
         raise
@@ -48,7 +50,11 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()  # collections in the processes do not look through what was imported
-    jobs = [(name, place) for name in args.names or scenarios.SCENARIOS for place in scenarios.places(name)]
+    jobs = [
+        (name, place)
+        for name in args.names or scenarios.SCENARIOS
+        for place in ([args.place] if args.place else scenarios.places(name))
+    ]
     running: dict[int, tuple[str, str, float]] = {}
     while jobs or running:
         while jobs and len(running) < args.workers:
