@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -799,5 +800,5 @@ def run(name: str, where: str, simulator: Any, folder: Path) -> dict[str, Any]:
     found["log"] = "".join(handler.lines)
     del weights
     gc.collect()
-    place.facts["bytes_left"] = place.bytes()
+    place.facts |= {"bytes_left": place.bytes(), "seconds": time.process_time()}
     return found
