@@ -232,8 +232,10 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
-        self.recovery.begin(PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps))
+        context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
+        self.recovery.begin(context)
         if not self.hybrid_args.enable_predict:
+            self.plugins.call("on_train_begin", context)
             return
         self.run = build_run(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
@@ -256,9 +258,9 @@ class HybridTrainerMixin(PublishingMixin):
         self._next_epoch += 1
 
     def _end_run(self) -> None:
+        self.plugins.call("on_train_end")
         if self.run.phase is None:
             return
-        self.plugins.call("on_train_end")
         self._measure_memory()
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:

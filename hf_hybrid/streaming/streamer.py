@@ -121,8 +121,8 @@ class LayerStreamer:
 
     def detach(self, *, for_good: bool = True, expand: bool = True) -> None:
         """
-        Give the model its weights back, on the host. `for_good` also moves back what is not streamed; otherwise the
-        model is only read for a moment. `expand` expands an int8 base; otherwise its parameters stay placeholders.
+        Give the model its weights back, on the host. `for_good` also moves back what is not streamed and drops the
+        gradients; else the model is only read for a moment. Without `expand` an int8 base stays placeholders.
         """
         for undo in reversed(self._undo):
             undo()
@@ -140,6 +140,8 @@ class LayerStreamer:
         self._expanded = torch.empty(0)
         if for_good:
             self._move_rest(torch.device("cpu"))
+            for piece in self.masters.values():
+                piece.gradient = piece.master.grad = None  # page-locked as long as it is there
 
     def _wrap(self, unit: Unit, module: nn.Module) -> None:
         own, original = module.__dict__.get("forward"), module.forward

@@ -468,3 +468,18 @@ def test_checkpointing_follows_the_phase(tmp_path, train_set):
     config = hybrid_config(tmp_path, max_steps=16, checkpoint_phases="full")
     HybridTrainer(model, config, train_dataset=train_set, plugins=[watch]).train()
     assert watch.seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {False}}
+
+
+def test_activations_are_offloaded_without_leaps_too(tmp_path, train_set, monkeypatch):
+    parked = []
+    monkeypatch.setattr(
+        activations.HostBuffers, "take", lambda self, like: parked.append(like.shape) or torch.empty_like(like)
+    )
+    monkeypatch.setattr(activations.HostBuffers, "give_back", lambda self, tensor: None)
+    model = tiny_model()
+    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, offload_activations=True)
+    trainer = HybridTrainer(model, config, train_dataset=train_set)
+    next(p for p in trainer.plugins.plugins if isinstance(p, ActivationCheckpointing)).min_bytes = 1
+    trainer.train()
+    assert len(parked) == 2 * 2, "the input of each of two layers, in each of two steps"
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -8,11 +8,13 @@ test_scenarios.py asserts something of. Most are one training with other options
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
 import sys
 import time
+import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
-from hf_hybrid.phase_memory.activations import BoundaryOffload
+from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 from hf_hybrid.phase_memory.int8 import Int8Predict
 from hf_hybrid.recovery import MemoryPolicy
 from simulated_gpu import marks
@@ -40,7 +42,7 @@ LEAPS = {
     "full_phase_steps": 2,
     "correct_phase_steps": 1,
     "max_predict_steps": 2,
-    "leap_worth": 0.5,
+    "leap_worth": 2.0,
     "leap_budget": 1.0,
     "probe_samples": 4,
 }
@@ -104,7 +106,10 @@ class Place:
         with self.watched():
             yield steps
         trainer.remove_callback(steps)
-        trainer.optimizer = trainer.lr_scheduler = None  # their states stay where they are, as plain Trainer's do
+        # The states of the optimizer stay where they are, as plain Trainer's do: they are not counted.
+        trainer.optimizer = trainer.lr_scheduler = None
+        if trainer.memory.streams:
+            trainer.memory.optimizer = trainer.memory.streamer.before_read = None
         trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
         trainer.accelerator.free_memory()
         gc.collect()
@@ -127,8 +132,8 @@ class Steps(TrainerCallback):
         self.marks = [self._now()]
         self.busy = [True]
 
-    def _now(self) -> tuple[Counter, int]:
-        return Counter(self.simulator.found.stops), len(self.trainer.hybrid_summary()["leaps"])
+    def _now(self) -> tuple[Counter, str]:
+        return Counter(self.simulator.found.stops), repr(self.trainer.hybrid_summary()["leaps"])
 
     def on_step_end(self, args, state, control, **kwargs):
         self.marks.append(self._now())
@@ -137,14 +142,14 @@ class Steps(TrainerCallback):
     def _steps(self) -> Iterator[tuple[Counter, bool, bool]]:
         for index in range(1, len(self.marks)):
             (before, leaps), (after, now) = self.marks[index - 1], self.marks[index]
-            yield after - before, now > leaps, self.busy[index] or self.busy[index - 1]
+            yield after - before, now != leaps, self.busy[index] or self.busy[index - 1]
 
     def ordinary(self) -> dict[str, int]:
-        """By package, the most stops of a step in which no leap was made and nothing saved or evaluated."""
+        """By package, the most stops of a step in which no leap was made or judged and nothing saved or evaluated."""
         return self._most(stops for stops, leapt, busy in self._steps() if not leapt and not busy)
 
     def at_leaps(self) -> dict[str, int]:
-        """By package, the most stops of a step with a leap."""
+        """By package, the most stops of a step in which a leap was made or judged."""
         return self._most(stops for stops, leapt, busy in self._steps() if leapt)
 
     @staticmethod
@@ -337,7 +342,8 @@ training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
 training("resident_leaps", **LEAPS, expect=ORTHOGONALISED | {"tolerance": 2e-2})
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
-training("resident_leaps_undone", **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, leap_gain=300.0)
+training("resident_leaps_undone", **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, leap_gain=300.0,
+         expect={"tolerance": 1e-4})  # fmt: skip
 training("resident_leaps_planned", **LEAPS, **ALONG_GRADIENTS, planner="dynamics")
 training("fast", preset="fast", expect=ORTHOGONALISED)
 training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
@@ -348,8 +354,9 @@ training("plain")
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
-training("states_eight_bit", **LEAPS, **ALONG_GRADIENTS, predict_states="8bit", expect=ROUNDED_STATES)
-training("states_dropped", **LEAPS, **ALONG_GRADIENTS, predict_states="drop")
+training("states_eight_bit", **LEAPS, **ALONG_GRADIENTS, predict_states="8bit",
+         expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
+training("states_dropped", **LEAPS, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
 training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
 
@@ -357,21 +364,21 @@ training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision=
 @scenario(keeps_model=True)
 def activations_offloaded(place: Place) -> dict[str, Tensor]:
     """The inputs of checkpointed layers wait on the host, however small they are."""
-    with patched(BoundaryOffload.__init__.__kwdefaults__, "min_bytes", 1):
+    with default(ActivationCheckpointing, "min_bytes", 1):
         return train(place, offload_activations=True)
 
 
 @scenario(keeps_model=True)
 def activations_offloaded_with_leaps(place: Place) -> dict[str, Tensor]:
     """The same, with probes in between, which keep no graph."""
-    with patched(BoundaryOffload.__init__.__kwdefaults__, "min_bytes", 1):
+    with default(ActivationCheckpointing, "min_bytes", 1):
         return train(place, offload_activations=True, **LEAPS, **ALONG_GRADIENTS)
 
 
 @scenario(keeps_model=True, tolerance=1e-5)
 def int8_probes(place: Place) -> dict[str, Tensor]:
     """The weights are codes while a leap is probed."""
-    with patched(Int8Predict.__init__.__kwdefaults__, "min_features", 16):
+    with default(Int8Predict, "min_features", 16):
         return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
 
 
@@ -379,8 +386,8 @@ def int8_probes(place: Place) -> dict[str, Tensor]:
 def int8_probes_masters_away(place: Place) -> dict[str, Tensor]:
     """The same, and the weights wait on the host."""
     with (
-        patched(Int8Predict.__init__.__kwdefaults__, "min_features", 16),
-        patched(Int8Predict.__init__.__kwdefaults__, "offload_master", True),
+        default(Int8Predict, "min_features", 16),
+        default(Int8Predict, "offload_master", True),
     ):
         return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
 
@@ -599,6 +606,18 @@ def profiled(place: Place) -> dict[str, Tensor]:
     return weights
 
 
+@scenario()
+def told(place: Place) -> dict[str, Tensor]:
+    """What profiler and card say of a device."""
+    profiler = MemoryProfilerCallback()
+    trainer = trainer_of(place, model(), **STREAM, callbacks=[profiler])
+    with place.counted(trainer):
+        trainer.train()
+    trainer.create_model_card()
+    place.facts |= {"card": (Path(trainer.args.output_dir) / "README.md").read_text(), "profile": str(profiler)}
+    return weights_of(trainer)
+
+
 @scenario(keeps_model=True)
 def profiled_resident(place: Place) -> dict[str, Tensor]:
     """The same beside plain steps."""
@@ -701,16 +720,35 @@ def dpo(place: Place) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
+@scenario(keeps_model=True)
+def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
+    """Memory ends where the buffers of leaps are made: they go to the host."""
+    fired = []
+
+    def fault(size: int) -> bool:
+        frames = [] if fired else traceback.extract_stack()
+        now = any(frame.filename.endswith("leaps/directions/base.py") for frame in frames)
+        fired.extend([now] * now)
+        return now
+
+    place.simulator.fault = fault if place.on_device else None
+    options = {} if place.on_device else {"buffers_device": "cpu"}
+    return train(place, **LEAPS, **ALONG_GRADIENTS, **options)
+
+
 @scenario()
 def measured(place: Place) -> dict[str, Tensor]:
-    """What commands and planner ask of a device."""
+    """What commands, planner and TRL's options ask of a device."""
+    from hf_hybrid import HybridSFTConfig
     from hf_hybrid.cli import env
     from hf_hybrid.machine import device_memory
     from hf_hybrid.plan.accounting import measure_machine
 
+    with a_driver() if place.on_device else contextlib.nullcontext():
+        place.facts["environment"] = env.report()
     place.facts["rates"] = sorted(measure_machine(0.001))
     place.facts["free"] = device_memory()
-    place.facts["environment"] = env.report()
+    place.facts["bf16"] = place.config(HybridSFTConfig).bf16
     return {}
 
 
@@ -729,16 +767,34 @@ def patched(values: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def default(cls: type, name: str, value: Any) -> Iterator[None]:
+    """Another default of an argument of a class meanwhile."""
+    original = cls.__init__
+    cls.__init__ = functools.partialmethod(original, **{name: value})
+    try:
+        yield
+    finally:
+        cls.__init__ = original
+
+
+@contextlib.contextmanager
 def a_driver() -> Iterator[None]:
     """NVML, as far as the package reads it."""
     driver = types.ModuleType("pynvml")
     driver.NVMLError = type("NVMLError", (Exception,), {})
     driver.nvmlInit = driver.nvmlShutdown = lambda: None
     driver.nvmlDeviceGetHandleByUUID = lambda identity: identity
-    driver.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=3 << 30, total=16 << 30)
-    with patched(sys.modules, "pynvml", driver) if "pynvml" in sys.modules else contextlib.nullcontext():
-        sys.modules["pynvml"] = driver
+    driver.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=3 << 30, free=13 << 30, total=16 << 30)
+    driver.nvmlDeviceGetCount, driver.nvmlDeviceGetHandleByIndex = lambda: 1, lambda index: index
+    driver.nvmlDeviceGetName, driver.nvmlSystemGetDriverVersion = lambda handle: b"Simulated GPU", lambda: "1.0"
+    driver.nvmlDeviceGetMaxPcieLinkGeneration = lambda handle: 4
+    driver.nvmlDeviceGetMaxPcieLinkWidth = lambda handle: 16
+    before = sys.modules.get("pynvml")
+    sys.modules["pynvml"] = driver
+    try:
         yield
+    finally:
+        sys.modules["pynvml"] = before
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

@@ -205,7 +205,15 @@ def test_the_guard_asks_for_a_checkpoint(results):
 def test_the_machine_is_measured(results):
     facts = results.of("measured")["facts"]
     assert facts["rates"] == ["d2h", "dram", "flops", "h2d"]
-    assert "Simulated GPU" in facts["environment"]
+    assert "Simulated GPU, 16.0 GiB (13.0 free), PCIe 4 x16" in facts["environment"]
+    assert facts["bf16"] is True and facts["free"] == 16 << 30
+
+
+@needs("told")
+def test_profiler_and_card_speak_of_the_device(results):
+    facts = results.of("told")["facts"]
+    assert "torch's allocator" in facts["profile"]
+    assert "Simulated GPU" in facts["card"]
 
 
 # What no scenario entered.
