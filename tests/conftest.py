@@ -4,6 +4,10 @@ import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The tests see no GPU, and torch's CUDA sanitizer would ask for one. Those marked gpu have processes that see one.
+os.environ.setdefault("HIDDEN_FROM_TESTS_CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+if "TORCH_CUDA_SANITIZER" in os.environ:
+    os.environ["HIDDEN_FROM_TESTS_TORCH_CUDA_SANITIZER"] = os.environ.pop("TORCH_CUDA_SANITIZER")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from pydoc_data import topics

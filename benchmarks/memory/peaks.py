@@ -4,12 +4,14 @@ Peak memory and time per optimizer step: streamed training, resident training an
     python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, fourteen modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
-    python -m benchmarks.memory.peaks --gpu --dry_run     # the same with tiny models on the CPU, to check the plumbing
+    python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
+    python -m benchmarks.memory.peaks --gpu --dry_run     # the same with tiny models on the CPU
     python -m benchmarks.memory.peaks --report            # the table from what is there
 
 Every mode runs in a process of its own, one after the other, on random weights and tokens; nothing is downloaded.
 `--models`, `--modes` and `--tokens` choose rows. Each row is appended to the results as soon as it is measured, and a
 finished row is not measured again. `--smoke` and `--dry_run` write to a temporary file unless `--results` names one.
+On a machine with several GPUs, the processes see the first that is visible here.
 
 Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
 `HybridTrainer(memory="stream", enable_predict=False)`; `fsdp2` is FSDP2 with CPU offload in one process; `torchao` is
@@ -141,6 +143,7 @@ class Job:
     sequence: int
     windows: list[int]  # micro-batches of one sequence each
     steps: int
+    product: int  # rows and columns of the matrices whose product measures the machine
     cap_gib: float | None
     host_gib: float | None
     row_seconds: float
@@ -192,9 +195,11 @@ LOCAL = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME"
 def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
     """Run a specification. Returns the exit code (`None`: it took too long) and the end of the error output."""
     arguments = [sys.executable, "-m", "benchmarks.memory.process", json.dumps(spec)]
+    # Trainer would spread each batch over all GPUs that it sees.
+    gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            arguments, stderr=errors, start_new_session=True, env={**LOCAL, **os.environ}, cwd=HERE.parents[1]
+            arguments, stderr=errors, start_new_session=True, env={**LOCAL, **os.environ, **gpu}, cwd=HERE.parents[1]
         )
         try:
             code = process.wait(seconds)
@@ -211,7 +216,8 @@ def run_process(spec: dict, seconds: float) -> tuple[int | None, str]:
 def measured_machine(job: Job) -> dict:
     """Rates of copies and of matrix products, measured in a process of its own, which leaves nothing on the device."""
     if job.machines.get(device=job.device) is None:
-        spec = {"machine": True, "device": job.device, "results": str(job.machines.path), "command": command()}
+        spec = {"machine": True, "device": job.device, "product": job.product}
+        spec |= {"results": str(job.machines.path), "command": command()}
         code, errors = run_process(spec, 120)
         if code != 0:
             raise RuntimeError(f"The machine could not be measured:\n{errors}")
@@ -337,6 +343,7 @@ def chosen_job(args: argparse.Namespace) -> Job:
         sequence=sequence,
         windows=sorted(set(windows)),
         steps=args.steps or (4 if args.gpu or args.smoke else 6),
+        product=256 if tiny else 8192 if real else 1024,
         cap_gib=args.cap_gib if args.gpu else None,
         host_gib=args.host_gib if real else None,
         row_seconds=args.row_seconds,

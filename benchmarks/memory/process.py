@@ -179,7 +179,7 @@ class DeviceMemory:
         free, self.total = torch.cuda.mem_get_info()
         self.elsewhere = self.total - free - torch.cuda.memory_reserved()  # the context, and other processes
         if cap_gib is not None:
-            torch.cuda.set_per_process_memory_fraction((cap_gib * GIB - self.elsewhere) / self.total)
+            torch.cuda.set_per_process_memory_fraction(min((cap_gib * GIB - self.elsewhere) / self.total, 1.0))
 
     def wait(self) -> None:
         """Wait until everything queued is done."""
@@ -390,8 +390,9 @@ class TrainerRun(Run):
             "device_held": storage_bytes(
                 [*engine["slots"], *engine["expanded"], *rest, *gradients, *own, *self.model.buffers()]
             ),
-            "host_held": storage_bytes([*engine["host_weights"], *engine["host_gradients"], *away])
-            + (0 if parking is None else parking.nbytes),
+            "host_held": storage_bytes(
+                [*engine["host_weights"], *engine["host_gradients"], *away, *(parking.spare if parking else [])]
+            ),
         }
 
     def statistics(self) -> dict:
@@ -401,7 +402,10 @@ class TrainerRun(Run):
         if self.streaming is None:
             return super().plan(micro_batches)
         plan = self.streaming.plan
-        setup = dataclasses.replace(plan.decided, vram=None, ram=None, gradient_accumulation_steps=micro_batches)
+        decided = {"resident_layers": plan.resident_layers, "stream_embeddings": plan.stream_embeddings}
+        setup = dataclasses.replace(
+            plan.setup, memory="stream", vram=None, ram=None, gradient_accumulation_steps=micro_batches, **decided
+        )
         return Estimator(self.shape, Tracer.of(self.model)).plan(setup)
 
 
@@ -525,10 +529,9 @@ def why_skipped(spec: dict) -> str | None:
     return f"{', '.join(missing)} is not installed" if missing else None
 
 
-def machine(device: str) -> dict:
-    """Measure the rates that floors are computed with."""
-    rates = measure_machine(0.5)
-    size = 8192 if device == "cuda" else 1024
+def machine(device: str, size: int) -> dict:
+    """Measure the rates that floors are computed with, by products of square matrices of this size."""
+    rates = measure_machine(0.5, size)
     for dtype in (torch.float32, torch.bfloat16):
         a, best = torch.randn(size, size, device=device, dtype=dtype), 0.0
         for _ in range(10):
@@ -598,7 +601,7 @@ def main() -> None:
     origin = {**provenance(torch.get_num_threads(), spec["device"]), "command": spec["command"]}
     if spec.get("machine") is True:
         results = Results(Path(spec["results"]), "machine", ("device",))
-        results.add({"device": spec["device"], **machine(spec["device"]), **origin})
+        results.add({"device": spec["device"], **machine(spec["device"], spec["product"]), **origin})
         return
     results = Results(Path(spec["results"]), "peaks", ("model", "mode", "device", "cap_gib", "tokens"))
     settings = {name: spec[name] for name in ("device", "cap_gib", "sequence", "steps")}

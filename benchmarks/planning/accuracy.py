@@ -4,13 +4,15 @@ How far `plan_memory` is from the peak of a training step, for eight architectur
     python -m benchmarks.planning.accuracy                  # torch's memory tracker under fake tensors; half an hour
     python -m benchmarks.planning.accuracy --models llama --ways adamw
     python -m benchmarks.planning.accuracy --gpu            # the allocator's peak of a real Trainer run
+    python -m benchmarks.planning.accuracy --gpu --smoke    # the same with tiny models, to check the plumbing
 
 The reference without a GPU is `torch.distributed._tools.mem_tracker.MemTracker` over a step of the model with all its
 layers: forward, backward, clipping and update, computed by torch under `FakeTensorMode` with the CPU's rules of
 autocast (the plan is made for these rules, too), batches without padding. With `--gpu` it is
 `torch.cuda.max_memory_allocated` of the third step of `transformers.Trainer`. Neither shares code with the plan, which
 traces a few layers with a tracker of its own. 8-bit states are those of bitsandbytes.
-Each row is appended to the results as soon as it is there; rows that are there are kept.
+Each row is appended to the results as soon as it is there; rows that are there are kept. `--smoke` writes to a
+temporary file unless `--results` names one.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.plan.planner import plan_memory
 
+HERE = Path(__file__).resolve().parent
 REFERENCES = {False: "MemTracker under FakeTensorMode", True: "torch.cuda.max_memory_allocated"}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -75,9 +78,9 @@ WAYS = {
 
 
 def _sized(config: type, heads: tuple[int, int, int], vocabulary: int, **more) -> list:
-    """Make configurations of three sizes."""
+    """Make configurations of three sizes, and a tiny one."""
     configs = []
-    for layers, width, count in zip((4, 8, 10), (768, 2048, 4096), heads):
+    for layers, width, count in zip((4, 8, 10, 2), (768, 2048, 4096, 64), (*heads, 4)):
         sizes = {name: value(width, count) if callable(value) else value for name, value in more.items()}
         shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": count}
         configs.append(config(**shape, vocab_size=vocabulary, **sizes))
@@ -114,7 +117,9 @@ MODELS = {
         transformers.GPTNeoXConfig, (12, 16, 32), 50432, intermediate_size=_wide(4), max_position_embeddings=4096
     ),
 }  # fmt: skip
-BATCHES = ((8, 512), (4, 1024), (2, 2048))  # of each size
+BATCHES = ((8, 512), (4, 1024), (2, 2048), (2, 32))  # of each size
+TINY = 3
+"""The size that shows whether the benchmark runs, and nothing of the plan: fixed costs are most of its bytes."""
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -285,10 +290,11 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, Path(__file__).resolve().parent)
+    parser = command_line(__doc__, HERE)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--sizes", nargs="+", type=int, choices=(0, 1, 2), default=[0, 1, 2])
+    parser.add_argument("--sizes", nargs="+", type=int, choices=range(TINY), default=list(range(TINY)))
+    parser.add_argument("--smoke", action="store_true", help="Tiny models instead of the sizes, to check the plumbing.")
     parser.add_argument(
         "--replan", action="store_true", help="Plan anew also where a row is there, and keep its reference."
     )
@@ -296,11 +302,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.gpu and not torch.cuda.is_available():
         parser.error("`--gpu` needs a GPU, and torch sees none.")
+    if args.gpu and torch.cuda.device_count() > 1:
+        parser.error("Trainer would spread each batch over all GPUs. Set CUDA_VISIBLE_DEVICES=0.")
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
+    scratch = tempfile.TemporaryDirectory()
+    if args.smoke and args.results == HERE / "results.jsonl":
+        args.results = Path(scratch.name) / "results.jsonl"
     results = Results(args.results, "accuracy", ("reference", "model", "layers", "way"))
     made_by = {"reference": REFERENCES[args.gpu]}
-    for size, name, way in itertools.product(args.sizes, args.models, args.ways):
+    for size, name, way in itertools.product([TINY] if args.smoke else args.sizes, args.models, args.ways):
         known = results.get(**made_by, model=name, layers=MODELS[name][size].num_hidden_layers, way=way)
         if known and not args.replan:
             continue

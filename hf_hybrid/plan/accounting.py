@@ -313,12 +313,12 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
                 yield max(int(most) - int(taken) + int(statistics.get(names[2], 0)), 0)
 
 
-def measure_machine(seconds: float = 0.1) -> dict[str, float]:
+def measure_machine(seconds: float = 0.1, size: int = 8192) -> dict[str, float]:
     """
     Measure rates of this machine, each for a number of seconds.
 
     Bytes per second: `"dram"`, read and written by a copy in host memory, and on a GPU `"h2d"` and `"d2h"` (pinned).
-    bf16 operations per second: `"flops"` of products of large square matrices, which training does not exceed.
+    bf16 operations per second: `"flops"` of products of `size`-square matrices, which training does not exceed.
     """
     source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
     rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}
@@ -327,9 +327,9 @@ def measure_machine(seconds: float = 0.1) -> dict[str, float]:
         pinned, there = source.pin_memory(), source.to(device)
         rates["h2d"] = pinned.nbytes * _per_second(lambda: there.copy_(pinned, non_blocking=True), seconds)
         rates["d2h"] = pinned.nbytes * _per_second(lambda: pinned.copy_(there, non_blocking=True), seconds)
-        left = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+        left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
         result = left @ left
-        rates["flops"] = 2 * 8192**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
+        rates["flops"] = 2 * size**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
     return rates
 
 

@@ -96,6 +96,7 @@ for _library in (_libraries / "libc10.so", _libraries / "libtorch_cpu.so", build
         raise Unavailable(f"{_library} cannot be loaded: {error}") from error
 
 import torch  # noqa: E402
+from torch.cuda import _gpu_trace as trace  # noqa: E402 - what torch's CUDA sanitizer is told
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
@@ -202,6 +203,7 @@ class Stream:
         self.clock, self.at_once = {}, False
         self._tasks, self._done = [], 0
         Stream.all.append(self)
+        trace.StreamCreationCallbacks.fire_callbacks(self.cuda_stream)
         return self
 
     def __init__(self, *args, **kwargs):
@@ -210,6 +212,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         with _lock:
             if event.clock is not None:
+                trace.EventWaitCallbacks.fire_callbacks(id(event), self.cuda_stream)
                 _join(self.clock, event.clock)
                 other, count = event.place
                 self.enqueue(lambda: other.run(count))
@@ -264,10 +267,15 @@ class Event:
     def __init__(self, *args, **kwargs):
         self.clock: Clock | None = None
         self.place: tuple[Stream, int] | None = None
+        trace.EventCreationCallbacks.fire_callbacks(id(self))
+
+    def __del__(self):
+        trace.EventDeletionCallbacks.fire_callbacks(id(self))
 
     def record(self, stream: Stream | None = None) -> None:
         with _lock:
             stream = stream or current_stream()
+            trace.EventRecordCallbacks.fire_callbacks(id(self), stream.cuda_stream)
             _join(stream.clock, _host)
             self.clock, self.place = dict(stream.clock), (stream, stream.enqueued)
 
@@ -293,7 +301,7 @@ class Event:
 
 
 default_stream = Stream()
-default_stream.name, default_stream.at_once = COMPUTE, True
+default_stream.name, default_stream.at_once, default_stream.cuda_stream = COMPUTE, True, 0
 
 
 def current_stream(device=None) -> Stream:
@@ -317,11 +325,13 @@ def _stop(kind: str, stream: Stream | None = None, event: Event | None = None) -
         found.stops[_owner(), kind] += 1
         found.stop_sites[f"{_owner()}: {kind} @ {_show(_site())}"] += 1
         if event is not None:
+            trace.EventSynchronizationCallbacks.fire_callbacks(id(event))
             stream, count = event.place
             stream.run(count)
             _join(_host, event.clock)
             return
         stream = stream or default_stream
+        trace.StreamSynchronizationCallbacks.fire_callbacks(stream.cuda_stream)
         stream.run()
         _join(stream.clock, _host)
         _join(_host, stream.clock)
@@ -329,6 +339,7 @@ def _stop(kind: str, stream: Stream | None = None, event: Event | None = None) -
 
 def synchronize(device=None) -> None:
     """Wait for every stream."""
+    trace.DeviceSynchronizationCallbacks.fire_callbacks()
     with _lock:
         found.stops[_owner(), "device.synchronize"] += 1
         found.stop_sites[f"{_owner()}: device.synchronize @ {_show(_site())}"] += 1
@@ -481,12 +492,14 @@ def _allocate(size: int) -> Tensor:
         _regions[address] = (host, region)
         device_bytes += size
         peak_bytes, reserved_bytes = max(peak_bytes, device_bytes), max(reserved_bytes, device_bytes)
+    trace.MemoryAllocationCallbacks.fire_callbacks(address)
     weakref.finalize(tensor.untyped_storage(), _free, address).atexit = False
     return tensor
 
 
 def _free(address: int) -> None:
     global device_bytes
+    trace.MemoryDeallocationCallbacks.fire_callbacks(address)
     with _lock:
         _, region = _regions.pop(address)
         device_bytes -= region.size
@@ -621,6 +634,10 @@ def _run_on_cpu(op, *args, **kwargs):
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     lowered: dict[int, Tensor] = {}
+
+    for index, value in enumerate(args):  # C++ wraps a number for `Tensor`, and boxing to Python unwraps it again
+        if isinstance(value, (bool, int, float)) and str(op._schema.arguments[index].type) == "Tensor":
+            args[index] = torch.tensor(value)
 
     def lower(value):
         if is_on_device(value):
@@ -801,6 +818,8 @@ def _empty_cache() -> None:
 
 def _set_fraction(fraction: float, device=None) -> None:
     global limit
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
     limit = None if fraction >= 1 else int(fraction * TOTAL)
 
 
@@ -868,6 +887,7 @@ _of_accelerator = {
     "set_device_index": lambda device: None,
     "set_device_idx": lambda device: None,
     "get_memory_info": _memory_info,
+    "empty_host_cache": lambda: None,
 }
 _kept: list = []
 
@@ -890,6 +910,7 @@ def install() -> None:
     for name in ("_record_memory_history", "_dump_snapshot"):
         setattr(torch.cuda.memory, name, getattr(_Snapshots, name))
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch._C._cuda_attach_out_of_memory_observer = _observers.append
     torch.empty, torch.zeros = _pinning(torch.empty), _pinning(torch.zeros)
     torch.Tensor.record_stream = lambda self, stream: _regions[self.untyped_storage().data_ptr()][1].recorded.add(

@@ -5,58 +5,13 @@ Each scenario runs in processes of its own, on the simulated device and beside i
 runs the scenarios of that name alone.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from functools import cache
-from pathlib import Path
-
 import pytest
-import torch
 
+from simulated_gpu.results import Results
 from simulated_gpu.scenarios import SCENARIOS, places
 
-RUNNER = Path(__file__).with_name("runner.py")
 SMALL_CHANGE = 64
 """Bytes on the device that a process may keep: placeholders and scalars."""
-
-
-class Results:
-    """What the scenarios left, each as soon as it is there."""
-
-    def __init__(self, names: list[str], folder: Path):
-        self.folder = folder
-        workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-        command = [sys.executable, str(RUNNER), "--workers", str(workers), str(folder), *names]
-        environment = {**os.environ, "PYTHONPATH": str(RUNNER.parents[2])}
-        self._log = (folder / "runner.log").open("w")
-        self._process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True
-        )
-        self.of = cache(self._of)
-
-    def _of(self, name: str, place: str = "device") -> dict:
-        """The result of a scenario at a place."""
-        result = self.folder / f"{name}.{place}.pt"
-        while not result.exists():
-            ended = self._process.poll() is not None  # asked first: it may end after it has written
-            if (self.folder / "unavailable").exists():
-                pytest.skip((self.folder / "unavailable").read_text())
-            if result.with_suffix(".error").exists():
-                pytest.fail(result.with_suffix(".error").read_text()[-6000:])
-            if ended and not result.exists():
-                pytest.fail(f"The runner ended: {(self.folder / 'runner.log').read_text()[-3000:]}")
-            time.sleep(0.02)
-        return torch.load(result, weights_only=False)
-
-    def end(self) -> None:
-        """Kill what still runs."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
 
 
 @pytest.fixture(scope="module")

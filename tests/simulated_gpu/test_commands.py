@@ -1,0 +1,62 @@
+"""The commands for a machine with a GPU (CONTRIBUTING.md) run to their end, on the simulated device and tiny models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulated_gpu.results import TESTS
+from simulated_gpu.run_module import UNAVAILABLE
+
+HERE = Path(__file__).parent
+
+
+def run(*command: str, **environment: str) -> str:
+    """The output of `python -m COMMAND` on the simulated device."""
+    hidden = {name for name in os.environ if name.startswith(("PYTEST_", "HIDDEN_FROM_TESTS_"))}
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_module.py"), "-m", *command], cwd=TESTS.parent, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**inherited, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    if done.returncode == UNAVAILABLE:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def rows_of(path: Path, benchmark: str) -> list[dict]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in found if row["benchmark"] == benchmark]
+
+
+def test_scenarios_run_as_on_a_real_gpu():
+    test = str(HERE / "test_on_a_gpu.py")
+    chosen = ("-k", "[registered_lora_int8]")
+    output = run("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", test, *chosen, TORCH_CUDA_SANITIZER="1")
+    assert "3 passed" in output, output[-6000:]
+
+
+def test_the_memory_benchmark_fills_its_table(tmp_path):
+    results = tmp_path / "results.jsonl"
+    asked = ("--models", "50b", "--modes", "lora-stream-int8", "--tokens", "2048", "--results", str(results))
+    output = run("benchmarks.memory.peaks", "--gpu", "--smoke", *asked)
+    (row,) = rows_of(results, "peaks")
+    assert row["outcome"] == "measured", row
+    assert row["device"] == "cuda" and row["cap_gib"] == 24
+    assert row["device_plan"] >= row["device_allocated"] >= row["device_held"] > 0
+    assert row["host_peak"] > 0 and row["host_pinned"] > 0
+    assert output.count("goal met") == 2, output
+
+
+def test_the_planning_benchmark_measures_the_allocator(tmp_path):
+    results = tmp_path / "results.jsonl"
+    asked = ("--models", "llama", "--ways", "adamw", "--results", str(results))
+    run("benchmarks.planning.accuracy", "--gpu", "--smoke", *asked)
+    (row,) = rows_of(results, "accuracy")
+    assert row["reference"] == "torch.cuda.max_memory_allocated"
+    assert row["reference_bytes"] > 4 * 4 * row["weights"]  # weights, gradients and two moments
