@@ -240,7 +240,9 @@ class OptimizerStatePlacement(PhasePlugin):
         self._come_home()
         self._strategy.wait()
 
-    on_train_end = before_export
+    def on_train_end(self) -> None:
+        self.before_export()
+        self._optimizer, self._strategy = None, _STRATEGIES[self.placement]()
 
     def _come_home(self) -> None:
         if self._optimizer is not None:

@@ -197,9 +197,12 @@ class _PerWeight:
         """Bytes of its gradients on the device, and as they leave it: the host converts them."""
         return sum(piece.count * self._width(piece) for piece in unit.pieces if piece.trained)
 
-    def leaving(self, unit: Unit, passes: int) -> int:
-        """Bytes of its gradients on the device; a GPU adds later ones to a sum that comes back, as masters are."""
-        if passes == 1 or not self.on_gpu:
+    def leaving(self, unit: Unit, passes: int, together: int = 1) -> int:
+        """
+        Bytes of its gradients on the device. Micro-batches that are walked `together` add up as masters are; so do
+        later passes on a GPU, to a sum that comes back.
+        """
+        if (passes == 1 or not self.on_gpu) and not (together > 1 and self.rounding(unit)):
             return self.gradients(unit)
         largest = max((piece.count for piece in unit.pieces if piece.trained), default=0)
         return self.own[0] * (unit.trainable + largest)
@@ -313,7 +316,8 @@ class Estimator:
         table.add("activations", "host", parked * per.locked(active.output))
         # The gradient of embeddings or head is still leaving while the layer beside them computes.
         wide = max(per.leaving(end, setup.gradient_accumulation_steps) for end in (embedding, head))
-        widest = max(per.leaving(layer, setup.gradient_accumulation_steps // windows) for layer in set(layers))
+        passes = setup.gradient_accumulation_steps // windows
+        widest = max(per.leaving(layer, passes, windows) for layer in set(layers))
         recomputing = {"activations": active.layer, "gradients": widest + wide}
         loss, update = {"activations": active.loss, "gradients": wide}, {}
         if not stream_embeddings:
@@ -483,14 +487,15 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     heads = micro_batches + passes * (not setup.chunked_loss)
     into = micro_batches * per.packed(embedding) + heads * per.packed(embedding if plan.shape.tied else head)
     into += passes * 2 * sum(per.packed(layer, int8=True) for layer in layers[:count]) + away
-    back = per.gradients(travelling) + away
-    converted = 0
+    back, converted = away, 0
     for unit, times in [*((layer, passes) for layer in layers), (embedding, micro_batches), (head, micro_batches)]:
-        # Gradients leave as they are. If there is one, the host converts it to the precision of the master. Else later
-        # ones are added to it on the device, and the sum leaves in that precision.
-        converted += (work + own) * per.rounding(unit) * (times == 1)
-        into += (per.gradients(unit) + own * unit.trainable * (times - 2)) * (times > 1)
-        back += own * unit.trainable * (times - 1)
+        # Gradients leave as they are. If there is one, the host converts it to the precision of the master. Else they
+        # are added up on the device, and the sum leaves in that precision.
+        summed = unit in layers and setup.micro_batches_in_flight > 1
+        first = own * unit.trainable if summed else per.gradients(unit)
+        converted += (work + own) * per.rounding(unit) * (times == 1 and not summed)
+        into += (first + own * unit.trainable * (times - 2)) * (times > 1)
+        back += first + own * unit.trainable * (times - 1)
     if per.eight_bit:
         # Gradients and states come, states and weights go; the masters come too where the slot holds a rounded copy.
         into += trainable * (own + per.state) + own * rounding

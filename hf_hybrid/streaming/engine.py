@@ -188,6 +188,7 @@ class Streamed(Resident):
             if self.optimizer is not None:
                 self.optimizer.drop_gradients()  # of a window that an error cut short
             self.streamer.detach(expand=self._base_fits())
+            self._parking().clear()
         self.streamer.overlay = None
 
     def _base_fits(self) -> bool:

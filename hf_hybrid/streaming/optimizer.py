@@ -201,8 +201,11 @@ class LazyOptimizer(torch.optim.Optimizer):
         fetch = self.streamer.transfers.fetch
         groups = self._pending[unit][0].param_groups if unit in self._pending else ()
         for master in [master for group in groups for master in group["params"] if id(master) not in self._coming]:
-            state = {name: fetch(value) for name, value in self.state.get(master, {}).items() if is_big(value)}
-            self._coming[id(master)] = fetch(master.grad), state
+            # Noted one by one: where memory ends in between, copies under way must not be forgotten.
+            _, states = self._coming[id(master)] = fetch(master.grad), {}
+            for name, value in self.state.get(master, {}).items():
+                if is_big(value):
+                    states[name] = fetch(value)
 
     @torch.no_grad()
     def _step_in_slot(self, unit: Unit) -> None:
@@ -288,3 +291,12 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state
+        beside = self.streamer.transfers.beside
+        for state in (
+            [self.state.get(piece.master, {}) for piece in self.streamer.masters.values()]
+            if self.on_device and beside
+            else ()
+        ):
+            for name, value in state.items():
+                if is_big(value):  # they travel at every step, so they are page-locked as those of a new run are
+                    state[name] = host_tensor(value.shape, value.dtype, pin=True).copy_(value)

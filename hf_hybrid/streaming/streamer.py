@@ -323,10 +323,16 @@ class LayerStreamer:
     def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
         if self.walk is None or id(piece) not in self.walk.collecting:
             self.collect(piece)
+        elif self.walk.several and parameter.grad.dtype != piece.master.dtype:
+            # A sum in bf16 would lose what later micro-batches add to it.
+            gradient, parameter.grad = parameter.grad.to(piece.master.dtype), None
+            piece.total = gradient if piece.total is None else piece.total.add_(gradient)
 
     def collect(self, piece: Piece) -> None:
         """Move the gradient of a streamed parameter into, or add it to, its master's."""
         gradient, piece.parameter.grad = piece.parameter.grad, None
+        if piece.total is not None:
+            gradient, piece.total = piece.total, None
         if gradient is None:
             return
         master = piece.master

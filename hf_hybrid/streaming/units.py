@@ -61,6 +61,8 @@ class Piece:
     """Host weights that the optimizer updates; `None` for a base that is kept as int8."""
     gradient: Tensor | None = None
     """Host buffer for the master's gradient, allocated when it is first needed."""
+    total: Tensor | None = None
+    """Sum of gradients that arrive in a lower precision than the master's, while a window is walked by layer."""
     sent: Event = None
     """When the gradient that was sent last has arrived in it."""
     narrow: bool = False

@@ -186,6 +186,8 @@ class LayerWalk:
 
     streamer: LayerStreamer
     parking: HostBuffers | None = None
+    several: bool = False
+    """Whether the window has more than one micro-batch."""
     collecting: set = field(default_factory=set)
     """Parameters whose gradients add up on the device until the last micro-batch."""
 
@@ -200,7 +202,7 @@ class LayerWalk:
             RuntimeError: If that shows only when a micro-batch is through.
         """
         jobs = [_MicroBatch(function, self.streamer.device) for function in functions]
-        self.streamer.walk = self
+        self.streamer.walk, self.several = self, len(jobs) > 1
         try:
             self._forward(jobs)
             self._backward(jobs)

@@ -185,6 +185,9 @@ def test_the_context_is_counted_once(tmp_path, monkeypatch):
         {"stream_embeddings": True, "tied": True},
         {"stream_embeddings": True, "gradient_accumulation_steps": 3},
         {"stream_embeddings": True, "gradient_accumulation_steps": 3, "accumulation_walk": "micro_batch"},
+        {"bf16": True},
+        {"bf16": True, "stream_embeddings": True},
+        {"bf16": True, "gradient_accumulation_steps": 3},
     ],
     ids=str,
 )
@@ -199,6 +202,8 @@ def test_traffic_is_that_of_a_run(options, tmp_path):
     least = step_traffic(trainer.memory.plan)
     into, back = (seen[2][way] - seen[1][way] for way in (0, 1))
     # A GPU adds to the sums of earlier gradients, which come back to it; a CPU adds where they are.
-    added = back - sum(piece.nbytes for piece in trainer.memory.streamer.streamed.values())
+    summed = "gradient_accumulation_steps" in options  # on the device, in fp32: they leave as that
+    pieces = trainer.memory.streamer.streamed.values()
+    added = back - sum(piece.parameter.numel() * 4 if summed else piece.nbytes for piece in pieces)
     assert (into + added, back) == (least["h2d"], least["d2h"])
     assert (added > 0) == ("gradient_accumulation_steps" in options and "stream_embeddings" in options)

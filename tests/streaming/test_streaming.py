@@ -106,6 +106,18 @@ def test_bf16_autocast(tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
+def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):
+    """In bf16 the sum over the micro-batches of a window would be off by half a percent."""
+    plain = train_plain(tmp_path, train_set, bf16=True, gradient_accumulation_steps=8, max_steps=1)
+    trainer = make_streamed(tmp_path, train_set, bf16=True, gradient_accumulation_steps=8, max_steps=1)
+    trainer.train()
+    moments = trainer.optimizer.optimizer.state
+    for ours, theirs in zip(trainer.model.parameters(), plain.model.parameters()):
+        ours = moments[trainer.memory.parameter(ours)]["exp_avg"]
+        theirs = plain.optimizer.state[theirs]["exp_avg"]
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
 def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
     trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{CHECKPOINTING: True})
     trainer.train()
