@@ -42,10 +42,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         params (`Iterable`): Parameters or groups of them, AdamW's first.
-        lr (`float`): Learning rate of groups without one.
-        weight_decay (`float`): Decoupled weight decay of groups without one.
-        betas (`tuple[float, float]`): Decay rates of AdamW's moments.
-        eps (`float`): AdamW's.
+        lr (`float`), weight_decay (`float`): Learning rate and decoupled decay of groups without their own.
+        betas (`tuple[float, float]`), eps (`float`): Of AdamW.
         momentum (`float`): Decay rate of Muon's average of the gradients, which steps look ahead along (Nesterov).
 
     Raises:
@@ -98,10 +96,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step both optimizers, and return the result of `closure`, which computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for inner in self._link():
             inner.step()
         return loss
@@ -126,12 +122,7 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
     routers of newer mixtures of experts), and experts fused into one 3-D weight: `torch.optim.Muon` takes 2-D alone.
 
-    Args:
-        model (`nn.Module`): Any, also inside a PEFT wrapper.
-
-    Returns:
-        `tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]`: Matrices and the rest of what is trainable, by name
-        and in the model's order; no parameter is in both, or twice.
+    Returns matrices and the rest by name, in the model's order; no parameter is in both, or twice.
     """
     hidden, other = set(), {id(parameter) for end in _ends(model) for parameter in end.parameters()}
     for module in model.modules():

@@ -155,8 +155,7 @@ class MemoryGuard(PhasePlugin):
         """
         Read the memory after step `step` (1-based number of steps done).
 
-        Returns:
-            `bool`: Whether a checkpoint should be written now.
+        Returns whether a checkpoint should be written now.
         """
         if self.probe is None:
             return False
@@ -228,10 +227,7 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
     Cut are tensors, lists and tuples with one entry per sequence (or per sequence and block), also inside dictionaries.
     Numbers, strings and tensors of one row, which hold for all sequences, go into every part.
 
-    Args:
-        batch (`Mapping`): A collated batch.
-        most (`int`): Sequences per part; the last part may hold fewer.
-        blocks (`int`): See [`sequences_in`].
+    The last part may hold fewer than `most`. About `blocks` see [`sequences_in`].
 
     Raises:
         UnsplittableBatchError: If a tensor or list has neither one entry per sequence nor a single one: images packed
@@ -354,8 +350,7 @@ class OutOfMemoryRecovery:
             run (`Callable`): Computes a batch, or a part of one, and accumulates its gradients; returns its loss.
             items (`Any`): Items of the window by which losses are normalised; `None` where they are means.
 
-        Returns:
-            `torch.Tensor`: The micro-batch's share of the loss of the window.
+        Returns the micro-batch's share of the loss of the window.
 
         Raises:
             UnrecoveredMemoryError: If nothing helped, or nothing may be tried.

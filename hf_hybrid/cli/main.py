@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run the command that the words after `hf-hybrid` name; by default those of the process.
 
-    Returns:
-        `int`: Exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.
+    Returns the exit status: 0, or 1 if the command could not do its work. Wrong options exit with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in arguments if not word.startswith("-")), None)

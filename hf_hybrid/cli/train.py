@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """
     Train, or print help.
 
-    Returns:
-        `int`: 0; 2 for options that cannot work; 130 after Ctrl-C; else the exit status of the process that failed.
+    Returns 0; 2 for options that cannot work; 130 after Ctrl-C; else the exit status of the process that failed.
     """
     arguments = args.arguments
     if not arguments or {"-h", "--help"} & set(arguments):

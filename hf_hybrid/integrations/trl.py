@@ -261,15 +261,8 @@ class HybridDPOTrainer(_TRLTrainerMixin, DPOTrainer):
 
     A leap is verified on the preference loss of held-out pairs, with the reference that TRL trains against.
 
-    Args:
-        model, ref_model, args, positional, kwargs:
-            As [`~trl.DPOTrainer`]; `args` is best a [`HybridDPOConfig`].
-        probe_dataset (*optional*):
-            As [`HybridTrainerMixin`], prepared as `train_dataset` is; also `plugins` and `direction`.
-
-    Raises:
-        TypeError: If `args` is a hybrid config without TRL's options.
-        ValueError: As [`HybridTrainerMixin`], and for images.
+    Arguments are those of [`~trl.DPOTrainer`], with a [`HybridDPOConfig`] as `args`; those beyond them, and what is
+    raised, are as in [`HybridSFTTrainer`].
 
     Example:
 

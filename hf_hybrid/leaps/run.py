@@ -419,8 +419,7 @@ class LeapRun:
         """
         Judge loss and gradients of a real step, and show the direction those that are used.
 
-        Returns:
-            `bool`: Whether the optimizer may step. If not, the caller must drop the gradients.
+        Returns whether the optimizer may step. If not, the caller must drop the gradients.
 
         Raises:
             TrainingDivergedError: If the monitor's action is to abort.

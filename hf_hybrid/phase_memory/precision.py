@@ -81,8 +81,7 @@ def resolve(
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast.
         device (`str`): Type of the device that the weights are on.
 
-    Returns:
-        `tuple`: A precision per phase; and whether probes use int8: `"off"`, `"on"`, or `"auto"`, where noise allows.
+    Returns a precision per phase, and whether probes use int8: `"off"`, `"on"`, or `"auto"`, where noise allows.
 
     Raises:
         ValueError: If a precision would need other weights or another autocast; the message says which.

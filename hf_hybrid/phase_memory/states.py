@@ -202,11 +202,8 @@ class OptimizerStatePlacement(PhasePlugin):
     - `"drop"`: deleted. The optimizer starts anew after every Predict, with Adam's bias correction and step counter,
       and a checkpoint saved in Predict holds no states.
 
-    Args:
-        placement (`str`): One of the above.
-
     Raises:
-        ValueError: If `placement` is none of the above.
+        ValueError: If `placement` is none of these.
         ImportError: If `"8bit"` is asked for without bitsandbytes.
     """
 

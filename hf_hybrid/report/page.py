@@ -41,8 +41,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
         folder (`str` or `Path`): `output_dir` of the run, which may have been killed or still be going on.
         output (`str` or `Path`, *optional*): Where the report goes; by default `report` in `folder`.
 
-    Returns:
-        `list[Path]`: The files, the page first.
+    Returns the files, the page first.
 
     Raises:
         ValueError: If there is nothing in `folder` to report on.
@@ -69,8 +68,7 @@ def write_comparison(first: str | Path, second: str | Path, output: str | Path |
         first (`str` or `Path`), second (`str` or `Path`): `output_dir` of run A, which B is measured against, and of B.
         output (`str` or `Path`, *optional*): Where the comparison goes; by default `report/comparison` in `second`.
 
-    Returns:
-        `list[Path]`: The files, the page first.
+    Returns the files, the page first.
 
     Raises:
         ValueError: If there is nothing in one of the folders to report on.

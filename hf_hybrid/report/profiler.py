@@ -379,8 +379,7 @@ class MemoryProfilerCallback(TrainerCallback):
         Args:
             trainer (`Trainer`): The trainer that the profiler is, or is to be, a callback of.
 
-        Returns:
-            `MemoryProfilerCallback`: Itself.
+        Returns itself.
         """
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
@@ -615,8 +614,7 @@ class MemoryProfilerCallback(TrainerCallback):
         Args:
             error (`BaseException`, *optional*): The error. Only its text is kept.
 
-        Returns:
-            `Path`: The folder; `None` outside a training.
+        Returns the folder; `None` outside a training.
         """
         return None if self._log is None else self._record_out_of_memory(None if error is None else str(error), None)
 

@@ -89,14 +89,9 @@ class HybridSummary(dict):
     """
 
     _TOTALS = (
-        ("real steps", "real_steps"),
-        ("predicted steps", "predicted_steps"),
-        ("backward passes", "backward_passes"),
-        ("backward passes avoided", "backward_passes_avoided"),
-        ("forward-only passes", "forward_only_passes"),
-        ("skipped batches", "skipped_batches"),
-        ("roll-backs", "roll_backs"),
-    )
+        "real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
+        "skipped batches", "roll-backs",
+    )  # fmt: skip
 
     def phase_rows(self) -> list[tuple[str, str, str]]:
         """Name, steps and time of each phase; none for runs without phases."""
@@ -109,7 +104,8 @@ class HybridSummary(dict):
 
     def _rows(self) -> list[tuple[str, str]]:
         """Everything that fits on a line, by name."""
-        rows = [(label, format_number(self[key])) for label, key in self._TOTALS if key in self]
+        keys = {label: label.replace(" ", "_").replace("-", "_") for label in self._TOTALS}
+        rows = [(label, format_number(self[key])) for label, key in keys.items() if key in self]
         verdicts = self.get("leaps_by_verdict") or {}
         if "leaps" in self:
             by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
