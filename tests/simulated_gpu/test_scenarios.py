@@ -173,8 +173,18 @@ def test_profiler_and_card_speak_of_the_device(results):
 
 # What no scenario entered.
 
-ONLY_ELSEWHERE: dict[str, str] = {}
-"""Device-dependent lines that the simulated device cannot enter, each with the reason."""
+ONLY_ELSEWHERE = {
+    "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
+    "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
+    "machine.py: return None": "devices that do not tell their free memory",
+    "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
+    "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
+    "recovery.py: return None": "a CPU, which nothing watches",
+    "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
+}
+"""Device-dependent lines that the simulated device cannot enter, each with where it is entered."""
+NOT_HERE = ("has no streams", "needs a device with streams")
+"""Errors about MPS, which has no streams."""
 
 
 def test_every_device_dependent_line_is_entered(results, request):
@@ -184,7 +194,7 @@ def test_every_device_dependent_line_is_entered(results, request):
     found = [results.of(name) for name in SCENARIOS]
     known = {line for result in found for line in result["known"]}
     entered = {line for result in found for line in result["entered"]}
-    missing = known - entered - ONLY_ELSEWHERE.keys()
+    missing = {line for line in known - entered - ONLY_ELSEWHERE.keys() if not any(why in line for why in NOT_HERE)}
     assert not missing, "\n".join(sorted(missing))
     assert not ONLY_ELSEWHERE.keys() - known, "no such lines any more"
     assert len(known) > 80
