@@ -113,9 +113,11 @@ class Place:
             trainer.memory.streamer.on_load = trainer.memory.streamer.before_forward = None
         trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
         trainer.accelerator.free_memory()
-        gc.collect()
         if self.on_device:
             self.simulator.synchronize()
+        for _ in range(3):  # a thread may still hold the last thing that it was given
+            gc.collect()
+            time.sleep(0.01)
         self.facts["stops"] = steps.ordinary()
         self.facts["stops_at_leaps"] = steps.at_leaps()
         self.facts["bytes"] = (before, self.bytes())
@@ -264,6 +266,8 @@ class Scenario:
     """The model stays on the device after training, as plain Trainer leaves it."""
     left: int = 0
     """Bytes on the device that a process keeps when everything else is gone: tables of bitsandbytes."""
+    locks_masters: bool = False
+    """Masters are page-locked when the optimizer is made, and stay so: they are the model's weights."""
     simulated_only: bool = False
     """A real GPU cannot run it, for a reason that stands where the scenario does."""
 
@@ -318,7 +322,8 @@ training("bf16_of_a_device_model", **STREAM, bf16=True, on_device_already=True, 
 training("eight_bit", **STREAM, optimizer_states="8bit", architecture=WIDE, expect=ROUNDED_STATES)
 training("eight_bit_more", **STREAM, optimizer_states="8bit", **MORE, expect=ROUNDED_STATES)
 training("eight_bit_by_micro_batch", **STREAM, optimizer_states="8bit", accumulation_walk="micro_batch")
-training("eight_bit_bf16", **STREAM, optimizer_states="8bit", bf16=True, expect=AS_RESIDENT)
+training("eight_bit_bf16", **STREAM, optimizer_states="8bit", bf16=True,
+         expect=AS_RESIDENT | {"locks_masters": True})  # fmt: skip
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("saves", **STREAM, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)
@@ -333,7 +338,8 @@ training("leaps", **STREAM, **LEAPS)
 training("leaps_by_micro_batch", **STREAM, **LEAPS, accumulation_walk="micro_batch")
 training("leaps_host_buffers", **STREAM, **LEAPS, buffers_device="cpu")
 training("leaps_eight_bit", **STREAM, **LEAPS, optimizer_states="8bit")
-training("leaps_bf16", **STREAM, **LEAPS, **ALONG_GRADIENTS, bf16=True, expect=AS_RESIDENT)
+training("leaps_bf16", **STREAM, **LEAPS, **ALONG_GRADIENTS, bf16=True,
+         expect=AS_RESIDENT | {"tolerance": 1e-3})  # fmt: skip
 training("leaps_ends_streamed", **STREAM, **LEAPS, stream_embeddings=True, tied=False)
 training("leaps_probed", **STREAM, **LEAPS, probe_budget=1.0)
 training("leaps_undone", **STREAM, **LEAPS, probe_budget=1.0, leap_gain=300.0)
@@ -521,11 +527,9 @@ OUT_OF_MEMORY = {"max_steps": 200, "gradient_accumulation_steps": 1, "lr_schedul
 class Fault(TrainerCallback):
     """Lets memory end in every step, ten allocations later than in the step before, until no step has so many."""
 
-    PATIENCE = 10
-    """Steps that are tried: some are skipped, and only some have a leap."""
-
-    def __init__(self, at: int = 0):
+    def __init__(self, at: int, patience: int):
         self.at, self.count, self.now, self.fired, self.ended = at, 0, False, False, False
+        self.patience = patience
         self.too_short = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -540,7 +544,7 @@ class Fault(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.now = False
         self.too_short = 0 if self.fired else self.too_short + 1
-        self.ended = control.should_training_stop = self.too_short == self.PATIENCE
+        self.ended = control.should_training_stop = self.too_short == self.patience
 
     def __call__(self, size: int) -> bool:
         self.count += self.now
@@ -556,12 +560,11 @@ def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
     if not place.on_device:
         return {}
     options = {**OUT_OF_MEMORY, **options}
-    undisturbed = trainer_of(place, model(layers=2), **{**options, "max_steps": 60})
-    with place.watched():
-        undisturbed.train()
+    undisturbed = trainer_of(place, model(layers=2), **{**options, "max_steps": 50})
+    undisturbed.train()
     at, errors, logs, caught = 0, [], [], 0
     while len(errors) < 40:
-        fault = Fault(at)
+        fault = Fault(at, 10 if "leap_worth" in options else 2)  # some steps are skipped, and few have a leap
         trainer = fault.trainer = trainer_of(place, model(layers=2), callbacks=[fault], **options)
         place.simulator.fault = fault
         try:
@@ -597,15 +600,15 @@ for _name, _options in {
 
 @scenario()
 def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
-    """Two graphs are alive at once, a third one is dropped: their activations wait on the host."""
+    """Two graphs are alive at once and two are dropped: their activations wait on the host."""
     made, device = model(), torch.device("cuda" if place.on_device else "cpu")
     made.to(device).train()
     made.gradient_checkpointing_enable({"use_reentrant": False})
-    batches = [torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(n)).to(device) for n in range(3)]
+    batches = [torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(n)).to(device) for n in range(4)]
     with place.watched():
         with BoundaryOffload(made, min_bytes=1):
             losses = [made(input_ids=batch, labels=batch).loss for batch in batches]
-        losses.pop(1)
+        losses = losses[::2]
         for loss in losses:
             loss.backward()
     return {name: parameter.grad.cpu() for name, parameter in made.named_parameters()}
