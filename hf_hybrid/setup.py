@@ -83,7 +83,6 @@ def _build_run(trainer) -> LeapRun:
     args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
     trajectory, stride = _trajectory(trainer), max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
     rescue = rescue_is_on(args, options)
-    device = args.device
     return LeapRun(
         controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
@@ -100,7 +99,6 @@ def _build_run(trainer) -> LeapRun:
         max_grad_norm=args.max_grad_norm,
         on_phase_change=functools.partial(trainer.plugins.call, "on_phase_change"),
         survive=trainer.recovery.survive,
-        synchronize=(lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device)),
     )
 
 

@@ -180,7 +180,6 @@ class LeapRun:
         on_phase_change (`Callable[[Phase, Phase], None]`): Told before the first step of a new phase.
         survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
             raises it unless it is an out-of-memory; the text says what is lost.
-        synchronize (`Callable[[], None]`): Waits for the device, so that the seconds of a leap are its own.
     """
 
     MARGIN, Z = 1.0, 2.0
@@ -208,12 +207,11 @@ class LeapRun:
         max_grad_norm: float,
         on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
         survive: Callable[[Exception, str], None] = survive_nothing,
-        synchronize: Callable[[], None] = lambda: None,
     ):
         self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
         self.monitor, self.signals, self.probe, self.rescue, self.stretches = monitor, signals, probe, rescue, stretches
         self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
-        self.on_phase_change, self.survive, self.synchronize = on_phase_change, survive, synchronize
+        self.on_phase_change, self.survive = on_phase_change, survive
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
         self.record, self.feed = RunRecord(), BatchFeed()
@@ -265,7 +263,7 @@ class LeapRun:
         return self.phase
 
     def _begin_leap(self, step: int) -> None:
-        self.synchronize()
+        # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
         started, probed = time.perf_counter(), self.probe_seconds
         formed = self.trajectory.formed
         try:
@@ -275,7 +273,6 @@ class LeapRun:
             self.residuals.clear()
             self._reject()
         self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
-        self.synchronize()
         self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
 
     def _leap(self, step: int) -> None:

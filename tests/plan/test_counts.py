@@ -61,7 +61,7 @@ def run(folder, model, look, **options):
         (llama, {"prefetch_layers": 0, "resident_layers": 3, "bf16": True, "stream_embeddings": True}),
         (gpt2, {"bf16": True, "resident_layers": 2}),  # its matrices are not those of linear layers: they stay in fp32
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_planned_slots_are_those_of_a_run_through_saves(make, options, tmp_path):
     buffers = []
@@ -97,7 +97,7 @@ def test_small_buffers_are_powers_of_two_and_large_ones_whole_pages():
         {"optimizer_states": "8bit"},
         {"offload_activations": True, "gradient_accumulation_steps": 2},
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_host_bytes_on_a_gpu_are_those_of_the_buffers_that_a_run_takes(options, tmp_path, monkeypatch):
     if "optimizer_states" in options:
@@ -189,7 +189,7 @@ def test_the_context_is_counted_once(tmp_path, monkeypatch):
         {"bf16": True, "stream_embeddings": True},
         {"bf16": True, "gradient_accumulation_steps": 3},
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_traffic_is_that_of_a_run(options, tmp_path):
     def look(trainer):

@@ -70,6 +70,10 @@ def muon(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out
     return out.copy_(orthogonal).mul_(-scale)
 
 
+SMALL = 2**18
+"""Elements of a matrix that a GPU orthogonalises in fp32 as fast as in bf16, since launches take most of the time."""
+
+
 def orthogonalise(
     matrix: Tensor,
     *,
@@ -80,10 +84,11 @@ def orthogonalise(
     """
     Muon's quintic Newton-Schulz iteration on `[rows, columns]`: moves all singular values near 1.
 
-    It computes in bf16, as `torch.optim.Muon` does; in fp32 on a CPU, where bf16 is several times slower.
+    It computes in bf16, as `torch.optim.Muon` does; in fp32 on a CPU, where bf16 is several times slower, and for
+    matrices that are too small to keep a GPU busy.
     """
     a, b, c = coefficients
-    x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
+    x = matrix.float() if matrix.device.type == "cpu" or matrix.numel() <= SMALL else matrix.bfloat16()
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=eps)  # Frobenius, so that no singular value exceeds 1
