@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import config_values, tiny_model
 
 from hf_hybrid import HybridArguments, HybridConfig
@@ -39,6 +40,7 @@ def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypat
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     args = SimpleNamespace(
+        device=torch.device("cpu"),
         memory="stream",
         world_size=int(environment.get("WORLD_SIZE", 1)),
         torch_compile=False,

@@ -8,7 +8,7 @@ runs the scenarios of that name alone.
 import pytest
 
 from simulated_gpu.results import Results
-from simulated_gpu.scenarios import SCENARIOS, places
+from simulated_gpu.scenarios import SCENARIOS, SLOW, places
 
 SMALL_CHANGE = 64
 """Bytes on the device that a process may keep: placeholders and scalars."""
@@ -20,7 +20,7 @@ def results(request, tmp_path_factory):
     asked = {name for item in here for mark in item.iter_markers("needs") for name in mark.args}
     asked |= {item.callspec.params["name"] for item in here if hasattr(item, "callspec")}
     if any(not hasattr(item, "callspec") and not list(item.iter_markers("needs")) for item in here):
-        asked = set(SCENARIOS)
+        asked = set(ALWAYS)
     made = Results([name for name in SCENARIOS if name in asked], tmp_path_factory.mktemp("scenarios"))
     yield made
     made.end()
@@ -31,7 +31,13 @@ def needs(*names: str):
     return pytest.mark.needs(*names)
 
 
-each = pytest.mark.parametrize("name", SCENARIOS)
+def marked(names) -> list:
+    """The scenarios as parameters; some are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
+each = pytest.mark.parametrize("name", marked(SCENARIOS))
+ALWAYS = [name for name in SCENARIOS if name not in SLOW]
 
 
 @each
@@ -109,7 +115,7 @@ def test_gradients_of_bf16_weights_travel_as_they_are(results):
         assert not [one for one in conversions if "streaming" in one], conversions
 
 
-@needs("registered", "registered_lora_int8")
+@needs("registered")
 def test_large_buffers_are_registered_with_the_driver(results):
     before, _ = results.of("registered")["facts"]["bytes"]
     assert before["registered"] > 0
@@ -127,7 +133,7 @@ def test_an_evaluation_alone_is_right(results):
     assert here["predicted"] == pytest.approx(there["predicted"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("out_of_memory")])
+@pytest.mark.parametrize("name", marked(name for name in SCENARIOS if name.startswith("out_of_memory")))
 def test_memory_may_end_at_every_tenth_allocation(name, results):
     """Most often the work is repeated to the same loss; otherwise the training ends with the error, and not a race."""
     facts = results.of(name)["facts"]
@@ -138,7 +144,7 @@ def test_memory_may_end_at_every_tenth_allocation(name, results):
         assert facts["off"] < 1e-5
 
 
-@needs("profiled", "profiled_resident")
+@needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]
     assert record["device"]["peak_allocated"] >= record["device"]["allocated"] > 0
@@ -192,9 +198,9 @@ NOT_HERE = ("has no streams", "needs a device with streams")
 
 def test_every_device_dependent_line_is_entered(results, request):
     selected = [item for item in request.session.items if item.fspath == request.path]
-    if len({item.callspec.params["name"] for item in selected if hasattr(item, "callspec")}) < len(SCENARIOS):
+    if len({item.callspec.params["name"] for item in selected if hasattr(item, "callspec")}) < len(ALWAYS):
         pytest.skip("only some of the scenarios were selected")
-    found = [results.of(name) for name in SCENARIOS]
+    found = [results.of(name) for name in ALWAYS]
     known = {line for result in found for line in result["known"]}
     entered = {line for result in found for line in result["entered"]}
     missing = {line for line in known - entered - ONLY_ELSEWHERE.keys() if not any(why in line for why in NOT_HERE)}
