@@ -247,7 +247,7 @@ class _Boundary:
         self.on_device, self.version = tensor, tensor._version
 
     def start_back(self) -> None:
-        coming = self.transfers.fetch(self.host, after=self.copied)
+        coming = self.transfers.fetch(self.host)  # it has arrived there: computing waited for it when it was taken
         self.on_device, self.copied, self.version = coming.tensor, coming.arrived, coming.tensor._version
 
     def take(self) -> Tensor | None:

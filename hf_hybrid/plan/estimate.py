@@ -432,7 +432,7 @@ class Estimator:
 
 
 def _first_that_fits(plans: Iterable[Plan]) -> Plan:
-    """Else the one that is over by least."""
+    """Return the first plan that fits, else the one that exceeds its limits least."""
     least, over = None, math.inf
     for plan in plans:
         short = plan.device_shortfall + plan.host_shortfall

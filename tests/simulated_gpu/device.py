@@ -617,7 +617,7 @@ def _reads_and_writes(op, args, kwargs, counts: Callable[[object], bool]) -> tup
 def _run_on_cpu(op, *args, **kwargs):
     """Any operator with a device tensor among its arguments: the CPU's kernel over the same bytes."""
     name, args, kwargs = op._schema.name, list(args), dict(kwargs)
-    if name not in _INDEXING and not name.startswith(("aten::_fused", "aten::_foreach")):
+    if name not in _INDEXING:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dim() > 0:
                 raise RuntimeError(

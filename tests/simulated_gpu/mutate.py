@@ -24,8 +24,8 @@ PACKAGE = HERE.parents[1] / "hf_hybrid"
 COPY = ("streaming", "phase_memory")
 """Folders in which `after=` is an event."""
 FIRST = (
-    "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "states_pinned", "registered_lora_int8",
-    "activations_offloaded", "evaluated_only", "error_in_the_middle", "leaps_eight_bit", "kept_layers",
+    "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers", "states_pinned_and_saves",
+    "int8_probes_registered", "offloaded_graphs_together", "evaluated_only", "error_in_the_middle",
 )  # fmt: skip
 """Scenarios that notice most, so that few mutations need all of them."""
 

@@ -30,7 +30,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
 from hf_hybrid.leaps.directions import preconditioners
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
-from hf_hybrid.phase_memory.int8 import Int8Predict
 from hf_hybrid.recovery import MemoryPolicy
 from simulated_gpu import marks
 
@@ -365,6 +364,8 @@ training("plain")
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
+training("states_pinned_and_saves", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned", save_strategy="steps",
+         save_steps=1)  # fmt: skip
 training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
          expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
 training("states_dropped", **LEAPS, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
@@ -395,14 +396,14 @@ def resident_leaps_of_large_matrices(place: Place) -> dict[str, Tensor]:
 
 @scenario(keeps_model=True, tolerance=1e-5)
 def int8_probes(place: Place) -> dict[str, Tensor]:
-    """The weights are codes while a leap is probed."""
+    """The weights are codes while a leap is probed, and wait on the host."""
     return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
 
 
 @scenario(keeps_model=True, tolerance=1e-5)
-def int8_probes_masters_away(place: Place) -> dict[str, Tensor]:
-    """The same, and the weights wait on the host."""
-    with default(Int8Predict, "offload_master", True):
+def int8_probes_registered(place: Place) -> dict[str, Tensor]:
+    """The weights wait in memory that is registered with the driver, and let go of once they are back."""
+    with patched(vars(machine), "SMALL", 0):
         return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
 
 
@@ -858,12 +859,11 @@ class Lines(logging.Handler):
 
 SLOW = (
     "activations_offloaded", "bf16_copies", "bf16_of_a_device_model", "checkpointed", "eight_bit_by_micro_batch",
-    "ends_streamed_tied", "fast_streamed", "int8_probes_masters_away", "leaps_bf16", "leaps_by_micro_batch",
-    "leaps_ends_streamed", "leaps_gradient_memory", "leaps_planned", "moved_by_hand", "no_accumulation",
-    "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident", "out_of_memory_streamed",
-    "parked_uneven", "profiled_resident", "registered_lora_int8", "rescued_rate", "resident_leaps_host_buffers",
-    "resident_leaps_planned", "saves_eight_bit", "sft_streamed", "sgd", "states_eight_bit", "states_on_host",
-    "trained_twice",
+    "ends_streamed_tied", "fast_streamed", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed",
+    "leaps_gradient_memory", "leaps_planned", "moved_by_hand", "no_accumulation", "no_clipping", "not_fetched_ahead",
+    "out_of_memory_leaps", "out_of_memory_resident", "out_of_memory_streamed", "parked_uneven", "profiled_resident",
+    "registered_lora_int8", "rescued_rate", "resident_leaps_host_buffers", "resident_leaps_planned",
+    "saves_eight_bit", "sft_streamed", "sgd", "states_eight_bit", "states_on_host", "trained_twice",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
 
