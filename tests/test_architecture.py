@@ -85,7 +85,8 @@ def test_import_is_light_and_everything_public_is_there():
         "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
         "assert all(getattr(hf_hybrid, name) is not None for name in hf_hybrid.__all__)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_lazy_names_are_those_that_type_checkers_see():

@@ -89,7 +89,9 @@ def added_noise(
     shift, added = _mean_and_error(error)
     _, own = _mean_and_error(full)
     square = shift**2 + added**2
-    return square / own**2 if math.isfinite(square) and own > 0 else math.inf if square != 0 else 0.0
+    if math.isfinite(square) and own > 0:
+        return square / own**2
+    return 0.0 if square == 0 else math.inf
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:

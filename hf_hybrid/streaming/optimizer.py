@@ -291,12 +291,9 @@ class LazyOptimizer(torch.optim.Optimizer):
         self.flush()
         self.base.load_state_dict(state_dict)
         self.param_groups, self.state = self.base.param_groups, self.base.state
-        beside = self.streamer.transfers.beside
-        for state in (
-            [self.state.get(piece.master, {}) for piece in self.streamer.masters.values()]
-            if self.on_device and beside
-            else ()
-        ):
-            for name, value in state.items():
-                if is_big(value):  # they travel at every step, so they are page-locked as those of a new run are
-                    state[name] = host_tensor(value.shape, value.dtype, pin=True).copy_(value)
+        if self.on_device and self.streamer.transfers.beside:
+            for piece in self.streamer.masters.values():
+                state = self.state.get(piece.master, {})
+                for name in [name for name, value in state.items() if is_big(value)]:
+                    # They travel at every step, so they are page-locked as those of a new run are.
+                    state[name] = host_tensor(state[name].shape, state[name].dtype, pin=True).copy_(state[name])

@@ -33,4 +33,5 @@ def test_a_report_needs_neither_torch_nor_transformers(tmp_path):
         f"assert main(['report', {str(tmp_path)!r}]) == 0\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

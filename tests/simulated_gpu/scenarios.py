@@ -691,42 +691,24 @@ def compiled_is_refused(place: Place) -> dict[str, Tensor]:
     return {}
 
 
-@scenario(keeps_model=True, tolerance=1e-5)
-def sft(place: Place) -> dict[str, Tensor]:
-    """TRL's supervised fine-tuning, with leaps."""
+def sft(place: Place, **options) -> dict[str, Tensor]:
+    """TRL's supervised fine-tuning."""
     import datasets
 
     from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(32)])
-    options = {**LEAPS, **ALONG_GRADIENTS, "bf16": False, "max_length": 32}
-    trainer = HybridSFTTrainer(
-        model(vocab_size=320), args=place.config(HybridSFTConfig, **options), train_dataset=data,
-        processing_class=tokenizer(),
-    )  # fmt: skip
+    config = place.config(HybridSFTConfig, bf16=False, max_length=32, **options)
+    made = model(vocab_size=320)
+    trainer = HybridSFTTrainer(made, args=config, train_dataset=data, processing_class=tokenizer())
     with place.counted(trainer):
         trainer.train()
     place.facts |= told_by(trainer)
     return weights_of(trainer)
 
 
-@scenario()
-def sft_streamed(place: Place) -> dict[str, Tensor]:
-    """The same, streamed."""
-    import datasets
-
-    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
-
-    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(32)])
-    options = {**STREAM, **LEAPS, "bf16": False, "max_length": 32}
-    trainer = HybridSFTTrainer(
-        model(vocab_size=320), args=place.config(HybridSFTConfig, **options), train_dataset=data,
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    with place.counted(trainer):
-        trainer.train()
-    place.facts |= told_by(trainer)
-    return weights_of(trainer)
+SCENARIOS["sft"] = Scenario(partial(sft, **LEAPS, **ALONG_GRADIENTS), keeps_model=True, tolerance=1e-5)
+SCENARIOS["sft_streamed"] = Scenario(partial(sft, **STREAM, **LEAPS))
 
 
 @scenario(keeps_model=True, tolerance=1e-5)
