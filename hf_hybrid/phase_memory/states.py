@@ -130,7 +130,6 @@ class _Host(_Stay):
         self._coming: dict[tuple[Tensor, str], tuple[dict, Fetched]] = {}
 
     def send(self, states: States) -> None:
-        self.wait()
         for parameter, state in states.items():
             for key, tensor in list(state.items()):
                 if is_big(tensor) and not in_host_memory(tensor):
@@ -220,7 +219,7 @@ class OptimizerStatePlacement(PhasePlugin):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def on_train_begin(self, context: PluginContext) -> None:
-        self._strategy.wait()  # for what still came home when a run before this one ended in an exception
+        self.before_export()  # of a run that ended in an exception
         self._optimizer = context.optimizer
         self._strategy = _STRATEGIES[self.placement]()
 

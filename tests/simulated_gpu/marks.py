@@ -83,7 +83,7 @@ class _Marking(ast.NodeTransformer):
         return made
 
 
-WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize", "wait", "finish_sending")
+WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize", "wait", "finish", "finish_sending")
 
 
 def is_wait(node: ast.AST) -> bool:

@@ -5,7 +5,7 @@ Removes every wait of the package, one at a time, and tells which scenario of th
     python tests/simulated_gpu/mutate.py --list      # the waits
 
 A wait is a call of `wait_event`, `wait_stream`, `record_stream` or `synchronize`, a call of what wraps them (`wait`,
-`finish_sending`, `after_arrival`), or an argument `after=EVENT`. One that no scenario notices is superfluous, or a
+`finish`, `finish_sending`), or an argument `after=EVENT`. One that no scenario notices is superfluous, or a
 scenario is missing.
 """
 
@@ -24,8 +24,10 @@ PACKAGE = HERE.parents[1] / "hf_hybrid"
 COPY = ("streaming", "phase_memory")
 """Folders in which `after=` is an event."""
 FIRST = (
-    "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers", "states_pinned_and_saves",
-    "int8_probes_registered", "offloaded_graphs_together", "evaluated_only", "error_in_the_middle",
+    "interrupted_on_the_way_home", "failed_evaluation", "walk_that_does_not_fit", "looked_at_before_a_step",
+    "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers", "leaps_eight_bit",
+    "states_pinned_and_saves", "int8_probes_registered", "offloaded_graphs_together", "evaluated_only",
+    "error_in_the_middle",
 )  # fmt: skip
 """Scenarios that notice most, so that few mutations need all of them."""
 

@@ -364,13 +364,61 @@ training("plain")
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
-training("states_pinned_and_saves", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned", save_strategy="steps",
-         save_steps=1)  # fmt: skip
 training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
          expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
 training("states_dropped", **LEAPS, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
 training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
+
+
+class AtHome(TrainerCallback):
+    """Optimizer states are on the device whenever something is saved."""
+
+    def on_save(self, args, state, control, optimizer=None, **kwargs):
+        away = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+        away = [value.device for value in away if value.device.type != args.device.type]
+        assert not away, away[0]
+
+
+@scenario(keeps_model=True)
+def states_pinned_and_saves(place: Place) -> dict[str, Tensor]:
+    """Every step is saved, also those in Predict, with the states at home."""
+    options = {**LEAPS, **ALONG_GRADIENTS, "predict_states": "pinned", "save_strategy": "steps", "save_steps": 1}
+    return train(place, **options, callbacks=[AtHome()])
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C in the first step of a phase, or in the first real one after it."""
+
+    def __init__(self, *, after: bool):
+        self.after, self.seen = after, False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        predicted = self.trainer.phase_name == "predict"
+        if predicted if not self.after else self.seen and not predicted:
+            self.seen = False
+            raise KeyboardInterrupt
+        self.seen = self.seen or predicted
+
+
+def interrupted(place: Place, *, after: bool, **options) -> dict[str, Tensor]:
+    """A run is interrupted while optimizer states are away, or on their way home, and the trainer trains again."""
+    interrupts = Interrupts(after=after)
+    trainer = interrupts.trainer = trainer_of(place, model(), callbacks=[interrupts], **options)
+    with place.watched(), contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(interrupts)
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+for _name, _options in {
+    "in_predict": {"after": False, "predict_states": "host"},
+    "on_the_way_home": {"after": True, "predict_states": "pinned"},
+}.items():
+    _options = {**LEAPS, **ALONG_GRADIENTS, **_options}
+    SCENARIOS[f"interrupted_{_name}"] = Scenario(partial(interrupted, **_options), keeps_model=True)
 
 
 @scenario(keeps_model=True)
@@ -516,6 +564,58 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
     with place.counted(again):
         again.train()
     return weights_of(again)
+
+
+@scenario(**ROUNDED_STATES)
+def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
+    """A callback runs the model before each step: it fetches weights that the step before has only just sent."""
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model(input_ids=torch.arange(8, device=args.device)[None])
+
+    made = model(layers=2, width=64)
+    made.model.layers[1].requires_grad_(False)
+    trainer = trainer_of(place, made, **STREAM, optimizer_states="8bit", callbacks=[Looks()])
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+@scenario()
+def failed_evaluation(place: Place) -> dict[str, Tensor]:
+    """A layer fails in an evaluation, while the next ones are under way; then the trainer trains."""
+    trainer = trainer_of(place, model(layers=5), **STREAM)
+    handle = trainer.model.model.layers[1].mlp.register_forward_pre_hook(_fail)
+    with place.watched(), contextlib.suppress(ArithmeticError):
+        trainer.evaluate()
+    handle.remove()
+    with place.counted(trainer):
+        trainer.train()
+    return weights_of(trainer)
+
+
+def _fail(*_) -> None:
+    raise ArithmeticError
+
+
+@scenario()
+def walk_that_does_not_fit(place: Place) -> dict[str, Tensor]:
+    """Memory ends where the second micro-batch of a window is computed again, and the window is computed anew."""
+    made, calls = model(layers=4), Counter()
+
+    def fail(*_) -> None:
+        calls["all"] += 1
+        if calls["all"] == 4:  # each of the two goes forward once, then backward
+            raise torch.OutOfMemoryError("CUDA out of memory (injected).")
+
+    made.model.layers[2].mlp.register_forward_pre_hook(fail)
+    trainer = trainer_of(place, made, **STREAM, offload_activations=True)
+    with place.counted(trainer):
+        trainer.train()
+    place.facts["caught"] = len(trainer.hybrid_summary()["out_of_memory"])
+    return weights_of(trainer)
 
 
 @scenario()

@@ -144,6 +144,11 @@ def test_memory_may_end_at_every_tenth_allocation(name, results):
         assert facts["off"] < 1e-5
 
 
+@needs("walk_that_does_not_fit")
+def test_a_window_that_does_not_fit_is_computed_again(results):
+    assert results.of("walk_that_does_not_fit")["facts"]["caught"] == 1
+
+
 @needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]
