@@ -1,0 +1,40 @@
+"""
+The chaos suite: whatever is done to a training, nothing is lost, nothing differs and nothing is silent.
+
+    python tests/chaos/run.py --help
+
+| file | what |
+|---|---|
+| `run.py` | the command: every part, a table, exit status 1 if there is a fault |
+| `trainings.py` | the trainings that are interrupted: tiny, with every phase, one for each mode of the trainer |
+| `children.py` | a forked process that can be interrupted at a chosen moment |
+| `kills.py` | `kill -9` at random moments and inside saves, then resume |
+| `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints, two processes |
+| `damages.py` | damaged and swapped files of a checkpoint |
+| `folders.py` | `hf-hybrid report` on damaged run folders |
+| `fuzz.py` | random options, through Python and the command line |
+| `test_chaos.py` | a small part of it in the default tests, more in the slow ones |
+
+A case has a name, such as `kills/leaps/17`. Name and seed decide all that is random in it, so
+`run.py --case kills/leaps/17 --seed 0` repeats it, up to the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case came to."""
+
+    case: str
+    outcome: str
+    detail: str = ""
+    interruptions: int = 0
+
+
+def generator(seed: int, case: str) -> random.Random:
+    """All that is random in a case."""
+    return random.Random(f"{seed}/{case}")

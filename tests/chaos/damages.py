@@ -1,0 +1,139 @@
+"""
+Damaged checkpoints: each must be repaired by an older one, refused by the file's name, or make no difference.
+
+A run is killed after its fourteenth step, and one file of its newest checkpoint is damaged, or of all checkpoints. Then
+the run is resumed, by `True` or by the checkpoint's path. The same bits as in an uninterrupted run are right, with or
+without a word. An error is right if it names the file. Everything else is a fault: other bits without a word above all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from chaos import Result, generator, kills, trainings
+from chaos.children import Ended, run
+
+MODES = ("leaps", "plain", "streamed", "LoRA", "accumulation", "best model")
+STOP_AFTER = 14
+AT_ALL = 0.15
+"""How likely all checkpoints are damaged alike, as by a bad disk."""
+DONORS = {"of another run": {"seed": 1}, "of another model": {"width": 24}}
+
+
+def prepare(mode: str, folder: Path) -> None:
+    """Make the checkpoints that are damaged in copies, and those that files are taken from."""
+    for name, values in {"own": {}, **DONORS}.items():
+        train = trainings.train
+        ended = run(train, mode, folder / name, False, log=folder.with_suffix(".log"), stop_after=STOP_AFTER, **values)
+        if ended.how != "died":
+            raise RuntimeError(f"The run to be damaged ({mode}, {name}) did not stop: {ended.value}\n{ended.trace}")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """From the oldest to the newest."""
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+# What happens to a file. `donor` is a file of the same name, or does not exist.
+
+
+def _delete(path: Path, chance: random.Random, donor: Path) -> None:
+    path.unlink()
+
+
+def _empty(path: Path, chance: random.Random, donor: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _truncate(path: Path, chance: random.Random, donor: Path) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(max(1, path.stat().st_size))])
+
+
+def _flip_a_bit(path: Path, chance: random.Random, donor: Path) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(bytes(content))
+
+
+def _zero_a_part(path: Path, chance: random.Random, donor: Path) -> None:
+    """As a power cut leaves a file whose blocks were not written."""
+    content = path.read_bytes()
+    start = chance.randrange(max(1, len(content)))
+    path.write_bytes(content[:start] + bytes(len(content) - start))
+
+
+def _append(path: Path, chance: random.Random, donor: Path) -> None:
+    path.write_bytes(path.read_bytes() + chance.randbytes(chance.randint(1, 64)))
+
+
+def _replace_by_folder(path: Path, chance: random.Random, donor: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _swap(path: Path, chance: random.Random, donor: Path) -> None:
+    if donor.is_file():
+        shutil.copyfile(donor, path)
+
+
+DAMAGES: dict[str, Callable] = {
+    "deleted": _delete,
+    "emptied": _empty,
+    "truncated": _truncate,
+    "one bit flipped": _flip_a_bit,
+    "zeros from some byte on": _zero_a_part,
+    "bytes appended": _append,
+    "replaced by a folder": _replace_by_folder,
+    "of another step": _swap,
+    **dict.fromkeys(DONORS, _swap),
+}
+
+
+def damage(case: str, seed: int, folder: Path, expected: Ended, prepared: Path) -> Result:
+    """
+    Damage one file and resume.
+
+    Args:
+        case (`str`): `damages/MODE/NUMBER`. The numbers go through all files and damages of the mode in random order.
+        expected (`Ended`): Of the mode's reference.
+        prepared (`Path`): From [`prepare`].
+    """
+    _, mode, number = case.split("/")
+    chance, out = generator(seed, case), folder / "out"
+    shutil.copytree(prepared / "own", out)
+    own = checkpoints(out)
+    kind, file = _chosen(own[-1], int(number), generator(seed, f"damages/{mode}"))
+    for checkpoint in own if chance.random() < AT_ALL else own[-1:]:
+        if kind in DONORS:
+            donor = prepared / kind / checkpoint.name
+        else:  # of another step: the one before; the oldest has that of the newest
+            donor = prepared / "own" / own[own.index(checkpoint) - 1].name
+        if (checkpoint / file).is_file():
+            DAMAGES[kind](checkpoint / file, chance, donor / file)
+    resume = str(own[-1]) if chance.random() < 0.5 else True
+    ended = run(trainings.train, mode, out, resume, log=folder / "log")
+    outcome, detail = _judge(ended, expected, file, (folder / "log").read_text(errors="replace"))
+    return Result(case, outcome, f"`{file}` {kind}, resume_from_checkpoint={resume}. {detail}", 1)
+
+
+def _chosen(checkpoint: Path, number: int, order: random.Random) -> tuple[str, str]:
+    files = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+    everything = list(itertools.product(DAMAGES, files))
+    order.shuffle(everything)
+    return everything[number % len(everything)]
+
+
+def _judge(ended: Ended, expected: Ended, file: str, log: str) -> tuple[str, str]:
+    name = Path(file).name
+    if ended.how == "raised":
+        return ("refused", "") if name in ended.value else ("not named", f"{ended.value}\n{ended.trace}")
+    outcome, detail = kills.compare(ended, expected)
+    said = name in log
+    if outcome == "same bits":
+        return ("repaired" if said else "harmless"), ""
+    return ("told, but other bits" if said else "silent"), detail

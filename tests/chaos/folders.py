@@ -1,0 +1,92 @@
+"""`hf-hybrid report` on run folders that were damaged: a report or one sentence, never a traceback, never a hang."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rig import run_folders
+
+from chaos import Result, damages, generator
+from chaos.children import run
+from hf_hybrid.cli.main import main
+
+PATIENCE = 60.0
+
+
+def prepare(folder: Path) -> None:
+    """Make the folders that are damaged in copies: of a hybrid run with a profile, and of plain Trainer."""
+    folder.mkdir(parents=True)
+    run_folders.hybrid_run(folder / "hybrid")
+    run_folders.profile(folder / "hybrid", [run_folders.step_record(step, "full") for step in range(1, 101)])
+    run_folders.plain_run(folder / "plain")
+
+
+def report(case: str, seed: int, folder: Path, prepared: Path) -> Result:
+    """
+    Damage some files of a run folder and report on it.
+
+    Args:
+        case (`str`): `reports/KIND/NUMBER`.
+        prepared (`Path`): From [`prepare`].
+    """
+    kind, chance = case.split("/")[1], generator(seed, case)
+    out, log = folder / "out", folder / "log"
+    shutil.copytree(prepared / kind, out)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    done = []
+    for path in chance.sample(files, k=min(len(files), chance.randint(1, 3))):
+        done.append(f"{path.relative_to(out)}: {_damage(path, chance)}")
+    ended = run(main, ["report", str(out)], log=log, patience=PATIENCE)
+    told, detail = log.read_text(errors="replace"), "; ".join(done)
+    if ended.how == "hang":
+        return Result(case, "hang", detail)
+    if ended.how != "returned" or "Traceback" in told:
+        return Result(case, "traceback", f"{detail}\n{ended.value}\n{ended.trace}")
+    if ended.value == 0:
+        return Result(case, "reported" if (out / "report" / "report.html").is_file() else "silent", detail)
+    return Result(case, "refused" if told.strip() else "silent", detail)
+
+
+BYTES = [damages.DAMAGES[kind] for kind in ("emptied", "truncated", "one bit flipped", "zeros from some byte on")]
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1e12, -1e300, 10**30, float("nan"), float("inf"), "", "text", "1e5", "\0", "<script>",
+    "é" * 5000, [], {}, [[]], [None], {"": None}, [1, "2", None], {"step": {}}, [{"step": "x"}],
+]  # fmt: skip
+
+
+def _damage(path: Path, chance: random.Random) -> str:
+    """Change some values of a JSON file, or its bytes; return in words what was done."""
+    if chance.random() < 0.25:
+        change = chance.choice(BYTES)
+        change(path, chance, path)
+        return change.__name__.strip("_")
+    if chance.random() < 0.1:
+        path.write_text(chance.choice(["[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "null", "[]", "1", '"text"']))
+        return "replaced as a whole"
+    lines = path.suffix == ".jsonl"
+    values = [json.loads(line) for line in path.read_text().splitlines()] if lines else json.loads(path.read_text())
+    changed = [_change(values, chance) for _ in range(chance.randint(1, 4))]
+    path.write_text("".join(json.dumps(value) + "\n" for value in values) if lines else json.dumps(values))
+    return ", ".join(changed)
+
+
+def _change(values: Any, chance: random.Random) -> str:
+    """Replace or remove one value somewhere inside, or give a mapping one more."""
+    place, keys = values, []
+    while True:
+        if not isinstance(place, (dict, list)) or not place:
+            return "nothing"
+        key = chance.choice(list(place)) if isinstance(place, dict) else chance.randrange(len(place))
+        keys.append(str(key))
+        if not isinstance(place[key], (dict, list)) or not place[key] or chance.random() < 0.3:
+            break
+        place = place[key]
+    if chance.random() < 0.2:
+        del place[key]
+        return f"{'.'.join(keys)} removed"
+    place[key] = chance.choice(VALUES)
+    return f"{'.'.join(keys)} = {place[key]!r:.40}"
