@@ -350,6 +350,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     )
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
+    most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
         batch_size=args.per_device_train_batch_size,
@@ -367,8 +368,8 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         optimizer_states=options.optimizer_states,
         states_per_weight=STATES_PER_WEIGHT[optimizer_name(args)],
         base_precision=options.base_precision,
-        resident_layers=options.resident_layers,
-        prefetch_layers=options.prefetch_layers,
+        resident_layers=None if options.resident_layers is None else min(options.resident_layers, most),
+        prefetch_layers=min(options.prefetch_layers, most),
         stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
         enable_predict=options.enable_predict,

@@ -254,12 +254,17 @@ class CommandLine:
         if not isinstance(variables, dict):
             raise OptionError(f"{where} must hold lines of the form `NAME: value`, got `{variables}`.")
         for name, value in variables.items():
-            if not isinstance(name, str) or not name or set(name) & {"=", "\0"}:
+            if not isinstance(name, str) or "=" in name or not _can_be_set(name):
                 raise OptionError(f"`{name}` under {where} cannot be the name of an environment variable.")
             if not isinstance(value, (str, bool, int, float)):
                 raise OptionError(
                     f"`{name}` under {where} must be a text or a number, got `{value}`. Put text that YAML reads as "
                     "something else in quotes."
+                )
+            if value != "" and not _can_be_set(str(value)):
+                raise OptionError(
+                    f"`{name}` under {where} is `{value!r:.80}`, which no environment variable can hold. Take out "
+                    "NUL and half surrogates."
                 )
         os.environ.update({name: str(value) for name, value in variables.items()})
 
@@ -291,6 +296,7 @@ class CommandLine:
             if name not in actions:
                 raise OptionError(f"`{key}` in `{self.path}` is no option.{_did_you_mean(name, actions)}")
             takes_list = actions[name].nargs in ("+", "*")
+            self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
                 parser.set_defaults(**{name: value})
             elif isinstance(value, list):
@@ -300,6 +306,18 @@ class CommandLine:
             else:
                 words.append(f"--{name}={_word(value, actions[name].choices)}")
         return words
+
+    def _check_kind(self, name: str, value: Any) -> None:
+        """Refuse an empty line, a list or a mapping where the option takes none of them: argparse never sees these."""
+        owner = next(owner for owner in self._parser.dataclass_types if name in get_type_hints(owner))
+        hint, where = get_type_hints(owner)[name], f"`{name}` in `{self.path}`"
+        kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+        if get_origin(hint) in (list, dict):
+            kinds = {get_origin(hint)}
+        if value is None and type(None) not in kinds:
+            raise OptionError(f"{where} is empty. Give a value, or leave the line out for the default.")
+        if isinstance(value, (list, dict)) and type(value) not in kinds:
+            raise OptionError(f"{where} takes a single value, got `{value!r:.80}`.")
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data."""
@@ -324,13 +342,25 @@ def _read_yaml(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"`--config {path}` cannot be read: {error.strerror or error}.") from None
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise OptionError(f"`--config {path}` is not text in UTF-8: {error}. Save it as UTF-8.") from None
+    except RecursionError:
+        raise OptionError(f"`--config {path}` is nested too deeply. It takes lines `learning_rate: 0.001`.") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: of a date that does not exist
         raise OptionError(f"`--config {path}` is not valid YAML: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise OptionError(f"`--config {path}` must hold lines of the form `learning_rate: 0.001`.")
     return values
+
+
+def _can_be_set(text: str) -> bool:
+    """Whether the text can stand in the environment of a process."""
+    try:
+        return "\0" not in text and bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
 
 
 def _word(value: Any, choices: Iterable | None) -> Any:

@@ -57,7 +57,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 if the model cannot be planned."""
+    """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
     try:
         with _quiet():
             report = _Report(args)
@@ -70,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
     if report.best is None:
         sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
-    Path(args.output).write_text(report.as_yaml(), encoding="utf-8")
+    try:
+        Path(args.output).write_text(report.as_yaml(), encoding="utf-8")
+    except (OSError, ValueError) as error:  # a ValueError: of a NUL
+        reason = getattr(error, "strerror", None) or error
+        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
+        return 2
     sys.stderr.write(f"Written: {args.output}\n")
     return 0
 

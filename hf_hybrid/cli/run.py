@@ -7,12 +7,12 @@ Your own launcher can start it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cl
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.options import (
     AdapterOptions,
@@ -23,6 +23,9 @@ from hf_hybrid.cli.options import (
     TrainOptions,
     complain,
 )
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +47,13 @@ def train(line: CommandLine) -> int:
     try:
         line.check_required()
         options = line.options()
+        check_output(options.config.output_dir)
+        resume = checkpoint_of(options.config)
         trainer = _trainer(options)
     except (ValueError, ImportError) as error:  # HybridConfig and HybridTrainer refuse with these
         logger.debug("The error in full:", exc_info=True)
         return complain(error)
-    # `true` resumes from the last checkpoint, `false` from none.
-    words = {None: None, "": None, "none": None, "false": None, "true": True}
-    resume = trainer.args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
+    result = trainer.train(resume_from_checkpoint=resume)
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
@@ -73,9 +75,42 @@ def train(line: CommandLine) -> int:
     return 0
 
 
+def check_output(folder: str) -> None:
+    """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:  # a ValueError: of a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
+
+
+def checkpoint_of(args: TrainingArguments) -> str | bool | None:
+    """
+    Return what `resume_from_checkpoint` asks for: a folder, `True` for the last checkpoint of `output_dir`, or `None`.
+
+    Raises:
+        OptionError: If there is no such checkpoint.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    asked = args.resume_from_checkpoint
+    word = str(asked or "").lower()
+    if word in ("", "none", "false"):
+        return None
+    if word == "true" and get_last_checkpoint(args.output_dir) is None:
+        why = f"there is no checkpoint in `{args.output_dir}`"
+    elif word != "true" and not Path(asked).is_dir():
+        why = "there is no such folder"
+    else:
+        return word == "true" or asked
+    raise OptionError(f"`--resume_from_checkpoint {asked}`: {why}. Leave the option out to begin a new run.")
+
+
 def _trainer(options: TrainOptions):
     """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
-    from transformers import set_seed
+    from transformers import default_data_collator, set_seed
 
     from hf_hybrid.trainer import HybridTrainer
 
@@ -85,9 +120,23 @@ def _trainer(options: TrainOptions):
         tokenizer = load_tokenizer(options.model)
         on_host = args.memory != "off"
         model = load_model(options.model, options.adapters, len(tokenizer), bf16=args.bf16, on_host=on_host)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    if 0 < longest < options.data.sequence_length:
+        raise OptionError(
+            f"`sequence_length={options.data.sequence_length}` is over the {longest} positions of the model "
+            "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
+        )
     with args.main_process_first(desc="tokenising"):
         train_set, eval_set = training_data(options.data, tokenizer, args.data_seed or args.seed)
-    return HybridTrainer(model, args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer)
+    # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
+    return HybridTrainer(
+        model,
+        args,
+        data_collator=default_data_collator,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+    )
 
 
 # The model: from the Hub, a folder or a config; with or without adapters.
@@ -102,9 +151,9 @@ def load_tokenizer(options: ModelOptions) -> Any:
     revision = "main" if options.tokenizer else options.model_revision or "main"
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken file leads to
         raise OptionError(
-            f"No tokenizer can be loaded from `{name}`: {str(error).strip()} Name one with `--tokenizer`."
+            f"No tokenizer can be loaded from `{name}`: {_reason(error)} Name one with `--tokenizer`."
         ) from error
 
 
@@ -128,9 +177,9 @@ def load_model(
     revision = options.model_revision or "main"
     try:
         config = AutoConfig.from_pretrained(options.model, revision=revision, **common)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken file leads to
         raise OptionError(
-            f"`--model {options.model}` cannot be loaded: {str(error).strip()} It must be a folder, a config.json, or "
+            f"`--model {options.model}` cannot be loaded: {_reason(error)} It must be a folder, a config.json, or "
             f"{_OFFLINE}"
         ) from error
     embedded = config.get_text_config().vocab_size
@@ -148,15 +197,18 @@ def load_model(
     if options.from_scratch or path.suffix == ".json" or without_weights:
         if with_adapters:
             raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{options.model}` has none.")
-        return AutoModelForCausalLM.from_config(config, **common)
+        try:
+            return AutoModelForCausalLM.from_config(config, **common)
+        except Exception as error:  # whatever absurd sizes lead to
+            raise OptionError(f"`--model {options.model}` cannot be built: {_reason(error)}") from error
     if with_adapters and options.dtype == "auto":
         common["dtype"] = "auto"
     if adapters.peft == "qlora":
         common |= _four_bit(bf16, on_host)
     try:
         model = AutoModelForCausalLM.from_pretrained(options.model, config=config, revision=revision, **common)
-    except OSError as error:
-        raise OptionError(f"`--model {options.model}` cannot be loaded: {str(error).strip()}") from error
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(f"`--model {options.model}` cannot be loaded: {_reason(error)}") from error
     return _add_adapters(model, adapters) if with_adapters else model
 
 
@@ -210,9 +262,9 @@ def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any,
     Raises:
         OptionError: If the data cannot be found, has neither texts nor conversations, or is too short.
     """
-    blocks = _blocks(options.dataset, options.dataset_split, options, tokenizer)
+    blocks = _blocks("dataset", options, tokenizer)
     if options.eval_dataset is not None:
-        return blocks, _blocks(options.eval_dataset, options.eval_split, options, tokenizer)
+        return blocks, _blocks("eval_dataset", options, tokenizer)
     if not options.eval_share:
         return blocks, None
     if len(blocks) < 2:
@@ -225,66 +277,104 @@ def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any,
     return split["train"], split["test"]
 
 
-def _load_texts(name: str, split: str, config: str | None):
+def _load_texts(option: str, name: str, split: str, config: str | None):
     from datasets import load_dataset, load_from_disk
 
     path = Path(name)
     kind = _FORMATS.get(path.suffix.lower())
     if kind is not None and not path.is_file():
-        raise OptionError(f"`--dataset {name}`: there is no such file.")
-    if kind is not None:
-        # By paragraph: as one document, a whole book would be tokenised in one piece.
-        by = {"sample_by": "paragraph"} if kind == "text" else {}
-        return load_dataset(kind, data_files=str(path), split="train", **by)
-    if (path / "state.json").is_file():
-        return load_from_disk(str(path))
+        raise OptionError(f"`--{option} {name}`: there is no such file.")
     try:
+        if kind is not None:
+            # By paragraph: as one document, a whole book would be tokenised in one piece.
+            by = {"sample_by": "paragraph"} if kind == "text" else {}
+            return load_dataset(kind, data_files=str(path), split="train", **by)
+        if (path / "state.json").is_file():
+            return load_from_disk(str(path))
         return load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken file leads to
+        if kind is not None:
+            raise OptionError(f"`--{option} {name}` cannot be read as {kind}: {_reason(error)}") from error
         raise OptionError(
-            f"`--dataset {name}` cannot be loaded: {str(error).strip()} It must be a file ({', '.join(_FORMATS)}), a "
+            f"`--{option} {name}` cannot be loaded: {_reason(error)} It must be a file ({', '.join(_FORMATS)}), a "
             f"folder, or {_OFFLINE}"
         ) from error
 
 
-def _blocks(name: str, split: str, options: DataOptions, tokenizer):
-    texts = _load_texts(name, split, options.dataset_config if name == options.dataset else None)
-    encode = _encoder(texts.column_names, options, tokenizer)
+def _reason(error: BaseException) -> str:
+    """What an error says, or else the error that it hides: `datasets` wraps what went wrong in a file."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
+def _blocks(option: str, options: DataOptions, tokenizer):
+    """The sequences of `dataset` or `eval_dataset`, whichever `option` is."""
+    name, split = {
+        "dataset": (options.dataset, options.dataset_split),
+        "eval_dataset": (options.eval_dataset, options.eval_split),
+    }[option]
+    texts = _load_texts(option, name, split, options.dataset_config if name == options.dataset else None)
+    encode = _encoder(name, texts.column_names, options, tokenizer)
     length = options.sequence_length
 
-    def cut(rows):
-        ids = [token for document in encode(rows) for token in document]
+    def cut(rows, numbers):
+        ids = [token for document in encode(rows, numbers) for token in document]
         pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
         return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
 
-    blocks = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="Tokenising")
+    blocks = texts.map(cut, batched=True, with_indices=True, remove_columns=texts.column_names, desc="Tokenising")
     if len(blocks) == 0:
         raise OptionError(f"`{name}` holds fewer than {length} tokens. Set a shorter `sequence_length`.")
     return blocks
 
 
-def _encoder(columns: list[str], options: DataOptions, tokenizer) -> Callable[[Any], list[list[int]]]:
-    """The function from a batch of rows to tokens, one list per document."""
+def _encoder(
+    name: str, columns: list[str], options: DataOptions, tokenizer
+) -> Callable[[Any, list[int]], list[list[int]]]:
+    """The function from a batch of rows, and their numbers, to tokens: one list per document."""
     if options.messages_column in columns:
         if not getattr(tokenizer, "chat_template", None):
             raise OptionError(
                 f"The column `{options.messages_column}` holds conversations, and the tokenizer has no chat template. "
                 "Set `--tokenizer` to one that has (that of an instruct model), or `--text_column`."
             )
-        template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-        return lambda rows: tokenizer(
-            [template(messages) for messages in rows[options.messages_column]], add_special_tokens=False
-        )["input_ids"]
+
+        def from_messages(rows: Any, numbers: list[int]) -> list[list[int]]:
+            texts = []
+            for number, messages in zip(numbers, rows[options.messages_column], strict=True):
+                try:
+                    texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
+                except Exception as error:  # whatever a template does with a conversation that it was not made for
+                    raise OptionError(
+                        f"The chat template cannot format row {number} of `{name}` (`{options.messages_column}` is "
+                        f"`{messages!r:.80}`): {_reason(error)} Correct or remove the row."
+                    ) from error
+            return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+        return from_messages
     if options.text_column not in columns:
         near = difflib.get_close_matches(options.text_column, columns, n=1)
         raise OptionError(
-            f"`--text_column {options.text_column}` is not in the data set, which has {', '.join(columns)}."
+            f"`--text_column {options.text_column}` is not in the data set, which has {', '.join(columns) or 'none'}."
             + (f" Did you mean `--text_column {near[0]}`?" if near else "")
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not end:
         logger.warning("The tokenizer has no end-of-text token, so documents are joined without one.")
-    return lambda rows: [ids + end for ids in tokenizer(rows[options.text_column])["input_ids"]]
+
+    def from_texts(rows: Any, numbers: list[int]) -> list[list[int]]:
+        texts = rows[options.text_column]
+        for number, text in zip(numbers, texts, strict=True):
+            if not isinstance(text, str):
+                raise OptionError(
+                    f"Row {number} of `{name}` has no text in the column `{options.text_column}`, but `{text!r:.80}`. "
+                    "Correct or remove the row."
+                )
+        return [ids + end for ids in tokenizer(texts)["input_ids"]]
+
+    return from_texts
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ class ActivationCheckpointing(PhasePlugin):
         phases = (phases,) if isinstance(phases, str) else tuple(phases)
         wrong = [phase for phase in phases if phase not in real]
         if wrong:
-            raise ValueError(f"`phases` holds `{wrong[0]}`, which has no backward pass. Choose from `{real}`.")
+            raise ValueError(
+                f"`{wrong[0]}` is no phase of `checkpoint_phases`. Choose from {', '.join(real)}; Predict has no "
+                "backward pass."
+            )
         self.phases = frozenset(Phase(phase) for phase in phases)
         self.offload, self.min_bytes = offload, min_bytes
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []

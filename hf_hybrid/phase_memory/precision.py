@@ -51,11 +51,13 @@ def parse_precision(text: str) -> dict[Phase, str]:
             _refuse("precision", precision, _CHOICES, text)
         if precision == "int8" and phase != Phase.PREDICT.value:
             raise ValueError(
-                f"`int8` in `{text}` is for forward-only probes: write `predict=int8`. Nothing trains in it."
+                f"`int8` in `weight_precision={text}` is for forward-only probes: write `predict=int8`. Nothing trains "
+                "in it."
             )
         if phase in given:
             raise ValueError(
-                f"`{text}` gives a precision for {f'`{phase}`' if phase else 'all phases'} twice. Keep one."
+                f"`weight_precision={text}` gives a precision for {f'`{phase}`' if phase else 'all phases'} twice. "
+                "Keep one."
             )
         given[phase] = precision
     return {phase: given.get(phase.value, given.get("", "auto")) for phase in Phase}
@@ -64,7 +66,9 @@ def parse_precision(text: str) -> dict[Phase, str]:
 def _refuse(kind: str, word: str, choices, text: str) -> None:
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
     hint = f" Did you mean `{close[0]}`?" if close else ""
-    raise ValueError(f"`{word}` in `{text}` is not a {kind}: choose one of {', '.join(choices)}.{hint}")
+    raise ValueError(
+        f"`{word}` in `weight_precision={text}` is not a {kind}: choose one of {', '.join(choices)}.{hint}"
+    )
 
 
 def resolve(
@@ -97,7 +101,7 @@ def resolve(
 
 
 def _check(phase: Phase, precision: str, weights: str, autocast: str | None) -> None:
-    request = f"`{phase.value}={precision}`"
+    request = f"`weight_precision`: `{phase.value}={precision}`"
     if precision == weights:
         return
     if weights != "fp32":
@@ -128,6 +132,11 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
     device = next(model.parameters()).device.type
     weights = held_precision(model)
     by_phase, int8 = resolve(parse_precision(text), weights=weights, autocast=autocast, device=device)
+    if int8 == "on" and weights == "none":
+        raise ValueError(
+            "`weight_precision`: `predict=int8` rounds the `nn.Linear` modules of the layers, and this model has none "
+            "there. Leave it out."
+        )
     plugins: list[PhasePlugin] = []
     if any(precision != weights for precision in by_phase.values()):
         plugins.append(WeightPrecision(by_phase, autocast=autocast))

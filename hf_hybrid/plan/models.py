@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+MOST_LAYERS = 2000
+"""Layers beyond which a config is refused as absurd. Building this many takes seconds."""
+
 
 def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedConfig:
     """Return the config of a decoder-only language model, from a config, model, config file, folder or Hub id."""
@@ -36,6 +39,12 @@ def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedC
             f"`model`: `{name}` ({config.model_type}) cannot be planned: {why}. Plans are for decoder-only language "
             "models that `AutoModelForCausalLM` builds."
         )
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"`model`: `num_hidden_layers={layers}` is over {MOST_LAYERS}, and each layer is built to be counted. "
+            "Correct the config."
+        )
     return copy.deepcopy(config)
 
 
@@ -55,8 +64,9 @@ def _load(model: str | Path) -> PreTrainedConfig:
             offline = "`HF_HUB_OFFLINE` is set, and it is not in the cache. Unset it to download `config.json`"
             reason = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
             why = f"the config of `{model}` cannot be loaded: {reason}, or give a folder or a config file."
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:  # whatever absurd values lead to
-        why = f"the config of `{model}` cannot be read: {_first_line(error)}"
+    except Exception as error:  # whatever absurd values lead to
+        # transformers' checks of a config name the field in the first error, and wrap it.
+        why = f"the config of `{model}` cannot be read: {_first_line(error.__cause__ or error)}"
     raise ValueError(f"`model`: {why}")
 
 

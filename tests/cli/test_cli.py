@@ -13,7 +13,7 @@ from pydoc_data import topics
 
 import pytest
 import yaml
-from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig
 from hf_hybrid.cli import train
@@ -36,17 +36,22 @@ CONFIGS = ROOT / "examples" / "configs"
 TEXTS = [topics.topics[name] for name in sorted(topics.topics)][:12]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A config, a tokenizer, texts, conversations and a YAML file that joins them."""
+def byte_tokenizer(**special):
+    """Byte-level BPE, as GPT-2's. Like it, it has no pad token unless one is given."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("cli")
     alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<|end|>": len(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config, a tokenizer, texts, conversations and a YAML file that joins them."""
+    folder = tmp_path_factory.mktemp("cli")
+    tokenizer = byte_tokenizer(eos_token="<|end|>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
     tokenizer.save_pretrained(folder / "model")
     config = LlamaConfig(
@@ -182,6 +187,7 @@ def test_the_env_of_the_docs_is_taken(tmp_path, environment):
         ("{A: 2026-01-31}", "`A` under `env` in `{file}` must be a text or a number, got `2026-01-31`. Put text that"),
         ("{A=B: x}", "`A=B` under `env` in `{file}` cannot be the name of an environment variable"),
         ("{1: x}", "`1` under `env` in `{file}` cannot be the name of an environment variable"),
+        ('{A: "x\\0y"}', "`A` under `env` in `{file}` is `'x\\x00y'`, which no environment variable can hold"),
     ],
 )
 def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environment, capsys, env, message):
@@ -249,11 +255,22 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
         ("a: [", "is not valid YAML"),
         ("max_steps: few", "argument --max_steps/--max-steps: invalid int value: 'few'"),
         ("config: other.yaml", "`config` in `{file}` is no option"),
+        ("max_steps:", "`max_steps` in `{file}` is empty. Give a value, or leave the line out for the default"),
+        ("sequence_length: null", "`sequence_length` in `{file}` is empty"),
+        ("dtype: ~", "`dtype` in `{file}` is empty"),
+        ("eval_share: [0.1, 0.2]", "`eval_share` in `{file}` takes a single value, got `[0.1, 0.2]`"),
+        ("num_processes: [2]", "`num_processes` in `{file}` takes a single value, got `[2]`"),
+        ("resume_from_checkpoint: [a]", "`resume_from_checkpoint` in `{file}` takes a single value, got `['a']`"),
+        ("learning_rate: {a: 1}", "`learning_rate` in `{file}` takes a single value, got `{{'a': 1}}`"),
+        ("seed: 2026-02-31", "`--config {file}` is not valid YAML: day is out of range for month"),
+        (50000 * "[", "`--config {file}` is nested too deeply"),
+        (b"model: caf\xe9", "`--config {file}` is not text in UTF-8"),
     ],
+    ids=repr,
 )
 def test_wrong_yaml_is_refused(tmp_path, text, message):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=re.escape(message.format(file=file))):
         parse_values(["--config", str(file)])
 
@@ -317,10 +334,43 @@ def test_train_resumes_and_leaves_everything_behind(folder, monkeypatch):
     assert [entry["step"] for entry in state["log_history"] if "hybrid/phase" in entry] == list(range(1, 9))
 
 
+@pytest.mark.parametrize("special", [["bos_token", "eos_token"], ["unk_token"], []], ids=str)
+def test_a_tokenizer_needs_no_pad_token(folder, tmp_path, monkeypatch, special):
+    """The first example of docs/cli.md, with a folder like GPT-2's."""
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer(**dict.fromkeys(special, "<|end|>")).save_pretrained("gpt2")
+    GPT2Config(vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=64).save_pretrained("gpt2")
+    arguments = ["--model", "gpt2", "--dataset", str(folder / "text.txt"), "--max_steps", "3"]
+    arguments += ["--output_dir", "out/gpt2", "--sequence_length", "64", "--use_cpu", "--eval_share", "0"]
+    assert main(["train", *arguments]) == 0
+    assert json.loads(Path("out/gpt2/trainer_state.json").read_text())["global_step"] == 3
+
+
 def test_a_refused_option_is_a_message_and_exit_status_2(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["train", "--config", "run.yaml", "--use_cpu", "--leap_gain", "-1"]) == 2
     assert "hf-hybrid train: error: `leap_gain` must be at least 0, got -1.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--resume_from_checkpoint", "gone"], "`--resume_from_checkpoint gone`: there is no such folder. Leave"),
+        (["--resume_from_checkpoint", "true"], "`--resume_from_checkpoint true`: there is no checkpoint in `new`"),
+        (["--output_dir", "text.txt/out"], "`--output_dir text.txt/out` cannot be written to: Not a directory"),
+        (["--sequence_length", "65"], "`sequence_length=65` is over the 64 positions of the model"),
+        (["--model", "broken"], "`--model broken` cannot be loaded: Field 'hidden_size' expected int"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_would_fail_later_is_refused_at_once(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(folder)
+    config = json.loads(Path("model", "config.json").read_text())
+    Path("broken").mkdir(exist_ok=True)
+    Path("broken", "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    given = ["--config", "run.yaml", "--use_cpu", "--tokenizer", "model", "--output_dir", "new", *arguments]
+    assert main(["train", *given]) == 2
+    assert f"hf-hybrid train: error: {message}" in capsys.readouterr().err
 
 
 def test_two_processes_are_launched(folder, monkeypatch):
@@ -411,10 +461,20 @@ def test_conversations_go_through_the_chat_template(folder):
         ({"dataset": "nobody/nothing"}, "`--dataset nobody/nothing` cannot be loaded"),
         ({"dataset": "chat.jsonl", "messages_column": "x", "text_column": "mesages"}, "`--text_column messages`"),
         ({"dataset": "text.txt", "sequence_length": 10**7}, "fewer than 10000000 tokens"),
+        ({"dataset": "broken.jsonl"}, "`--dataset broken.jsonl` cannot be read as json: "),
+        ({"dataset": "text.txt", "eval_dataset": "empty.json"}, "`--eval_dataset empty.json` cannot be read as json: "),
+        ({"dataset": "numbers.jsonl"}, "Row 1 of `numbers.jsonl` has no text in the column `text`, but `None`"),
+        ({"dataset": "chat.jsonl", "messages_column": "role"}, "`--text_column text` is not in the data set"),
+        ({"dataset": "roles.jsonl"}, "The chat template cannot format row 0 of `roles.jsonl` (`messages` is `5`)"),
     ],
+    ids=repr,
 )
 def test_data_that_cannot_be_used_is_refused(folder, monkeypatch, options, message):
     monkeypatch.chdir(folder)
+    Path("broken.jsonl").write_bytes(b"\x00\xff{")
+    Path("empty.json").write_text("")
+    Path("numbers.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    Path("roles.jsonl").write_text('{"messages": 5}\n')
     with pytest.raises(OptionError, match=re.escape(message)):
         blocks(folder, **options)
 

@@ -68,6 +68,8 @@ def test_what_is_short_is_said(config_file, capsys):
     shown = capsys.readouterr()
     assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
     assert "not written" in shown.err and not target.exists()
+    assert plan(config_file, "--sequence_length", "32", "--output", config_file / "below-a-file.yaml") == 2
+    assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
 
 
 def test_limits_default_to_the_machine(config_file, capsys):
@@ -118,6 +120,9 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
         ('{"model_type": "perceptron"}', "cannot be read"),
         ('{"model_type": "bert"}', "is an encoder"),
         ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 0}', "`model`"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "Field 'hidden_size' expected int, got str"),
+        ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}', "not a multiple of the number of"),
+        ('{"model_type": "llama", "num_hidden_layers": 10000000}', "`num_hidden_layers=10000000` is over 2000"),
     ],
 )
 def test_what_cannot_be_planned_says_why(tmp_path, capsys, content, message):

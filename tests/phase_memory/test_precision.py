@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
@@ -38,11 +38,14 @@ def test_reads_what_people_write(text, expected):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("bfloat16", r"`bfloat16` in `bfloat16` is not a precision: .*Did you mean `bf16`\?"),
-        ("ful=bf16", r"`ful` in `ful=bf16` is not a phase: choose one of warmup, .*Did you mean `full`\?"),
+        ("bfloat16", r"`bfloat16` in `weight_precision=bfloat16` is not a precision: .*Did you mean `bf16`\?"),
+        (
+            "ful=bf16",
+            r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?",
+        ),
         ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8\.$"),
-        ("", "`` in `` is not a precision"),
-        ("int8", "`int8` in `int8` is for forward-only probes: write `predict=int8`"),
+        ("", "`` in `weight_precision=` is not a precision"),
+        ("int8", "`int8` in `weight_precision=int8` is for forward-only probes: write `predict=int8`"),
         ("full=int8", "write `predict=int8`"),
         ("full=bf16,full=fp32", "a precision for `full` twice"),
         ("bf16,fp32", "for all phases twice"),
@@ -80,6 +83,12 @@ def test_resolves(text, situation, expected):
 def test_refuses_what_the_run_cannot_give(text, situation, message):
     with pytest.raises(ValueError, match=message):
         resolve(parse_precision(text), **situation)
+
+
+def test_int8_needs_linear_layers():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+    with pytest.raises(ValueError, match="`weight_precision`: `predict=int8` rounds the `nn.Linear` modules"):
+        precision_plugins("predict=int8", model)
 
 
 def test_plugins_only_where_something_changes():

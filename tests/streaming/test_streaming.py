@@ -74,7 +74,11 @@ def test_equal_to_trainer(walk, ends, tied, plain, tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
-@pytest.mark.parametrize("options", [{"prefetch_layers": 0}, {"prefetch_layers": 3}, {"resident_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch_layers": 0}, {"prefetch_layers": 3}, {"resident_layers": 2, "prefetch_layers": 10**9}],
+    ids=str,
+)
 def test_prefetch_and_residency_change_no_number(options, plain, tmp_path, train_set):
     trainer = make_streamed(tmp_path, train_set, **options, accumulation_walk="micro_batch")
     trainer.train()
@@ -384,6 +388,13 @@ def test_weights_travel_twice_per_step(tmp_path, train_set):
     trainer.train()
     assert loads[0] == [2] * LAYERS
     assert loads[-1] == [10] * LAYERS
+
+
+def test_no_more_layers_are_kept_than_there_are(tmp_path, train_set):
+    """Each layer that is kept or fetched ahead takes a buffer, so that 10^9 of them would never be made."""
+    trainer = make_streamed(tmp_path, train_set, resident_layers=10**9, prefetch_layers=10**9)
+    assert trainer.memory.plan.resident_layers == trainer.memory.plan.setup.prefetch_layers == 4
+    assert trainer.memory_summary()["statistics"]["kept_units"] == 4
 
 
 def test_resident_layers_travel_less(tmp_path, train_set):
