@@ -7,8 +7,8 @@ The files of a checkpoint beside `Trainer`'s own, and how a run resumes from the
 | `hybrid_state.json` | phases, counters and histories; the position in the data; plugins; options to compare with |
 | `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); exists only if it did |
 
-There is no pickle. The JSON is written last and in one move, so its presence means that the state is complete. Weights,
-optimizer, schedule and random generators are in Trainer's files. A run that is killed in any phase and resumes from its
+There is no pickle. Weights, optimizer, schedule and random generators are in Trainer's files. Whether all files are
+whole is for the manifest to say (manifest.py). A run that is killed in any phase and resumes from its
 last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
 """
 
@@ -18,12 +18,12 @@ import json
 import logging
 import math
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_hybrid.arguments import hybrid_values
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = "hybrid_state.json"
-TRAINER_STATE_NAME = "trainer_state.json"
 SCHEMA_VERSION = 2
 
 Report = dict[str, Any]
@@ -40,7 +39,7 @@ Report = dict[str, Any]
 
 
 def save_hybrid_state(folder: str | Path, tensors: dict, values: dict[str, Any]) -> None:
-    """Write both files, the JSON last, so that its presence means that the state is complete."""
+    """Write both files of the hybrid state."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -71,10 +70,21 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Replace the file in one move, so that neither a reader nor a crash ever leaves half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """
+    Replace a JSON file in one move, so that neither a reader nor a crash ever leaves half of it.
+
+    The temporary file has a name that nobody can predict and must not exist, so that no link in a folder that others
+    write to leads elsewhere.
+    """
+    temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _plain(value):
@@ -86,31 +96,6 @@ def _plain(value):
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def is_complete(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint is complete: `trainer_state.json`, which is written last, can be read."""
-    try:
-        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
-    """Return the newest complete checkpoint, and the newer incomplete ones (a run was killed while writing them)."""
-    newest = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
-    if newest is None or is_complete(newest):
-        return newest, []
-    prefix = newest.rpartition("-")[0]
-    numbers = [folder.name.rpartition("-")[2] for folder in Path(output_dir).glob("checkpoint-*")]
-    steps = sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
-    broken = []
-    for step in steps:
-        if is_complete(f"{prefix}-{step}"):
-            return f"{prefix}-{step}", broken
-        broken.append(f"{prefix}-{step}")
-    return None, broken
 
 
 # Resuming.
@@ -170,8 +155,8 @@ def restore(trainer, checkpoint: str) -> Report:
     state = load_hybrid_state(checkpoint)
     if state is None:
         report["warnings"].append(
-            f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer): "
-            "weights and optimizer are restored, phases and predictor start anew."
+            f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), so "
+            "that phases and predictor start anew."
         )
         return report
     tensors, values = state
@@ -182,7 +167,7 @@ def restore(trainer, checkpoint: str) -> Report:
     if not trainer.args.ignore_data_skip:
         trainer.run.feed.load_state_dict(values["feed"])
     report["restored"] = _restored(trainer, tensors, values)
-    report["warnings"] += _not_restored(trainer, checkpoint, values)
+    report["warnings"] += _not_restored(trainer, values)
     return report
 
 
@@ -235,7 +220,7 @@ def _restored(trainer, tensors: dict, values: dict) -> dict[str, Any]:
     }
 
 
-def _not_restored(trainer, checkpoint: str, values: dict) -> list[str]:
+def _not_restored(trainer, values: dict) -> list[str]:
     run, saved, found = trainer.run, values["run"], []
     direction, was = run.trajectory.direction.name, saved["trajectory"]["direction"]
     if was != direction:
@@ -253,11 +238,6 @@ def _not_restored(trainer, checkpoint: str, values: dict) -> list[str]:
     processes = trainer.accelerator.num_processes
     if (then := values.get("processes", processes)) != processes:
         found.append(f"The run was on {then} processes and is on {processes}: this was not tested with leaps.")
-    if not any(Path(checkpoint).glob("rng_state*.pth")):
-        found.append(
-            "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "
-            "differ."
-        )
     return found
 
 
@@ -269,7 +249,7 @@ def describe(report: Report) -> str:
     line = f"Resumed from `{report['checkpoint']}` at step {report['step']:,}"
     found = report["restored"]
     if found is None:
-        return f"{line}: weights and optimizer only."
+        return f"{line}, without hybrid state."
     memories = f"memories of `{found['direction']}` ({found['memory_bytes'] / 2**20:,.1f} MiB)"
     parts = [
         f"phase `{found['phase']}`" + (", in which a leap is open" if found["open_leap"] else ""),

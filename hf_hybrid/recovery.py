@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.checkpoint import last_complete_checkpoint, write_json
+from hf_hybrid.checkpoint import write_json
+from hf_hybrid.manifest import last_checkpoint
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
@@ -454,7 +455,7 @@ class OutOfMemoryRecovery:
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        checkpoint, _ = last_complete_checkpoint(self.trainer.args.output_dir)
+        checkpoint = last_checkpoint(self.trainer.args.output_dir)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
             f"{self.where()}, in the step of `{type(optimizer).__name__}`: {self.reason} Some weights may have been "
@@ -579,7 +580,7 @@ class OutOfMemoryRecovery:
                 trainer._save_checkpoint(trainer.model, trial=None)
             except Exception as error:
                 logger.exception("The emergency checkpoint could not be written.")
-                checkpoint, _ = last_complete_checkpoint(trainer.args.output_dir)
+                checkpoint = last_checkpoint(trainer.args.output_dir)
                 where = f"the last one is `{checkpoint}`" if checkpoint else "there is none"
                 return f"An emergency checkpoint could not be written (`{type(error).__name__}`); {where}."
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)

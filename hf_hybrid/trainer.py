@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import checkpoint
+from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoint import last_complete_checkpoint, write_json
+from hf_hybrid.checkpoint import write_json
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
@@ -112,11 +114,13 @@ class HybridTrainerMixin(PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
+        self._unsealed: Path | None = None
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
         self._next_epoch, self._around_forward = 0, False
         super().__init__(*args, **kwargs)
+        self._start, self._total_limit = manifest.new_run(self.model), self.args.save_total_limit
         self.hybrid_args = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
         options = self.hybrid_args
         if makes_muon(self):
@@ -203,18 +207,14 @@ class HybridTrainerMixin(PublishingMixin):
     # A run begins and ends.
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        if resume_from_checkpoint is True and self.hybrid_args.enable_predict:
-            newest, broken = last_complete_checkpoint(self.args.output_dir)
-            for folder in broken:
-                logger.warning("`%s` was not written to its end and is skipped.", folder)
-            resume_from_checkpoint = newest or True  # True: Trainer says that there is none
+        self._start = self._find_start(resume_from_checkpoint)
         self._resumed_from = self._resumed = self._held = None
         self.recovery.reset()
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
         try:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(self._start.folder, *args, **kwargs)
         except Exception as error:
             explained = self.recovery.explain(error)
             if explained is error:
@@ -230,8 +230,28 @@ class HybridTrainerMixin(PublishingMixin):
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
+    def _find_start(self, resume: str | os.PathLike | bool | None) -> manifest.Start:
+        """Return where to start: on every process what the first one finds."""
+        found: list[Any] = [None, None]
+        if self.is_world_process_zero():
+            try:
+                found[0] = manifest.find(resume, self.args.output_dir, self.model)
+            except manifest.CheckpointError as error:
+                found[1] = error
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        start, error = found
+        if error is not None:
+            raise error
+        if self.is_world_process_zero():
+            for warning in start.warnings:
+                logger.warning("%s", warning)
+        return start
+
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
+        if self.args.should_save:
+            manifest.write_run(self.args.output_dir, self._start.run)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
         if not self.hybrid_args.enable_predict:
@@ -245,6 +265,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self._resumed_from is not None:
             self._resumed = checkpoint.restore(self, self._resumed_from)
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
+            self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
 
@@ -375,7 +396,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run.end_step(self.state.global_step - 1)
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
-        newest, _ = last_complete_checkpoint(self.args.output_dir)
+        newest = manifest.last_checkpoint(self.args.output_dir)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
         return TrainingDivergedError(
             f"{error} The weights in memory are those of the last good step. {where}. Check the data of these steps, "
@@ -457,8 +478,38 @@ class HybridTrainerMixin(PublishingMixin):
             raise self._diverged(TrainingDivergedError("The weights hold NaN or infinite values and are not saved."))
         super().save_model(*args, **kwargs)
 
+    def _save_checkpoint(self, model, trial):
+        """Save, seal, and only then delete older checkpoints: Trainer would before the new one is whole."""
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            manifest.begin(folder)
+        self.accelerator.wait_for_everyone()
+        self._unsealed, self._total_limit = folder, self.args.save_total_limit
+        with manifest.total_limit(self.args, None):
+            super()._save_checkpoint(model, trial)
+        self._seal()
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            manifest.rotate(folder.parent, self._total_limit, run=self._start.run, newest=folder, best=best)
+
+    def _seal(self) -> None:
+        """Make the checkpoint that was written whole, once every process has written its files."""
+        if self._unsealed is None:
+            return
+        folder, self._unsealed = self._unsealed, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            manifest.seal(folder, self.state.global_step, self._start)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self._seal()  # before its files are collected
+        with manifest.total_limit(self.args, self._total_limit):
+            super()._push_from_checkpoint(checkpoint_folder)
+
     def _save(self, *args, **kwargs):
-        with self.memory.suspended():
+        # `training_args.bin` holds the limit that the user set.
+        limit = self._total_limit if self._unsealed else self.args.save_total_limit
+        with self.memory.suspended(), manifest.total_limit(self.args, limit):
             super()._save(*args, **kwargs)
 
     def _load_best_model(self):

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "words": {"arguments", "phases", "optimizers", "machine"},
     "arithmetic": {"leaps", "world_model", "streaming", "phase_memory", "plan"},
-    "engines": {"config", "recovery", "checkpoint", "setup", "report"},
+    "engines": {"config", "recovery", "checkpoint", "manifest", "setup", "report"},
     "Trainer": {"trainer", "integrations", "cli"},
 }
 # Rooms of the arithmetic floor that must not know each other.
@@ -100,7 +100,7 @@ def test_lazy_names_are_those_that_type_checkers_see():
 
 
 def test_few_modules_lie_loose():
-    assert len(list(PACKAGE.glob("*.py"))) <= 11
+    assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
 # The tests.

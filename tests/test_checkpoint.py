@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.checkpoint import (
     VALUES_NAME,
-    is_complete,
-    last_complete_checkpoint,
     load_hybrid_state,
     save_hybrid_state,
 )
+from hf_hybrid.manifest import is_sealed
 from hf_hybrid.phases import Phase
 
 STEPS = 60
@@ -72,7 +71,7 @@ def die_at(folder: Path, step: int, **options) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.time() + 300
-    while not is_complete(folder / f"checkpoint-{step}"):
+    while not is_sealed(folder / f"checkpoint-{step}"):
         if process.poll() is not None or time.time() > deadline:
             process.kill()
             pytest.fail(f"training ended before it could be killed: {process.stderr.read().decode()[-2000:]}")
@@ -141,29 +140,16 @@ def test_the_run_that_is_resumed_has_it_all(uninterrupted):
     assert {"kept", "shrunk"} & set(summary["leaps_by_verdict"])
 
 
-def test_a_checkpoint_cut_short_is_passed_over(uninterrupted, tmp_path, caplog):
-    folder, expected, _, _ = uninterrupted
-    shutil.copytree(folder / "checkpoint-30", tmp_path / "checkpoint-30")
-    shutil.copytree(folder / "checkpoint-31", tmp_path / "checkpoint-31")
-    (tmp_path / "checkpoint-31" / "trainer_state.json").write_text('{"epoch": 0.')
-    assert last_complete_checkpoint(tmp_path) == (
-        str(tmp_path / "checkpoint-30"), [str(tmp_path / "checkpoint-31")]
-    )  # fmt: skip
-    trainer = build(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    assert "`" + str(tmp_path / "checkpoint-31") + "` was not written to its end" in caplog.text
-    assert_same_weights(weights(trainer.model), expected)
-
-
 def test_no_pickle_of_ours(uninterrupted):
     folder = uninterrupted[0] / "checkpoint-30"
     ours = [path.name for path in folder.iterdir() if path.name.startswith("hybrid")]
-    assert sorted(ours) == ["hybrid_state.json", "hybrid_state.safetensors"]
+    assert sorted(ours) == ["hybrid_manifest.json", "hybrid_state.json", "hybrid_state.safetensors"]
 
 
 def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path, caplog):
     shutil.copytree(uninterrupted[0] / "checkpoint-30", tmp_path / "checkpoint-30")
-    (tmp_path / "checkpoint-30" / "hybrid_state.json").unlink()
+    for name in ("hybrid_state.json", "hybrid_manifest.json"):
+        (tmp_path / "checkpoint-30" / name).unlink()
     trainer = build(tmp_path, save_strategy="no")
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
     assert "holds no hybrid state" in caplog.text
@@ -254,7 +240,8 @@ def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys,
 def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     folder = tmp_path / "checkpoint-50"
     shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
-    (folder / "rng_state.pth").unlink()
+    for name in ("rng_state.pth", "hybrid_manifest.json"):
+        (folder / name).unlink()
     changed = {
         "planner": "bandit",
         "direction": "gradient_memory",
@@ -274,16 +261,17 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
         "Learning-rate rescue was on and is off: the scale begins at 1.",
         "The probe set had 10 sequences and has 6.",
         "Random generators are not restored",
+        "nothing tells whether its files are whole",
     ):
         assert sum(part in warning for warning in report["warnings"]) == 1, part
-    assert len(report["warnings"]) == 7
+    assert len(report["warnings"]) == 8
     assert trainer.lr_scheduler.base_lrs == [5e-4] * len(trainer.lr_scheduler.base_lrs)  # as the warning says
     assert trainer.args.max_grad_norm == 0.5 and report["changed_options"]["max_grad_norm"] == [1.0, 0.5]
     assert set(report["changed_options"]) == set(changed)
     assert report["restored"]["data"] is None and report["restored"]["memory_bytes"] == 0
 
 
-def test_a_checkpoint_that_says_less_resumes_without_a_word(uninterrupted, tmp_path, caplog):
+def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     """As written before options and counts were kept to compare with."""
     folder = tmp_path / "checkpoint-50"
     shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
@@ -291,9 +279,10 @@ def test_a_checkpoint_that_says_less_resumes_without_a_word(uninterrupted, tmp_p
     for key in ("training_options", "probe_sequences", "processes"):
         del values[key]
     (folder / "hybrid_state.json").write_text(json.dumps(values))
+    (folder / "hybrid_manifest.json").unlink()
     trainer = build(tmp_path, save_strategy="no")
     trainer.train(resume_from_checkpoint=str(folder))
-    assert not ours(caplog, logging.WARNING)
+    assert len(ours(caplog, logging.WARNING)) == 1  # that there is no manifest
     assert_same_weights(weights(trainer.model), uninterrupted[1])
 
 

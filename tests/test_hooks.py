@@ -50,6 +50,8 @@ HOOKS = {
     "_get_grad_norm": "model * grad_norm",
     "_save": "output_dir state_dict",
     "_load_best_model": "",
+    "_save_checkpoint": "model trial",
+    "_push_from_checkpoint": "checkpoint_folder",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
 }
@@ -60,7 +62,6 @@ CALLED = {
     "_get_learning_rate": "",
     "_get_output_dir": "* trial",
     "_prepare_inputs": "inputs",
-    "_save_checkpoint": "model * trial",
 }
 # What Trainer has of its own making, as attributes of an instance.
 ATTRIBUTES = {"_train_batch_size"}
@@ -271,4 +272,4 @@ def test_hooks_are_called_in_a_run(tmp_path, monkeypatch):
     run.predict(held_out)
     run.create_model_card()
     HybridTrainer(tiny_model(), args, train_dataset=ByteText(100), eval_dataset=held_out).train(True)
-    assert called == set(HOOKS) - {"push_to_hub"}
+    assert called == set(HOOKS) - {"push_to_hub", "_push_from_checkpoint"}

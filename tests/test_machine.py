@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoint import last_complete_checkpoint
 from hf_hybrid.machine import warn_of_lone_process
+from hf_hybrid.manifest import last_checkpoint
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     """By name of the run, what each of the two processes says of it."""
-    survivor = last_complete_checkpoint(folder / "killed")[0]
+    survivor = last_checkpoint(folder / "killed")
     assert survivor is not None and int(survivor.rpartition("-")[2]) <= launched.DIES_AT
     ended = accelerate_launch(launched.__file__, folder, *RUNS, cwd=folder)
     assert ended.returncode == 0, ended.stderr[-3000:]

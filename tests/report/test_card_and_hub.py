@@ -496,7 +496,8 @@ def test_what_was_pushed_loads_elsewhere(scenario):
     push = scenario["push"]
     assert push["equal"] and push["text"] == "A leap" and push["usage"] == "LlamaForCausalLM"
     assert {"model.safetensors", "README.md", "config.json", "tokenizer.json"} <= set(push["files"])
-    assert "last-checkpoint/hybrid_state.safetensors" in push["files"]
+    whole = {f"last-checkpoint/hybrid_{name}" for name in ("state.safetensors", "manifest.json")}
+    assert whole <= set(push["files"])
     assert push["multipart"] and push["messages"][-1] == "End of training"
 
 

@@ -1,0 +1,419 @@
+"""
+Checkpoints that are whole or refused.
+
+Trainer writes a checkpoint file by file, takes the folder with the highest number for the newest, and loads what it
+finds there. A file that is missing, cut short, changed or of another run goes unnoticed, or fails deep inside. Here a
+checkpoint is sealed by a manifest, and is checked against it before anything is loaded.
+
+A save. What an earlier save left under the same name is moved aside, so that no old file becomes part of the new
+checkpoint, and so that there is a whole one at any moment. Trainer writes its files. Then all of them are hashed and
+flushed to the disk in parallel threads: hashing takes the processor while flushing waits for the disk. The manifest is
+written last, and its presence means that the checkpoint is whole. Only then older checkpoints are deleted, in the order
+of their steps.
+
+A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
+says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of
+another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
+checked.
+
+A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. A run is a list
+of pairs `[id, step]`: what has this id began at this step. A new run has one pair. If a run is continued from a
+checkpoint while it has later ones, a pair is added, because those later ones are of a course that was abandoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_hybrid.checkpoint import write_json
+
+MANIFEST_NAME = "hybrid_manifest.json"
+RUN_NAME = "hybrid_run.json"
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEMA_VERSION = 1
+THREADS = 8
+_ASIDE = "_replaced-"  # uploads leave out what begins with `_`
+_PASSING = "checkpoint-is-incomplete.txt"  # in Trainer's just-in-time checkpoints while they are written
+
+Run = list[list]
+"""`[[id, first step], ...]`, the newest last."""
+
+
+class CheckpointError(ValueError):
+    """There is no checkpoint to resume from, or the one that was named is damaged; the message names the files."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of: `files` has the bytes and the checksum of each, by its path in the folder."""
+
+    step: int
+    run: Run
+    model: str
+    files: dict[str, dict]
+
+
+@dataclass
+class Start:
+    """Where a training starts: the checked folder (`None` for a new run), its run, and what the user has to know."""
+
+    folder: str | None
+    run: Run
+    model: str
+    warnings: list[str] = field(default_factory=list)
+
+
+def new_run(model: nn.Module) -> Start:
+    """Return the start of a run that begins anew."""
+    return Start(None, [[secrets.token_hex(8), 0]], _names_digest(model))
+
+
+def _names_digest(model: nn.Module) -> str:
+    """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
+    return _digest_of([name for name, _ in model.named_parameters()])
+
+
+# Saving.
+
+
+def begin(folder: Path) -> None:
+    """Make room for a checkpoint: one that is there already stays aside until [`seal`]."""
+    if folder.is_dir():
+        aside = _aside(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+
+
+def seal(folder: Path, step: int, start: Start) -> None:
+    """Flush all files of a checkpoint to the disk, and then write the manifest that makes it whole."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _PASSING]
+    with ThreadPoolExecutor(THREADS) as pool:
+        work = [(pool.submit(_flush, path), pool.submit(_digest, path)) for path in paths]
+        digests = [(flushed.result(), digest.result())[1] for flushed, digest in work]
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
+        for path, digest in zip(paths, digests)
+    }
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "run": start.run, "model": start.model, "files": files}
+    for inner in {path.parent for path in paths}:
+        _flush(inner)
+    write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
+    _flush(folder)
+    _flush(folder.parent)
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best: str | None) -> None:
+    """
+    Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
+
+    Checkpoints of earlier runs go first. The newest and the best (`best`) stay, whatever the limit.
+    """
+    if not limit or limit <= 0:
+        return
+    kept = {newest, *([Path(best)] if best else [])}
+    of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)}
+    oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
+    surplus = len(oldest_first) - max(limit, len(kept))
+    for folder in [folder for folder in oldest_first if folder not in kept][: max(surplus, 0)]:
+        # Without its manifest a folder is no checkpoint, also where the deletion is cut short.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
+    """Set `save_total_limit` for a while."""
+    before, args.save_total_limit = args.save_total_limit, limit
+    try:
+        yield
+    finally:
+        args.save_total_limit = before
+
+
+def write_run(output_dir: str | Path, run: Run) -> None:
+    """Write which run is the newest of a folder."""
+    write_json(Path(output_dir) / RUN_NAME, {"schema_version": SCHEMA_VERSION, "run": run})
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(_ASIDE + folder.name)
+
+
+def _digest(path: Path) -> str:
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+    return found.hexdigest()
+
+
+def _digest_of(values: dict | list) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or the entries of a folder are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows flushes no folders
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+# Checking.
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint, or `None` if it has none.
+
+    Raises:
+        CheckpointError: If the manifest itself is damaged, or another version wrote it.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    values = _read_json(path)
+    digest = values.pop("xxh3_128", None)
+    if values.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
+    if digest != _digest_of(values):
+        raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
+    return Manifest(**{name: values[name] for name in ("step", "run", "model", "files")})
+
+
+def is_sealed(folder: str | Path) -> bool:
+    """Whether the save of a checkpoint came to its end; says nothing of what happened to the files since."""
+    return (Path(folder) / MANIFEST_NAME).is_file()
+
+
+def damages(folder: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+    found = []
+    for name, known in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"`{name}` is missing")
+        elif path.stat().st_size != known["bytes"]:
+            found.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
+    if found:
+        return found
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(lambda name: _digest(folder / name), manifest.files)
+        pairs = zip(manifest.files.items(), digests)
+        return [
+            f"`{name}` is not what was saved (its checksum differs)" for (name, k), d in pairs if d != k["xxh3_128"]
+        ]
+
+
+def _refusal(folder: Path, manifest: Manifest | None) -> str | None:
+    """Return why no run can resume from a checkpoint, or `None` if one can."""
+    if manifest is None:
+        try:
+            _read_json(folder / TRAINER_STATE_NAME)
+        except CheckpointError as error:
+            return str(error)
+        return None
+    if (number := _step_of(folder)) is not None and number != manifest.step:
+        return f"`{MANIFEST_NAME}` says that it is of step {manifest.step}"
+    return "; ".join(damages(folder, manifest)) or None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise CheckpointError(f"`{path.name}` is missing") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"`{path.name}` is damaged") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"`{path.name}` is damaged")
+    return values
+
+
+# Resuming.
+
+
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module) -> Start:
+    """
+    Return where a training starts.
+
+    Args:
+        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`.
+        output_dir (`str` or `Path`): Folder of the run.
+        model (`nn.Module`): The model to train, before anything wraps it.
+
+    Raises:
+        CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
+    """
+    start = new_run(model)
+    if not resume:
+        return start
+    output_dir = Path(output_dir)
+    folder, start.warnings = _newest(output_dir) if resume is True else (_named(Path(resume)), [])
+    start.folder, manifest = str(folder), read_manifest(folder)
+    if manifest is None:
+        start.warnings.append(
+            f"`{folder}` has no `{MANIFEST_NAME}` (another trainer wrote it, or its save was cut short), so nothing "
+            "tells whether its files are whole."
+        )
+    else:
+        if manifest.model != start.model:
+            start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
+        later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
+        abandoned = any(_belongs(other, manifest.run) for other in later)
+        start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
+    start.warnings += _not_saved(folder)
+    return start
+
+
+def _named(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
+    _undo_unfinished(folder)
+    try:
+        reason = _refusal(folder, read_manifest(folder))
+    except CheckpointError as error:
+        reason = str(error)
+    if reason is None:
+        return folder
+    raise CheckpointError(
+        f"Can't find a valid checkpoint at `{folder}`: {reason}. Name another one, or set "
+        "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
+        f"`{MANIFEST_NAME}`."
+    )
+
+
+def _newest(output_dir: Path) -> tuple[Path, list[str]]:
+    """Return the newest whole checkpoint of the newest run of a folder, and why newer ones are passed over."""
+    for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
+        _undo_unfinished(output_dir / aside.name.removeprefix(_ASIDE))
+    folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
+    run, passed_over = _run_of(output_dir), {}
+    sealed = run is not None or any(is_sealed(folder) for folder in folders)
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None and sealed:
+                reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
+            elif manifest is not None and run is not None and not _belongs(manifest, run):
+                reason = "it is of an earlier run, or of a course of this run that was abandoned"
+            else:
+                reason = _refusal(folder, manifest)
+        except CheckpointError as error:
+            reason = str(error)
+        if reason is None:
+            return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
+        passed_over[folder] = reason
+    raise CheckpointError(_nothing(output_dir, passed_over))
+
+
+def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
+    text = f"No valid checkpoint found in output directory ({output_dir})"
+    if not passed_over:
+        return f"{text}. Start anew without `resume_from_checkpoint`, or set it to the folder of a checkpoint."
+    found = "; ".join(f"`{folder.name}`: {reason}" for folder, reason in passed_over.items())
+    return (
+        f"{text}. Passed over: {found}. Start anew without `resume_from_checkpoint`, or set it to the folder of one of "
+        "them that you want to continue."
+    )
+
+
+def _undo_unfinished(folder: Path) -> None:
+    """Where a save that replaces a checkpoint was cut short, put back the one that it replaces."""
+    aside = _aside(folder)
+    if aside.is_dir():
+        if is_sealed(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(aside, folder)
+
+
+def _not_saved(folder: Path) -> list[str]:
+    """Return what Trainer will not find in a checkpoint, a sentence for each; it starts anew without a word."""
+    found = []
+    if not any(folder.glob("global_step*")):  # of DeepSpeed, which holds both
+        names = {"optimizer.pt": any(folder.glob("optimizer*")), "scheduler.pt": (folder / "scheduler.pt").is_file()}
+        absent = [f"no `{name}`" for name, there in names.items() if not there]
+        if absent:
+            found.append(
+                f"Optimizer and schedule are not restored, as there is {' and '.join(absent)}: both start anew."
+            )
+    if not any(folder.glob("rng_state*.pth")):
+        found.append(
+            "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "
+            "differ."
+        )
+    return found
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last checkpoint of a folder whose save came to its end, for messages."""
+    sealed = [folder for folder in _checkpoints(Path(output_dir)) if is_sealed(folder)]
+    return str(max(sealed, key=_step_of)) if sealed else None
+
+
+# The checkpoints and the run of a folder.
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and _step_of(folder) is not None]
+
+
+def _step_of(folder: Path) -> int | None:
+    found = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
+    return None if found is None else int(found[1])
+
+
+def _manifests(output_dir: Path) -> Iterator[tuple[Path, Manifest]]:
+    for folder in _checkpoints(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            continue
+        if manifest is not None:
+            yield folder, manifest
+
+
+def _run_of(output_dir: Path) -> Run | None:
+    path = output_dir / RUN_NAME
+    if not path.is_file():
+        return None
+    try:
+        return [[str(name), int(step)] for name, step in _read_json(path)["run"]]
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"`{path}` is damaged: it says which run of the folder is the newest. Set `resume_from_checkpoint` to the "
+            "folder of a checkpoint."
+        ) from None
+
+
+def _belongs(manifest: Manifest, run: Run) -> bool:
+    """Whether a checkpoint lies on the course of a run."""
+    ids = [name for name, _ in run]
+    mine = manifest.run[-1][0]
+    if mine not in ids:
+        return False
+    continued = run[ids.index(mine) + 1 :]
+    return not continued or manifest.step <= continued[0][1]

@@ -1,0 +1,200 @@
+"""`hf_hybrid/manifest.py`: checkpoints that are whole or refused, which one a resume takes, and which are deleted."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from transformers import Trainer, TrainingArguments
+
+from hf_hybrid import HybridTrainer, manifest
+from hf_hybrid.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
+
+OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def build(folder, **overrides):
+    torch.manual_seed(0)
+    config = hybrid_config(folder, **{"enable_predict": False, **OPTIONS, **overrides})
+    return HybridTrainer(tiny_model(attention_dropout=0.1), config, train_dataset=ByteText(30))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder and the weights of a run without leaps that came to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    trainer = build(folder)
+    trainer.train()
+    return folder, weights(trainer.model)
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return Path(shutil.copytree(finished[0], tmp_path / "out"))
+
+
+def found(folder, resume=True):
+    """The checkpoint that a resume takes, as a name, and what it says."""
+    start = manifest.find(resume, folder, tiny_model())
+    return Path(start.folder).name, " ".join(start.warnings)
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def swap(path: Path) -> None:
+    other = path.parent.parent / "checkpoint-4" / path.name
+    shutil.copy(other, path)
+
+
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json")
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [(name, damage) for name in FILES for damage in (delete, truncate, flip)] + [(name, swap) for name in FILES[:-1]],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(folder, name, damage):
+    damage(folder / "checkpoint-6" / name)
+    taken, said = found(folder)
+    assert taken == "checkpoint-4" and f"checkpoint-6` is passed over: `{name}` " in said, said
+    with pytest.raises(CheckpointError, match=f"Can't find a valid checkpoint at .*checkpoint-6`: `{name}` "):
+        found(folder, folder / "checkpoint-6")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_manifest_is_named_itself(folder, damage):
+    damage(folder / "checkpoint-6" / MANIFEST_NAME)
+    taken, said = found(folder)
+    assert taken == "checkpoint-4" and f"`{MANIFEST_NAME}` is damaged" in said
+
+
+def test_a_checkpoint_in_another_ones_place_is_passed_over(folder):
+    shutil.rmtree(folder / "checkpoint-6")
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-6")
+    taken, said = found(folder)
+    assert taken == "checkpoint-4" and "says that it is of step 2" in said
+
+
+def test_a_resume_passes_a_save_that_was_cut_short_over_and_ends_at_the_same_weights(finished, folder, caplog):
+    """Also without leaps. The cut is right before the manifest, where every file is there already."""
+    (folder / "checkpoint-6" / MANIFEST_NAME).unlink()
+    trainer = build(folder)
+    trainer.train(resume_from_checkpoint=True)
+    assert f"checkpoint-6` is passed over: it has no `{MANIFEST_NAME}`" in caplog.text
+    assert_same_weights(weights(trainer.model), finished[1])
+    assert is_sealed(folder / "checkpoint-6") and not list(folder.glob("_*"))
+
+
+def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, folder):
+    with pytest.raises(CheckpointError, match=r"No valid checkpoint found in output directory \(.*\). Start anew"):
+        build(tmp_path / "empty").train(resume_from_checkpoint=True)
+    for step in (2, 4, 6):
+        (folder / f"checkpoint-{step}" / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="Passed over: `checkpoint-6`: .*`checkpoint-4`: .*`checkpoint-2`: "):
+        found(folder)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        found(folder, folder / "checkpoint-7")
+
+
+def test_checkpoints_of_plain_trainer_resume_with_a_warning(tmp_path):
+    args = TrainingArguments(tmp_path, report_to=[], **OPTIONS)
+    Trainer(tiny_model(), args, train_dataset=ByteText(30)).train()
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 0.')
+    taken, said = found(tmp_path)
+    assert taken == "checkpoint-4" and "so nothing tells whether its files are whole" in said
+    assert "`trainer_state.json` is damaged" in said
+
+
+def test_what_trainer_would_start_anew_without_a_word_is_said(folder):
+    (folder / "checkpoint-6" / MANIFEST_NAME).unlink()
+    for name in ("scheduler.pt", "rng_state.pth"):
+        (folder / "checkpoint-6" / name).unlink()
+    taken, said = found(folder, folder / "checkpoint-6")
+    assert "Optimizer and schedule are not restored, as there is no `scheduler.pt`: both start anew" in said
+    assert "Random generators are not restored" in said
+
+
+def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
+    """And no file of the old one becomes part of the new one."""
+    checkpoint = folder / "checkpoint-6"
+    (checkpoint / "old.bin").write_text("of an earlier save")
+    manifest.begin(checkpoint)
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_text("half of it")  # killed here
+    assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
+    manifest.begin(checkpoint)
+    checkpoint.mkdir()
+    manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()))
+    assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
+
+
+# Runs in one folder.
+
+
+def test_a_run_begun_anew_does_not_continue_the_old_one(folder):
+    build(folder, max_steps=3).train()  # saves step 2, and 3 at its end
+    taken, said = found(folder)
+    assert taken == "checkpoint-3"
+    assert "checkpoint-6` is passed over: it is of an earlier run" in said and "checkpoint-4`" in said
+    assert found(folder, folder / "checkpoint-6")[0] == "checkpoint-6"  # who names it gets it
+
+
+def test_a_run_that_saved_nothing_yet_does_not_continue_the_old_one(folder):
+    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
+    with pytest.raises(CheckpointError, match="`checkpoint-6`: it is of an earlier run"):
+        found(folder)
+
+
+def test_an_abandoned_course_of_a_run_is_not_continued(folder):
+    """Resumed from step 2 while there are 4 and 6: the run saves 3, and a resume goes on from there."""
+    build(folder, max_steps=3).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    taken, said = found(folder)
+    assert taken == "checkpoint-3" and "checkpoint-6` is passed over: it is of an earlier run" in said
+    shutil.rmtree(folder / "checkpoint-3")
+    assert found(folder)[0] == "checkpoint-2"
+
+
+def test_a_damaged_run_file_is_named(folder):
+    (folder / RUN_NAME).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{RUN_NAME}` is damaged"):
+        found(folder)
+
+
+def test_rotation_goes_by_run_and_step_and_not_by_the_clock(folder):
+    for step, age in ((2, 0), (4, 10_000), (6, 20_000)):
+        os.utime(folder / f"checkpoint-{step}", (age, age))
+    build(folder, max_steps=4, save_total_limit=2, save_steps=1).train()  # the run before had step 6
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert last_checkpoint(folder) == str(folder / "checkpoint-4")
+    args = torch.load(folder / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert args.save_total_limit == 2
+
+
+def test_a_clock_set_back_does_not_delete_new_checkpoints(tmp_path):
+    trainer = build(tmp_path, save_steps=1, save_total_limit=2, max_steps=4)
+    trainer.train()
+    for path in tmp_path.glob("checkpoint-*"):
+        os.utime(path, (2**31, 2**31))  # written in the future
+    build(tmp_path, save_steps=1, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_the_manifest_has_every_file(folder):
+    checkpoint = folder / "checkpoint-6"
+    listed = set(json.loads((checkpoint / MANIFEST_NAME).read_text())["files"])
+    assert listed == set(os.listdir(checkpoint)) - {MANIFEST_NAME} and listed >= set(FILES)
