@@ -209,7 +209,7 @@ def _restored(trainer, tensors: dict, values: dict) -> dict[str, Any]:
     memories = [t for name, t in tensors.items() if same and not name.startswith(of_others)]
     return {
         "phase": run.phase.value,
-        "leaps": len(run.record.leaps),
+        "leaps": run.record.leaps_made,
         "open_leap": run.trajectory.open is not None,
         "direction": run.trajectory.direction.name,
         "memory_bytes": sum(tensor.numel() * tensor.element_size() for tensor in memories),

@@ -99,6 +99,7 @@ def _build_run(trainer) -> LeapRun:
         max_grad_norm=args.max_grad_norm,
         on_phase_change=functools.partial(trainer.plugins.call, "on_phase_change"),
         survive=trainer.recovery.survive,
+        log=trainer.log_file.add,
     )
 
 

@@ -42,6 +42,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, 
 from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
 from hf_hybrid.report.publishing import PublishingMixin
+from hf_hybrid.report.run_folder import LogFile
 from hf_hybrid.report.summary import HybridSummary, RunPosition
 from hf_hybrid.setup import build_memory, build_optimizer, build_plugins, build_run, check_streamable, makes_muon
 from hf_hybrid.streaming.engine import Resident
@@ -72,6 +73,9 @@ class HookRouter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._end_step()
+
+    def on_log(self, args, state, control, **kwargs):
+        self.trainer.log_file.add(state.log_history[-1])
 
     def on_train_end(self, args, state, control, **kwargs):
         self.trainer._end_run()
@@ -131,6 +135,7 @@ class HybridTrainerMixin(PublishingMixin):
         elif device_map is not None:
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
+        self.log_file = LogFile(self.args.output_dir, writes=self.is_world_process_zero())
         probe_of_device = device_probe(self.args.device)
         self.memory_guard = MemoryGuard(
             probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
@@ -169,8 +174,9 @@ class HybridTrainerMixin(PublishingMixin):
     def hybrid_summary(self) -> HybridSummary:
         """
         Return the run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
-        `forward_only_passes`, `leaps`, `divergence_events`, `seconds_by_phase` and more; all zero with
-        `enable_predict=False`, which counts nothing because it does nothing. `memory` is [`memory_summary`];
+        `forward_only_passes`, `leaps_made`, `leaps_by_verdict`, `seconds_by_phase` and more; all zero with
+        `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
+        `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `memory` is [`memory_summary`];
         `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought back
         and what it did not, and is `None` for a run that began anew.
         """
@@ -254,6 +260,7 @@ class HybridTrainerMixin(PublishingMixin):
             manifest.write_run(self.args.output_dir, self._start.run)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
+        self.log_file.begin(self.state.global_step)
         if not self.hybrid_args.enable_predict:
             self.plugins.call("on_train_begin", context)
             return
@@ -283,6 +290,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.run.phase is None:
             return
         self._measure_memory()
+        self.run.end(self.state.global_step)
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())

@@ -1,13 +1,21 @@
-"""Records of a run: every leap, and the counters behind `hybrid_summary()`. Standard library only."""
+"""
+Records of a run: its last leaps, and the counters behind `hybrid_summary()`. Standard library only.
+
+The record is part of every checkpoint, so it must not grow with the run. It keeps the last leaps, the last events and
+the last changes of the learning rate's scale, and exact counts of all of them. The whole history is on disk:
+`hybrid_log.jsonl` (report/run_folder.py) gets a line for each leap and each event.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from hf_hybrid.phases import Phase
 
-MAX_EVENTS = 1000
+MOST_KEPT = 100
+"""Leaps, events and changes of the scale that a record keeps: the last ones."""
 
 
 @dataclass
@@ -15,7 +23,7 @@ class Leap:
     """
     One leap, from the decision to make it until Correct has judged it.
 
-    While the leap can still be undone it is `Trajectory.open`; later it lives on in `RunRecord.leaps`. Losses are means
+    While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
     over the probed held-out sequences and `None` where the leap was not probed.
 
     Attributes:
@@ -84,7 +92,7 @@ def _per_phase(zero):
 
 @dataclass
 class RunRecord:
-    """Counters and lists behind `trainer.hybrid_summary()`; saved and restored with every checkpoint."""
+    """Counters and bounded lists behind `trainer.hybrid_summary()`; saved and restored with every checkpoint."""
 
     steps_by_phase: dict[str, int] = _per_phase(0)
     seconds_by_phase: dict[str, float] = _per_phase(0.0)
@@ -96,30 +104,50 @@ class RunRecord:
     probe_cost_steps: float = 0.0
     leap_cost_steps: float = 0.0
     """Arithmetic of all leaps, kept or not, in real steps; a few operations per weight are not counted."""
+    leaps_made: int = 0
     leaps: list[Leap] = field(default_factory=list)
+    """The last `MOST_KEPT`."""
+    earlier_verdicts: dict[str, int] = field(default_factory=dict)
+    """Number of the leaps before those, by verdict."""
+    divergence_events_seen: int = 0
     divergence_events: list[dict] = field(default_factory=list)
+    """The last `MOST_KEPT`."""
     learning_rate_scales: list[dict] = field(default_factory=list)
+    """The last `MOST_KEPT` changes: `step` and `scale`."""
     displacement_residuals: dict[str, dict] = field(default_factory=dict)
     """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
 
+    def add_leap(self, leap: Leap) -> None:
+        """Count a leap and keep it. The oldest one goes, whose verdict was final long ago, and stays counted."""
+        self.leaps_made += 1
+        self.leaps.append(leap)
+        for earlier in self.leaps[:-MOST_KEPT]:
+            self.earlier_verdicts[earlier.verdict] = self.earlier_verdicts.get(earlier.verdict, 0) + 1
+        del self.leaps[:-MOST_KEPT]
+
     def add_event(self, event: dict) -> None:
-        """Keep an event of the divergence monitor, up to `MAX_EVENTS` of them."""
-        if len(self.divergence_events) < MAX_EVENTS:
-            self.divergence_events.append(event)
+        """Count an event of the divergence monitor and keep it."""
+        self.divergence_events_seen += 1
+        self.divergence_events = [*self.divergence_events, event][-MOST_KEPT:]
+
+    def add_scale(self, step: int, scale: float) -> None:
+        """Keep the learning rate's scale from `step` on, if it differs by a tenth from the one kept last."""
+        last = self.learning_rate_scales[-1]["scale"] if self.learning_rate_scales else 1.0
+        if abs(math.log(scale / last)) > 0.1:
+            self.learning_rate_scales = [*self.learning_rate_scales, {"step": step, "scale": scale}][-MOST_KEPT:]
 
     def summary(self) -> dict:
         """Return everything as plain values, with totals."""
         predicted = self.steps_by_phase[Phase.PREDICT.value]
-        verdicts: dict[str, int] = {}
-        for leap in self.leaps:
-            verdicts[leap.verdict] = verdicts.get(leap.verdict, 0) + 1
+        verdicts = Counter(self.earlier_verdicts) + Counter(leap.verdict for leap in self.leaps)
+        values = {**vars(self), "leaps": [leap.summary() for leap in self.leaps]}
+        del values["earlier_verdicts"]
         return {
             "steps": sum(self.steps_by_phase.values()),
             "real_steps": sum(self.steps_by_phase.values()) - predicted,
             "predicted_steps": predicted,
-            "leaps_by_verdict": verdicts,
-            **vars(self),
-            "leaps": [leap.summary() for leap in self.leaps],
+            "leaps_by_verdict": dict(verdicts),
+            **values,
         }
 
     def state_dict(self) -> dict:

@@ -180,6 +180,8 @@ class LeapRun:
         on_phase_change (`Callable[[Phase, Phase], None]`): Told before the first step of a new phase.
         survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
             raises it unless it is an out-of-memory; the text says what is lost.
+        log (`Callable[[dict], None]`): Takes what became of each leap and each event of the monitor: `step` (the one
+            under way, 1-based), and `leap` or `event`.
     """
 
     MARGIN, Z = 1.0, 2.0
@@ -207,11 +209,12 @@ class LeapRun:
         max_grad_norm: float,
         on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
         survive: Callable[[Exception, str], None] = survive_nothing,
+        log: Callable[[dict], None] = lambda entry: None,
     ):
         self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
         self.monitor, self.signals, self.probe, self.rescue, self.stretches = monitor, signals, probe, rescue, stretches
         self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
-        self.on_phase_change, self.survive = on_phase_change, survive
+        self.on_phase_change, self.survive, self.log = on_phase_change, survive, log
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
         self.record, self.feed = RunRecord(), BatchFeed()
@@ -292,10 +295,11 @@ class LeapRun:
             if leap.verdict != "rejected":
                 self._keep(leap)
         # Nothing from here on can fail: the books are kept after the weights.
-        self.record.leaps.append(leap)
+        self.record.add_leap(leap)
         self._new = leap
         if leap.verdict == "rejected":
             self._reject()
+            self._log_leap(step, leap)
         else:
             self.credit += leap.worth
             self.credit -= leap.horizon
@@ -471,8 +475,11 @@ class LeapRun:
         self.controller.finish_step(leap_allowed=allowed)
         # The controller has left Correct: the leap is judged now, while its snapshot is still there.
         if phase is Phase.CORRECT and self.controller.phase is not Phase.CORRECT and self.trajectory.open is not None:
-            verdict = self._judge_leap(self.trajectory.open)
-            if verdict.action is not Action.NONE:
+            leap = self.trajectory.open
+            verdict = self._judge_leap(leap)
+            if verdict.action is Action.NONE:
+                self._log_leap(step, leap)
+            else:
                 self._react(step, verdict)
         rate = self.learning_rate * self.rate_scale
         if self.stretches.step(None if real is None else real.loss, rate):
@@ -541,15 +548,15 @@ class LeapRun:
     def _react(self, step: int, verdict: Verdict) -> None:
         """Carry out one action of the recovery ladder."""
         action = verdict.action
-        self.record.add_event(
-            {
-                "step": step,
-                "phase": self.controller.phase.value,
-                "level": verdict.level.name.lower(),
-                "reason": verdict.reason,
-                "action": action.value,
-            }
-        )
+        event = {
+            "step": step,
+            "phase": self.controller.phase.value,
+            "level": verdict.level.name.lower(),
+            "reason": verdict.reason,
+            "action": action.value,
+        }
+        self.record.add_event(event)
+        self.log({"step": step + 1, "event": event})
         if verdict.level >= Level.WARNING:
             logger.warning("Step %d: %s; %s.", step, verdict.reason, action.value.replace("_", " "))
         if action is Action.ABORT:
@@ -562,14 +569,14 @@ class LeapRun:
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
-            self._roll_back()
+            self._roll_back(step)
         if action is Action.RESET_PREDICTOR:
             self.trajectory.reset_memory()
             self.linearity = 0.0
         if verdict.level is Level.CRITICAL and self.rescue is not None and action is not Action.SKIP_BATCH:
             self.rescue.back_off()
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, step: int) -> None:
         """Undo the open leap, exactly."""
         leap = self.trajectory.open
         self.trajectory.roll_back()
@@ -580,12 +587,11 @@ class LeapRun:
         self.trust.shorten()
         self.credit -= leap.worth  # its credit is taken back
         self.monitor.errors.clear()
+        self._log_leap(step, leap)
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
         self.rescue.observe(real.loss, real.cosine)
-        scales = self.record.learning_rate_scales
-        if abs(math.log(self.rate_scale / (scales[-1]["scale"] if scales else 1.0))) > 0.1:
-            scales.append({"step": step + 1, "scale": self.rate_scale})
+        self.record.add_scale(step + 1, self.rate_scale)
 
     def _observe_signals(self, step: int, phase: Phase, real: _RealStep | None) -> None:
         new, self._new = self._new, None
@@ -618,6 +624,15 @@ class LeapRun:
 
     # Reports.
 
+    def _log_leap(self, step: int, leap: Leap) -> None:
+        """Write what became of a leap. `step` (0-based) is the one in which that was decided."""
+        self.log({"step": step + 1, "leap": leap.summary()})
+
+    def end(self, step: int) -> None:
+        """End the run after `step` steps. A leap that is still open stays."""
+        if self.trajectory.open is not None:
+            self._log_leap(step - 1, self.trajectory.open)
+
     @property
     def last_loss(self) -> float | None:
         """Training loss of the last real step; `None` before the first."""
@@ -646,7 +661,7 @@ class LeapRun:
         if "train_runtime" in logs:  # the metrics of the whole run; seconds are of this start, as `train_runtime` is
             logs["hybrid_backward_passes"] = self.record.backward_passes
             logs["hybrid_backward_passes_avoided"] = self.record.backward_passes_avoided
-            logs["hybrid_leaps"] = len(self.record.leaps)
+            logs["hybrid_leaps"] = self.record.leaps_made
             logs["hybrid_leap_runtime"] = round(self.leap_seconds, 4)
             logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
 
@@ -658,7 +673,7 @@ class LeapRun:
             "hybrid/predicted_steps": record.steps_by_phase[Phase.PREDICT.value],
             "hybrid/backward_passes": record.backward_passes,
             "hybrid/forward_only_passes": record.forward_only_passes,
-            "hybrid/leaps": len(record.leaps),
+            "hybrid/leaps": record.leaps_made,
             "hybrid/leap_gain": last.gain if last else 0.0,
             "hybrid/leap_relative_norm": last.relative_norm if last else 0.0,
             "hybrid/credit": self.credit,

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime, timezone
 
-from hf_hybrid.report.run_folder import PHASES, Run, as_dict, number, peak_of, phases_by_step, reading
+from hf_hybrid.report.run_folder import (
+    PHASES,
+    Run,
+    as_dict,
+    count_of,
+    dicts_of,
+    number,
+    peak_of,
+    phase_stretches,
+    reading,
+    with_steps,
+)
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
@@ -39,7 +51,7 @@ def findings(run: Run) -> dict:
         "recoveries": run.recoveries,
         "displacement": _displacement(run),
         "forecast_errors": as_dict(as_dict(run.record.get("planner")).get("errors")),
-        "events": [as_dict(event) for event in run.record.get("divergence_events") or []],
+        "events": run.events,
         "options": {**run.options, **run.config},
         "environment": _environment(run.profile.run),
         "notes": _notes(run),
@@ -53,11 +65,9 @@ def _notes(run: Run) -> list[str]:
         notes.append(empty if run.profile.run else PROFILER_HINT)
     for crash in run.profile.out_of_memory:
         notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
-    logged = run.series("hybrid/leaps")
-    if run.record and logged and logged[-1][1] > len(run.leaps):
-        lost = int(logged[-1][1]) - len(run.leaps)
-        made = "1 leap was" if lost == 1 else f"{lost} leaps were"
-        notes.append(f"{made} made after `{run.record_source}` was written and left no record.")
+    made = leaps_made(run)
+    if lost := max(made - len(run.leaps), 0):
+        notes.append(f"{lost:,} of {made:,} leaps left no record: `hybrid_log.jsonl` does not have them.")
     if not run.record:
         notes.append("No record of `HybridTrainer` was found. The page shows loss, learning rate and the profile.")
     return notes
@@ -88,9 +98,9 @@ def _steps(run: Run) -> dict:
     steps = as_dict(run.record.get("steps_by_phase"))
     counts = [(run.record_steps, int(number(steps.get("predict")) or 0))]
     counts += [(step, int(value)) for step, value in run.series("hybrid/predicted_steps")[-1:]]
-    phases = phases_by_step(run)
-    if len(phases) == run.last_step:
-        counts.append((run.last_step, sum(phase == "predict" for phase in phases.values())))
+    phases = phase_stretches(run)
+    if sum(last - first + 1 for first, last, _ in phases) == run.last_step:
+        counts.append((run.last_step, sum(last - first + 1 for first, last, phase in phases if phase == "predict")))
     if not run.record:
         counts.append((run.last_step, 0))
     total, predicted = max(counts, key=lambda count: count[0])
@@ -176,7 +186,7 @@ def _memory(run: Run) -> dict | None:
             for phase, (_, entry, categories) in sorted(fullest.items(), key=lambda item: _rank(item[0]))
         ],
         "held_at_the_end": held,
-        "spikes": [as_dict(spike) for spike in profile.summary.get("spikes") or []],
+        "spikes": dicts_of(profile.summary.get("spikes")),
         "out_of_memory": profile.out_of_memory,
         "peak_by_rank": {str(rank): _highest(steps) for rank, steps in profile.ranks.items()},
     }
@@ -232,19 +242,34 @@ def accepted(leap: dict) -> bool:
     return leap.get("verdict") in ACCEPTED
 
 
+def leaps_made(run: Run) -> int:
+    """How many leaps are known of: by their records, by the counters, or by the number that was logged last."""
+    logged = [int(value) for _, value in run.series("hybrid/leaps")[-1:]]
+    return max(len(run.leaps), sum(_verdicts(run).values()), *logged)
+
+
+def _verdicts(run: Run) -> Counter[str]:
+    """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
+    known = Counter(str(leap.get("verdict")) for leap in run.leaps)
+    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
+    totals, earlier = (
+        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
+        for name in ("leaps_by_verdict", "earlier_verdicts")
+    )
+    return max(known, totals, last + earlier, key=Counter.total)
+
+
 def _leap_summary(run: Run) -> dict | None:
     """Counts by verdict and what leaps gained; `None` for runs without the hybrid trainer."""
     if not run.record:
         return None
-    verdicts: dict[str, int] = {}
-    for leap in run.leaps:
-        verdicts[str(leap.get("verdict"))] = verdicts.get(str(leap.get("verdict")), 0) + 1
+    verdicts = _verdicts(run)
     gains = [value for leap in run.leaps if accepted(leap) and (value := number(leap.get("e"))) is not None]
     totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
     return {
-        "made": len(run.leaps),
-        "accepted": sum(map(accepted, run.leaps)),
-        "by_verdict": verdicts,
+        "made": leaps_made(run),
+        "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
+        "by_verdict": dict(verdicts),
         "mean_e": sum(gains) / len(gains) if gains else None,
         "with_e": len(gains),
         **{name: number(run.record.get(name)) for name in totals},

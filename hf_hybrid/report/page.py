@@ -16,14 +16,14 @@ from pathlib import Path
 
 from hf_hybrid.report.findings import accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
-from hf_hybrid.report.run_folder import Run, as_dict, load_run, number, phases_by_step, plain, reading
+from hf_hybrid.report.run_folder import Run, as_dict, evenly, load_run, number, phase_stretches, plain, reading
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds, html_table
 
 logger = logging.getLogger(__name__)
 
 INSTALL_HINT = 'Plots need matplotlib: pip install "hf-hybrid[report]", then make the report again.'
-MOST_ROWS = 300
-"""Rows of a table in the page. All of them are in the JSON and CSV files."""
+MOST_ROWS, MOST_RECORDS = 300, 2000
+"""Rows of a table in the page, and records in a JSON or CSV file. `hybrid_log.jsonl` of the run has all."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _LEAP_FIELDS = (
     "step", "verdict", "horizon", "gain", "worth", "relative_norm", "loss_before", "loss_after", "standard_error", "e",
@@ -50,11 +50,14 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     found = findings(run)
     output = _made(Path(output) if output is not None else run.folder / "report")
     plots = run_plots(run, found, output) if _can_plot() else []
+    steps, leaps = _step_rows(run), evenly(run.leaps, MOST_RECORDS)
+    found["notes"] += _cut(run, len(steps))
     body = _run_body(found, run.leaps, plots)
-    files = _write(output, "report", body, f"{run.name}: run report", {**found, "leap_records": run.leaps}, plots)
-    files.insert(2, _write_csv(output / "steps.csv", _step_rows(run)))
+    values = {**found, "events": found["events"][-MOST_RECORDS:], "leap_records": leaps}
+    files = _write(output, "report", body, f"{run.name}: run report", values, plots)
+    files.insert(2, _write_csv(output / "steps.csv", evenly(steps, MOST_RECORDS)))
     if run.record:
-        rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in run.leaps]
+        rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in leaps]
         rows = rows or [dict.fromkeys((*_LEAP_FIELDS, "accepted"))]
         files.insert(3, _write_csv(output / "leaps.csv", rows))
     return files
@@ -79,6 +82,16 @@ def write_comparison(first: str | Path, second: str | Path, output: str | Path |
     plots = comparison_plots(*runs, output) if _can_plot() else []
     title = f"{runs[0].name} and {runs[1].name}: comparison"
     return _write(output, "comparison", _comparison_body(found, plots), title, found, plots)
+
+
+def _cut(run: Run, steps: int) -> list[str]:
+    """What the files of the report hold in part only."""
+    told = "`{}` has {:,} of {:,} {}, evenly spaced; `hybrid_log.jsonl` has all."
+    found = (("steps.csv", steps, "steps that were logged or profiled"), ("leaps.csv", len(run.leaps), "leaps"))
+    notes = [told.format(name, MOST_RECORDS, count, what) for name, count, what in found if count > MOST_RECORDS]
+    if len(run.events) > MOST_RECORDS:
+        notes.append(f"`report.json` has the last {MOST_RECORDS:,} of {len(run.events):,} divergence events.")
+    return notes
 
 
 def _made(output: Path) -> Path:
@@ -114,12 +127,16 @@ def _step_rows(run: Run) -> list[dict]:
     logged: dict[int, dict] = {}
     for entry in run.logs:
         logged.setdefault(entry["step"], {}).update(entry)
-    phases = phases_by_step(run)
+    stretches = iter(phase_stretches(run))
+    first, last, phase = next(stretches, (0, 0, None))
     total = reading(run.profile.run, "device.total_memory")
     rows = []
     for step in sorted({*profiled, *logged}):
         entry, logs = profiled.get(step, {}), logged.get(step, {})
-        row = {"step": step, "phase": entry.get("phase", phases.get(step)), **_memory_columns(entry, total)}
+        while last < step and (following := next(stretches, None)):
+            first, last, phase = following
+        of_record = phase if first <= step <= last else None
+        row = {"step": step, "phase": entry.get("phase", of_record), **_memory_columns(entry, total)}
         names = ("loss", "eval_loss", "learning_rate", "grad_norm")
         rows.append({**row, **{name: number(logs.get(name)) for name in names}})
     return rows
@@ -380,16 +397,16 @@ def _phases(phases: Sequence[dict]) -> str:
 def _leaps(summary: dict | None, leaps: Sequence[dict]) -> str:
     if not summary or not summary["made"]:
         return ""
-    verdicts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
-    told = f"{summary['made']} leaps, {summary['accepted']} stayed in the weights: {verdicts}."
+    verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
+    told = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
     if summary["mean_e"] is not None:
         told += f" The immediate gain of those that stayed was {format_number(summary['mean_e'])} real steps, "
-        told += f"mean over the {summary['with_e']} where it was measured."
+        told += f"mean over the {summary['with_e']:,} where it was measured."
     if summary["probe_cost_steps"] is not None:
         told += f" Probes cost {format_number(summary['probe_cost_steps'])} real steps of compute."
     names = ("gain", "horizon", "worth", "e", "loss_before", "loss_after", "cosine", "norm_ratio", "forecast_error")
-    rows = [[leap["step"], leap.get("verdict"), *_cells(leap, names)] for leap in leaps]
-    title = "Every leap" if len(leaps) <= MOST_ROWS else f"The first {MOST_ROWS} leaps; all are in leaps.csv"
+    rows = [[leap["step"], leap.get("verdict"), *_cells(leap, names)] for leap in leaps[-MOST_ROWS:]]
+    title = "Every leap" if len(rows) == summary["made"] else f"The last {len(rows)} leaps; leaps.csv has more"
     table = _table(("step", "verdict", *(name.replace("_", " ") for name in names)), rows, "Leaps")
     return _section("Leaps", f"<p>{escape(told)}</p>", _folded(title, table))
 
@@ -470,10 +487,11 @@ def _world_model(errors: dict) -> str:
 
 def _events(events: Sequence[dict]) -> str:
     names = ("step", "phase", "level", "action", "reason")
-    table = _table(names, [_cells(event, names) for event in events], "Divergence events", words=True)
+    rows = [_cells(event, names) for event in events[-MOST_ROWS:]]
+    table = _table(names, rows, "Divergence events", words=True)
     if len(events) > 10:
-        few = len(events) <= MOST_ROWS
-        table = _folded(f"{len(events)} events" if few else f"The first {MOST_ROWS}; all: report.json", table)
+        shown = f"{len(events):,} events" + (f", the last {MOST_ROWS}" if len(events) > MOST_ROWS else "")
+        table = _folded(shown, table)
     return _section("Divergence events", table)
 
 

@@ -20,7 +20,7 @@ from html import escape
 from pathlib import Path
 
 from hf_hybrid.report.findings import ACCEPTED, accepted
-from hf_hybrid.report.run_folder import Run, number, phases_by_step, reading
+from hf_hybrid.report.run_folder import Run, Stretch, evenly, number, phase_stretches, reading
 from hf_hybrid.report.summary import GIB, MIB, format_bytes
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
@@ -176,22 +176,25 @@ def _legend_above(axis, **options) -> None:
     axis.legend(**placed, **options)
 
 
-def phase_strip(axis, phases: dict[int, str], bins: int = 600) -> None:
+def phase_strip(axis, stretches: Sequence[Stretch], bins: int = 600) -> None:
     """A band of phases along the steps. Where they change too often to be seen, it shows their shares of the steps."""
     axis.set_yticks([])
     axis.set_ylim(0, 1)
     _bare(axis)
-    known, first, last = list(PALETTE), min(phases), max(phases)
-    order = sorted(set(phases.values()), key=lambda phase: (known.index(phase) if phase in known else 0, phase))
+    known, first, last = list(PALETTE), stretches[0][0], max(end for _, end, _ in stretches)
+    phases = {phase for _, _, phase in stretches}
+    order = sorted(phases, key=lambda phase: (known.index(phase) if phase in known else 0, phase))
     bins = min(bins, last - first + 1)
     width = (last - first + 1) / bins
-    counts: list[dict[str, int]] = [{} for _ in range(bins)]
-    for step, phase in phases.items():
-        bucket = counts[min(int((step - first) / width), bins - 1)]
-        bucket[phase] = bucket.get(phase, 0) + 1
+    counts: list[dict[str, float]] = [{} for _ in range(bins)]
+    for start, end, phase in stretches:
+        begin, end = (start - first) / width, (end + 1 - first) / width
+        for index in range(int(begin), min(math.ceil(end), bins)):
+            covered = min(end, index + 1) - max(begin, index)
+            counts[index][phase] = counts[index].get(phase, 0.0) + max(covered, 0.0)
     counts.append(counts[-1])  # a step plot needs its right edge
     edges = [first - 1 + index * width for index in range(bins + 1)]
-    shares = [[bucket.get(phase, 0) / max(sum(bucket.values()), 1) for bucket in counts] for phase in order]
+    shares = [[bucket.get(phase, 0.0) / (sum(bucket.values()) or 1.0) for bucket in counts] for phase in order]
     labels = ["full or correct" if phase == "real" else phase for phase in order]
     colours = [phase_colour(phase) for phase in order]
     axis.stackplot(edges, shares, step="post", labels=labels, colors=colours, linewidth=0)
@@ -236,10 +239,10 @@ def running_mean(points: Sequence[tuple[float, float]], width: int) -> list[tupl
     return found
 
 
-def _phases(run: Run) -> dict[int, str]:
+def _phases(run: Run) -> list[Stretch]:
     """Phases of the steps, where there is more than one."""
-    phases = phases_by_step(run)
-    return phases if len(set(phases.values())) > 1 else {}
+    stretches = phase_stretches(run)
+    return stretches if len({phase for _, _, phase in stretches}) > 1 else []
 
 
 # Memory.
@@ -336,9 +339,10 @@ def paint_loss(figure, run: Run) -> bool | None:
 def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
     """A row of marks for each fate of leaps."""
     for place, (_, steps, colour) in enumerate(rows):
-        axis.vlines(steps, place + 0.15, place + 0.85, color=colour, linewidth=1.0 if len(steps) < 200 else 0.5)
+        drawn = evenly(steps, MOST_POINTS)
+        axis.vlines(drawn, place + 0.15, place + 0.85, color=colour, linewidth=1.0 if len(steps) < 200 else 0.5)
     axis.set_ylim(len(rows), 0)
-    axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{len(steps)} {name}" for name, steps, _ in rows])
+    axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{len(steps):,} {name}" for name, steps, _ in rows])
     for label, (_, _, colour) in zip(axis.get_yticklabels(), rows):
         label.set_color(colour)
     _bare(axis)
@@ -376,7 +380,8 @@ def paint_rate(figure, run: Run) -> bool | None:
         for stayed, name, marker, colour, size in fates:
             points = [(row["step"], row["gain"]) for row in gains if row["accepted"] is stayed]
             if points:
-                axis.plot(*zip(*points), marker, color=colour, markersize=size, label=f"{len(points)} {name}", mew=0)
+                label = f"{len(points):,} {name}"
+                axis.plot(*zip(*thinned(points)), marker, color=colour, markersize=size, label=label, mew=0)
         axis.set_ylim(min(0, 1.15 * min(values)), 1.15 * max(*values, 1e-9))
         axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
     if phases:
@@ -387,7 +392,7 @@ def paint_rate(figure, run: Run) -> bool | None:
 def _rate_alt(run: Run) -> str:
     rates = run.series("learning_rate")
     told = f" Highest {max(rate for _, rate in rates):.3g}, last {rates[-1][1]:.3g}." if rates else ""
-    return f"Learning rate by step, and the gain of {len(run.leaps)} leaps.{told}"
+    return f"Learning rate by step, and the gain of {len(run.leaps):,} leaps.{told}"
 
 
 # Two runs.

@@ -13,19 +13,61 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PHASES = ("warmup", "full", "predict", "correct")
 """Of hybrid runs, in the order of `Phase.index`."""
 PROFILE = "profile"
+LOG_NAME = "hybrid_log.jsonl"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # others may have put a link into a shared folder; Windows has no such flag
 
 # Writing.
+
+
+class LogFile:
+    """
+    Appends to `hybrid_log.jsonl` in a run's output folder, from the first step on; docs/logging.md describes its lines.
+
+    The file grows with the run, so that nothing else has to. Each line is handed to the system at once and a killed run
+    keeps it. A training begins with a line `{"step": S, "begun": true}`, where `S` is 0 for a new run and the step of
+    the checkpoint for a resumed one: lines above it that belong to later steps are superseded.
+
+    Args:
+        folder (`str` or `Path`): The output folder.
+        writes (`bool`): Whether this process writes. Only the first one should.
+    """
+
+    def __init__(self, folder: str | Path, *, writes: bool):
+        self.path, self.writes = Path(folder).absolute() / LOG_NAME, writes  # scripts may change their folder
+        self._begun = self._has_failed = False
+
+    def begin(self, step: int) -> None:
+        """Begin a training that goes on from step `step`. Nothing is written before."""
+        self._begun = True
+        self.add({"step": step, "begun": True})
+
+    def add(self, entry: dict) -> None:
+        """Append a line. A full disk must not end a training, so an error is only told, and only once."""
+        if not (self.writes and self._begun):
+            return
+        line = json.dumps(plain(entry), allow_nan=False, default=str)
+        try:
+            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o666), "ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - 1, 0))
+                torn = size and file.read(1) != b"\n"  # by a kill, or a full disk
+                file.write(f"{chr(10) if torn else ''}{line}\n".encode())
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("`%s` cannot be written, and a report will lack these lines: %s", self.path, error)
+            self._has_failed = True
 
 
 class RunLog:
@@ -64,7 +106,7 @@ class RunLog:
 
     def records(self) -> Iterator[dict]:
         """What this process wrote to its steps so far, without a line that a kill cut short."""
-        yield from read_lines(self.folder / self.steps_name, [])
+        return read_lines(self.folder / self.steps_name, [])
 
     def out_of_memory_folder(self, step: int) -> Path:
         """The folder of an out-of-memory error in step `step`."""
@@ -144,6 +186,14 @@ def plain(value: Any) -> Any:
 
 # Reading.
 
+_SHOWN = (
+    "step", "begun", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm", "train_runtime",
+    "hybrid/phase", "hybrid/leaps", "hybrid/predicted_steps", "hybrid/backward_passes",
+)  # fmt: skip
+"""What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""
+_DEEPEST = 32
+"""Levels of nesting in a file that are read; a run writes fewer than ten."""
+
 
 @dataclass
 class Profile:
@@ -168,9 +218,13 @@ class Run:
 
     folder: Path
     logs: list[dict]
-    """Everything that was logged, by step: the newest checkpoint's history and what the profiler wrote after it."""
+    """Everything that was logged, by step."""
+    leaps: list[dict]
+    """Records of the leaps, by step: of all leaps where `hybrid_log.jsonl` is whole, else of the last ones."""
+    events: list[dict]
+    """What the divergence monitor did: as for leaps."""
     record: dict
-    """Counters and leaps of the hybrid trainer; empty for plain `Trainer`."""
+    """Counters of the hybrid trainer; empty for plain `Trainer`."""
     record_source: str | None
     config: dict
     """Options that differ from the defaults (`hybrid_config.json`)."""
@@ -194,13 +248,6 @@ class Run:
         """Steps that the record covers."""
         return _steps_of(self.record)
 
-    @property
-    def leaps(self) -> list[dict]:
-        """Records of the leaps that have a step."""
-        leaps = self.record.get("leaps")
-        found = [leap for leap in leaps if isinstance(leap, dict)] if isinstance(leaps, list) else []
-        return [leap for leap in found if number(leap.get("step")) is not None]
-
     def series(self, key: str) -> list[tuple[int, float]]:
         """`(step, value)` of everything logged under `key` that is a finite number."""
         found = ((entry["step"], number(entry.get(key))) for entry in self.logs)
@@ -208,10 +255,16 @@ class Run:
 
 
 def number(value: object) -> float | None:
-    """`value` if it is a finite number, else `None`: files may hold nulls, strings, NaN."""
+    """`value` if it is a number that a plot can show, else `None`: files may hold nulls, strings, NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if math.isfinite(value) else None
+    return value if -1e100 < value < 1e100 else None
+
+
+def count_of(value: object) -> int | None:
+    """`value` as a number of steps, leaps or passes; `None` if it cannot be one."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found < 2**53 else None
 
 
 def reading(entry: dict, name: str) -> float | None:
@@ -235,6 +288,18 @@ def as_dict(value: object) -> dict:
     return value if isinstance(value, dict) else {}
 
 
+def dicts_of(value: object) -> list[dict]:
+    """The dictionaries in `value` if it is a list."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def evenly(entries: Sequence[T], most: int) -> list[T]:
+    """`most` of the entries, evenly spaced from the first to the last; all of them if they are no more."""
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]
+
+
 def load_run(folder: str | Path) -> Run:
     """
     Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
@@ -250,17 +315,22 @@ def load_run(folder: str | Path) -> Run:
     checkpoint, state = _newest_checkpoint(folder, notes)
     saved = as_dict(_read(checkpoint / "hybrid_state.json", notes)) if checkpoint else {}
     profile = _load_profile(folder / PROFILE, notes)
-    logs = _merge_logs(state.get("log_history"), profile.logs)
+    lines = read_log(folder, notes, only=_SHOWN)
     record, source = _newest_record(folder, checkpoint, saved, notes)
-    steps = [int(number(state.get("global_step")) or 0), *(entry["step"] for entry in logs[-1:])]
-    steps += [*(entry["step"] for entry in profile.steps[-1:]), _steps_of(record)]
-    if not logs and not record and not profile.steps:
-        raise ValueError(_nothing_found(folder, bool(config)))
-    max_steps = next(filter(None, (number(source.get("max_steps")) for source in (state, profile.run, config))), None)
+    logs = _merge_logs(with_steps(state.get("log_history")), lines, profile.logs)
+    steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
+    steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
+    if not (logs or record or any(steps)):
+        raise ValueError(_nothing_found(folder, bool(config or lines)))
+    max_steps = next(filter(None, (count_of(source.get("max_steps")) for source in (state, profile.run, config))), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
+    # What the log says of a leap was written later than what a checkpoint says of it.
+    leaps = {leap["step"]: leap for leap in with_steps([*dicts_of(record.get("leaps")), *_parts(lines, "leap")])}
     return Run(
         folder=folder.resolve(),
         logs=logs,
+        leaps=[leaps[step] for step in sorted(leaps)],
+        events=_parts(lines, "event") or dicts_of(record.get("divergence_events")),
         record=record,
         record_source=source,
         config=config,
@@ -268,7 +338,7 @@ def load_run(folder: str | Path) -> Run:
         profile=profile,
         recoveries=_recoveries(record, checkpoint, notes),
         last_step=last_step,
-        max_steps=int(max_steps) if max_steps and max_steps > 0 else None,
+        max_steps=max_steps,
         finished=ended or any("train_runtime" in entry for entry in logs) or bool(max_steps and last_step >= max_steps),
         notes=notes,
     )
@@ -277,17 +347,37 @@ def load_run(folder: str | Path) -> Run:
 def _nothing_found(folder: Path, started: bool) -> str:
     if started:
         return (
-            f"`{folder}` holds only `hybrid_config.json`: the run ended before its first checkpoint, and nothing that "
-            "it measured was written. A lower `save_steps`, or `MemoryProfilerCallback`, which writes as it goes, "
-            "leaves something to report on."
+            f"`{folder}` holds a run that ended before anything was logged or saved, so there is nothing to report on. "
+            "A lower `logging_steps` logs earlier."
         )
     return (
-        f"`{folder}` holds nothing to report on: no `hybrid_summary.json`, no `checkpoint-*/trainer_state.json` and no "
-        "`profile/steps.jsonl`. Pass the `output_dir` of a run that saved a checkpoint, ended, or was profiled."
+        f"`{folder}` holds nothing to report on: no `hybrid_log.jsonl`, no `hybrid_summary.json`, no "
+        "`checkpoint-*/trainer_state.json` and no `profile/steps.jsonl`. Pass the `output_dir` of a run."
     )
 
 
 # Files.
+
+
+def _parsed(text: str) -> object:
+    """
+    The value of a JSON text.
+
+    Raises:
+        ValueError: If it is broken, or nested deeper than a run writes.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if text.count("{") + text.count("[") > _DEEPEST and _is_deeper(value, _DEEPEST):
+        raise ValueError("too deep")
+    return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 def _read(path: Path, notes: list[str]) -> object:
@@ -295,32 +385,40 @@ def _read(path: Path, notes: list[str]) -> object:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         notes.append(f"`{path.name}` in `{path.parent.name}` cannot be read and was left out.")
         return None
 
 
-def read_lines(path: Path, notes: list[str]) -> list[dict]:
-    """The objects of a JSON Lines file; a run that was killed may have left half of its last line."""
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict]:
+    """The objects of a JSON Lines file that have a step; a run that was killed may have left half of its last line."""
     if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found, broken = [], 0
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict) and number(value.get("step")) is not None:
-            found.append({**value, "step": int(value["step"])})
-        else:
-            broken += 1
+        return
+    lines = broken = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in filter(str.strip, file):
+                lines += 1
+                try:
+                    value = as_dict(_parsed(line))
+                except ValueError:
+                    value = {}
+                step = count_of(value.get("step"))
+                if step is None:
+                    broken += 1
+                else:
+                    yield {**value, "step": step}
+    except OSError as error:
+        notes.append(f"`{path.name}` cannot be read: {error.strerror}.")
     if broken:
-        notes.append(f"{broken} of {len(lines)} lines of `{path.name}` cannot be read and were left out.")
-    return found
+        notes.append(f"{broken} of {lines} lines of `{path.name}` cannot be read and were left out.")
+
+
+def with_steps(entries: object) -> list[dict]:
+    """The dictionaries in a list that have a step."""
+    steps = ((entry, count_of(entry.get("step"))) for entry in dicts_of(entries))
+    return [{**entry, "step": step} for entry, step in steps if step is not None]
 
 
 def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
@@ -339,7 +437,8 @@ def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dic
     best, best_state = None, {}
     for candidate in candidates:
         state = as_dict(_read(candidate / "trainer_state.json", notes))
-        if isinstance(state.get("log_history"), list) and _step_of(state) > _step_of(best_state):
+        step, farthest = count_of(state.get("global_step")), count_of(best_state.get("global_step"))
+        if isinstance(state.get("log_history"), list) and step is not None and (farthest is None or step > farthest):
             best, best_state = candidate, state
         if best not in (None, folder):
             break
@@ -350,13 +449,9 @@ def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dic
     return best, best_state
 
 
-def _step_of(state: dict) -> float:
-    return number(state.get("global_step")) if number(state.get("global_step")) is not None else -1
-
-
 def _steps_of(record: dict) -> int:
     steps = as_dict(record.get("steps_by_phase")).values()
-    return int(sum(number(count) or 0 for count in steps))
+    return sum(count_of(count) or 0 for count in steps)
 
 
 def _newest_record(folder: Path, checkpoint: Path | None, saved: dict, notes: list[str]):
@@ -375,10 +470,32 @@ def _recoveries(record: dict, checkpoint: Path | None, notes: list[str]) -> list
     events = record.get("out_of_memory")
     if not isinstance(events, list) and checkpoint is not None:
         events = as_dict(_read(checkpoint / "out_of_memory.json", notes)).get("events")
-    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    return dicts_of(events)
 
 
 # Logs and profile.
+
+
+def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> list[dict]:
+    """
+    Return the lines of `hybrid_log.jsonl` that hold, which means without those that a later training superseded.
+
+    Args:
+        folder (`str` or `Path`): The output folder of the run.
+        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
+        only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
+    """
+    kept: list[dict] = []
+    for line in read_lines(Path(folder) / LOG_NAME, [] if notes is None else notes):
+        if "begun" in line:
+            kept = [earlier for earlier in kept if earlier["step"] <= line["step"]] if line["step"] else []
+        kept.append(line if only is None else {key: line[key] for key in only if key in line})
+    return kept
+
+
+def _parts(lines: Iterable[dict], name: str) -> list[dict]:
+    """The leaps or the events of a log."""
+    return dicts_of([line[name] for line in lines if name in line])
 
 
 def _without_abandoned(entries: Iterable[dict]) -> list[dict]:
@@ -391,13 +508,18 @@ def _without_abandoned(entries: Iterable[dict]) -> list[dict]:
     return kept
 
 
-def _merge_logs(history: object, profiled: list[dict]) -> list[dict]:
-    """The newest checkpoint's history, and behind it what only the profiler saw."""
-    history = history if isinstance(history, list) else []
-    entries = [as_dict(entry) for entry in history]
-    entries = [{**entry, "step": int(entry["step"])} for entry in entries if number(entry.get("step")) is not None]
-    last = max((entry["step"] for entry in entries), default=-1)
-    at_last = {key for entry in entries if entry["step"] == last for key in entry}
+def _merge_logs(history: list[dict], lines: list[dict], profiled: list[dict]) -> list[dict]:
+    """
+    Everything that was logged, by step: the log on disk, and before its first step the newest checkpoint's history.
+
+    Without a log (plain `Trainer`) it is that history, and behind it what only the profiler saw.
+    """
+    if lines:
+        logged = [line for line in lines if not {"begun", "leap", "event"} & line.keys()]
+        return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
+    last = max((entry["step"] for entry in history), default=-1)
+    at_last = {key for entry in history if entry["step"] == last for key in entry}
+    entries = list(history)
     for entry in profiled:
         new = {key: value for key, value in entry.items() if entry["step"] > last or key not in at_last}
         if entry["step"] > last or (entry["step"] == last and any(number(value) is not None for value in new.values())):
@@ -413,7 +535,7 @@ def _flat(entry: dict) -> dict:
 def _load_profile(folder: Path, notes: list[str]) -> Profile:
     if not folder.is_dir():
         return Profile()
-    steps = read_lines(folder / "steps.jsonl", notes)
+    steps = list(read_lines(folder / "steps.jsonl", notes))
     if not steps and not (folder / "run.json").is_file():
         return Profile()
     crashes = []
@@ -448,25 +570,57 @@ def _total_seconds(steps: list[dict]) -> float:
 
 # Phases of the steps.
 
+Stretch = tuple[int, int, str]
+"""First and last step, and the phase of all steps from one to the other."""
 
-def phases_by_step(run: Run) -> dict[int, str]:
+
+def phase_stretches(run: Run) -> list[Stretch]:
     """
-    The phase of every step for which it is known, `global_step` to name.
+    The phases of all steps for which they are known, in order.
 
-    From the profile; else from what was logged at each step; else Warmup and Predict from the record, and `real` for
-    steps of Full or Correct, which it does not tell apart.
+    From the profile; else from what was logged at each step; else Warmup and Predict from the record and the leaps, and
+    `real` for steps of Full or Correct, which these do not tell apart. A phase is not listed step by step, because a
+    damaged record can claim any number of steps.
     """
     if run.profile.steps:
         phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
-        return {step: phase for step, phase in phases if isinstance(phase, str) and phase != "evaluate"}
+        return _joined((step, phase) for step, phase in phases if isinstance(phase, str) and phase != "evaluate")
     logged = {step: PHASES[int(index)] for step, index in run.series("hybrid/phase") if 0 <= index < len(PHASES)}
     if not run.record or len(logged) >= 0.9 * run.last_step:
-        return logged
-    warmup = number(as_dict(run.record.get("steps_by_phase")).get("warmup")) or 0
-    found = {step: "warmup" if step <= warmup else "real" for step in range(1, _steps_of(run.record) + 1)}
+        return _joined(sorted(logged.items()))
+    return _from_record(run)
+
+
+def _joined(phases: Iterable[tuple[int, str]]) -> list[Stretch]:
+    """Successive steps of the same phase as one stretch."""
+    found: list[Stretch] = []
+    for step, phase in phases:
+        if found and found[-1][1:] == (step - 1, phase):
+            found[-1] = (found[-1][0], step, phase)
+        else:
+            found.append((step, step, phase))
+    return found
+
+
+def _from_record(run: Run) -> list[Stretch]:
+    warmup = count_of(as_dict(run.record.get("steps_by_phase")).get("warmup")) or 0
+    last, found = run.record_steps, []
+    # Before the first leap with a record there may have been others, of which only the number is known.
+    lost = (count_of(run.record.get("leaps_made")) or 0) > len(run.leaps)
+    step = run.leaps[0]["step"] + 1 if lost and run.leaps else 1
+
+    def add(until: int, phase: str) -> None:
+        nonlocal step
+        if step <= min(until, last):
+            found.append((step, min(until, last), phase))
+            step = found[-1][1] + 1
+
     for leap in run.leaps:
-        first = int(leap["step"]) + 1  # leaps count steps from 0, Trainer from 1
-        for step in range(first, first + int(number(leap.get("horizon")) or 0)):
-            if step in found:
-                found[step] = "predict"
+        horizon = count_of(leap.get("horizon")) or 0
+        if horizon:  # leaps count steps from 0, Trainer from 1
+            add(min(warmup, leap["step"]), "warmup")
+            add(leap["step"], "real")
+            add(leap["step"] + horizon, "predict")
+    add(warmup, "warmup")
+    add(last, "real")
     return found

@@ -85,7 +85,7 @@ class RunPosition:
 class HybridSummary(dict):
     """
     The result of `trainer.hybrid_summary()`: a dictionary of plain values that prints as text and, in a notebook,
-    displays as tables. It shows long lists (every leap, every event) as counts; the dictionary has them in full.
+    displays as tables. It shows lists (leaps, events) as counts; the dictionary has the last entries of each.
     """
 
     _TOTALS = (
@@ -107,11 +107,11 @@ class HybridSummary(dict):
         keys = {label: label.replace(" ", "_").replace("-", "_") for label in self._TOTALS}
         rows = [(label, format_number(self[key])) for label, key in keys.items() if key in self]
         verdicts = self.get("leaps_by_verdict") or {}
-        if "leaps" in self:
+        if "leaps_made" in self:
             by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
-            rows.append(("leaps", f"{len(self['leaps'])}" + (f" ({by_verdict})" if by_verdict else "")))
-        if "divergence_events" in self:
-            rows.append(("divergence events", str(len(self["divergence_events"]))))
+            rows.append(("leaps", f"{self['leaps_made']}" + (f" ({by_verdict})" if by_verdict else "")))
+        if "divergence_events_seen" in self:
+            rows.append(("divergence events", str(self["divergence_events_seen"])))
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
         if "direction" in self:

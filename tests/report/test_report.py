@@ -14,13 +14,17 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.report.findings import PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_folder import load_run, phases_by_step
+from hf_hybrid.report.run_folder import load_run, phase_stretches
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Without matplotlib, as plots take most of the time."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def phases_by_step(run):
+    return {step: phase for first, last, phase in phase_stretches(run) for step in range(first, last + 1)}
 
 
 def rows_of(path):
@@ -65,7 +69,7 @@ def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_aft
     assert found["recoveries"] == [{"step": 7, "action": "smaller micro-batches"}]
     assert {row["phase"]: row["steps"] for row in found["phases"]}["full"] == 75
     notes = " ".join(found["notes"])
-    assert "1 of 94 lines of `steps.jsonl`" in notes and "2 leaps were made after" in notes
+    assert "1 of 94 lines of `steps.jsonl`" in notes and "2 of 5 leaps left no record" in notes
     assert [entry["step"] for entry in run.logs][-1] == 90
 
 
@@ -118,7 +122,7 @@ def test_folders_without_a_run_say_what_is_missing(tmp_path, content):
         expected = "nothing to report on"
     if content == "config":
         write(folder / "hybrid_config.json", {"learning_rate": 1e-3})
-        expected = "before its first checkpoint"
+        expected = "before anything was logged"
     if content == "garbage":
         write(folder / "hybrid_summary.json", [1, 2])
         write(folder / "checkpoint-x" / "trainer_state.json", {})

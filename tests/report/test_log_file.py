@@ -1,0 +1,106 @@
+"""`hybrid_log.jsonl`: what a run writes as it goes, and what of it holds after kills, resumes and new beginnings."""
+
+import json
+
+import pytest
+from conftest import ByteText, hybrid_config, tiny_model
+from transformers import TrainerCallback
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.report.findings import findings
+from hf_hybrid.report.run_folder import LOG_NAME, LogFile, load_run, read_log
+
+
+def steps_of(folder):
+    return [line["step"] for line in read_log(folder) if "begun" not in line]
+
+
+def log_of(folder, *, begun=0):
+    log = LogFile(folder, writes=True)
+    log.begin(begun)
+    return log
+
+
+def test_lines_that_a_resumed_run_makes_again_are_superseded(tmp_path):
+    log = log_of(tmp_path)
+    for step in (10, 20, 30):
+        log.add({"step": step, "loss": 1.0})
+    log_of(tmp_path, begun=20).add({"step": 25, "loss": 2.0})
+    assert steps_of(tmp_path) == [10, 20, 25]
+    assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 6, "nothing is rewritten"
+
+
+def test_a_new_run_supersedes_an_old_one(tmp_path):
+    log_of(tmp_path).add({"step": 0, "eval_loss": 1.0})
+    log_of(tmp_path).add({"step": 10, "loss": 2.0})
+    assert steps_of(tmp_path) == [10]
+
+
+def test_only_the_first_process_writes_and_only_in_a_training(tmp_path):
+    other = LogFile(tmp_path, writes=False)
+    other.begin(0)
+    LogFile(tmp_path, writes=True).add({"step": 0, "eval_loss": 1.0})
+    assert not (tmp_path / LOG_NAME).exists()
+
+
+def test_half_a_line_costs_no_other_line(tmp_path):
+    log_of(tmp_path).add({"step": 10, "loss": 1.0})
+    path = tmp_path / LOG_NAME
+    path.write_bytes(path.read_bytes() + b'{"step": 20, "lo')
+    log_of(tmp_path, begun=10).add({"step": 20, "loss": float("nan")})
+    notes = []
+    assert [line.get("loss") for line in read_log(tmp_path, notes)] == [None, 1.0, None, None]
+    assert "1 of 5 lines" in notes[0]
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    (tmp_path / LOG_NAME).mkdir()
+    log = log_of(tmp_path)
+    log.add({"step": 10, "loss": 1.0})
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_link_in_a_shared_folder_is_not_followed(tmp_path):
+    target = tmp_path / "of_another_user"
+    target.write_text("precious")
+    (tmp_path / LOG_NAME).symlink_to(target)
+    log_of(tmp_path).add({"step": 10, "loss": 1.0})
+    assert target.read_text() == "precious"
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 27:
+            raise KeyboardInterrupt
+
+
+def trained(folder, *, callbacks=(), resume=None, **options):
+    config = hybrid_config(folder, save_strategy="steps", save_steps=20, logging_steps=4, **options)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def lines_of(folder):
+    """The log without what the clock says."""
+    lines = [line for line in read_log(folder) if "begun" not in line and "train_runtime" not in line]
+    return sorted(json.dumps(line, sort_keys=True) for line in lines)
+
+
+def test_a_run_that_was_killed_and_resumed_has_the_log_of_one_that_was_not(tmp_path):
+    whole = trained(tmp_path / "whole", max_steps=36)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "killed", max_steps=36, callbacks=[Stop()])
+    before = load_run(tmp_path / "killed")
+    assert before.last_step > 20 and before.series("loss")[-1][0] == 24, "the log goes farther than the checkpoint"
+    trained(tmp_path / "killed", max_steps=36, resume=str(tmp_path / "killed" / "checkpoint-20"))
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
+    run, summary = load_run(tmp_path / "killed"), whole.hybrid_summary()
+    assert run.leaps == summary["leaps"] and findings(run)["leaps"]["by_verdict"] == summary["leaps_by_verdict"]
+
+
+def test_a_run_without_checkpoints_and_without_leaps_has_its_losses(tmp_path):
+    trainer = trained(tmp_path, max_steps=8, enable_predict=False, save_only_model=True)
+    trainer.evaluate(ByteText(16))
+    loss = findings(load_run(tmp_path))["headline"]["final_loss"]
+    assert loss["training_step"] == loss["held_out_step"] == 8 and 0 < loss["held_out"] < 10
