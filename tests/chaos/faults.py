@@ -18,6 +18,8 @@ from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, Moment, run
 
 DAY = 86_400
+BEGUN = 8
+"""Changes of files after which a run has certainly begun: before, it leaves no trace."""
 
 
 def interrupted_by_signal(case: str, seed: int, folder: Path, expected: Ended) -> Result:
@@ -54,9 +56,9 @@ def on_a_full_disk(case: str, seed: int, folder: Path, expected: Ended) -> Resul
         out, failures = folder / "disk" / "out", 0
         while failures == 0 or (chance.random() < kills.AGAIN and failures < 5):
             if resize is not None and chance.random() < 0.7:
-                resize(f"{chance.randint(40, 400)}k")
+                resize(_used(folder / "disk") + chance.randint(20_000, 200_000))
                 ended = kills.attempt(mode, out, log)
-                resize("256m")
+                resize(1 << 28)
             else:
                 ended = kills.attempt(mode, out, log, _Limited(chance.randint(200, 30_000)))
             if ended.how != "raised":
@@ -71,12 +73,12 @@ def on_a_full_disk(case: str, seed: int, folder: Path, expected: Ended) -> Resul
 
 
 @contextlib.contextmanager
-def _small_disk(folder: Path) -> Iterator[Callable[[str], None] | None]:
-    """Mount a file system in memory and yield a function that sets its size; `None` where mounting is not allowed."""
+def _small_disk(folder: Path) -> Iterator[Callable[[int], None] | None]:
+    """Mount a disk in memory and yield a function that sets its bytes; `None` where mounting is not allowed."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], capture_output=True).returncode == 0
 
-    def resize(size: str) -> None:
+    def resize(size: int) -> None:
         subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
 
     try:
@@ -84,6 +86,11 @@ def _small_disk(folder: Path) -> Iterator[Callable[[str], None] | None]:
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _used(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 class _Limited:
@@ -128,8 +135,8 @@ def anew_over_old_checkpoints(case: str, seed: int, folder: Path, expected: Ende
     mode, chance = case.split("/")[1], generator(seed, case)
     out, log = folder / "out", folder / "log"
     run(trainings.train, mode, out, log=log, seed=1, stop_after=chance.randint(4, 17))
-    moment = Moment(seconds=chance.uniform(0.0, expected.seconds))
-    begun = run(trainings.train, mode, out, log=log, moment=moment)
+    moment = Moment(changes=chance.randint(BEGUN, expected.changes))
+    begun = run(trainings.train, mode, out, log=log, watched=out, moment=moment)
     if begun.how == "returned":
         return Result(case, *kills.compare(begun, expected))
     ended = kills.attempt(mode, out, log)

@@ -142,8 +142,12 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
             result = damages.damage(case, seed, own, expected, folder / "references" / kind)
         elif part == "reports":
             result = folders.report(case, seed, own, folder / "references" / "reports")
-        else:
+        elif part in INTERRUPTED:
             result = INTERRUPTED[part](case, seed, own, expected)
+        else:
+            from chaos import fuzz
+
+            result = (fuzz.construction if part == "constructions" else fuzz.command_line)(case, seed, own)
     except Exception:
         result = Result(case, "the suite failed", traceback.format_exc())
     if result.outcome in GOOD:
