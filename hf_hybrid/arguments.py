@@ -289,7 +289,7 @@ class HybridArguments:
 
     def __post_init__(self):
         for name, hint in get_type_hints(HybridArguments).items():
-            setattr(self, name, _as_declared(name, getattr(self, name), hint))
+            setattr(self, name, as_declared(name, getattr(self, name), hint))
         check_ranges(self, fields(HybridArguments))
         if self.guard_warn_at > self.guard_checkpoint_at:
             raise ValueError(
@@ -310,17 +310,21 @@ class HybridArguments:
 def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
     """Refuse values outside the ranges of the fields that [`option`] made."""
     for checked in within:
-        value, limits = getattr(options, checked.name), checked.metadata["help"].limits
-        # A NaN is in no range.
-        if value is not None and not all(_LIMITS[name][1](value, limit) for name, limit in limits.items()):
-            hint = " To train without leaps set `enable_predict=False`." if checked.name == "max_predict_steps" else ""
-            raise ValueError(f"`{checked.name}` must be {in_words(limits)}, got {value}.{hint}")
+        check_range(checked.name, getattr(options, checked.name), checked.metadata["help"].limits)
+
+
+def check_range(name: str, value: float | None, limits: dict[str, float]) -> None:
+    """Refuse a value outside a range."""
+    # A NaN is in no range.
+    if value is not None and not all(_LIMITS[limit][1](value, bound) for limit, bound in limits.items()):
+        hint = " To train without leaps set `enable_predict=False`." if name == "max_predict_steps" else ""
+        raise ValueError(f"`{name}` must be {in_words(limits)}, got {value}.{hint}")
 
 
 _WANTED = {bool: "`True` or `False`", int: "an integer", float: "a finite number", str: "text"}
 
 
-def _as_declared(name: str, value: Any, hint: Any) -> Any:
+def as_declared(name: str, value: Any, hint: Any) -> Any:
     """Convert a value to the type of the option's annotation. YAML reads a bare `on` as a bool, and `1e-3` as text."""
     kinds = get_args(hint) or (hint,)  # of Literal: its choices; of Optional[kind]: kind and NoneType
     if get_origin(hint) is Literal:

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.machine import computes_on_cpu, mixed_precision_of, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
@@ -37,6 +37,7 @@ class HybridConfigBase(HybridArguments):
 
     def __post_init__(self):
         HybridArguments.__post_init__(self)
+        _check_numbers(self)
         optim = optimizer_name(self)
         names = ["muon", *(name.value for name in OptimizerNames)]
         if optim not in names:
@@ -100,6 +101,26 @@ def config_values(args: TrainingArguments) -> dict:
                 json.dumps(value)
                 values[field.name] = value
     return {**values, "output_dir": str(args.output_dir)}
+
+
+_NUMBERS = {
+    "per_device_train_batch_size": (int, {"at_least": 1}),
+    "per_device_eval_batch_size": (int, {"at_least": 1}),
+    "gradient_accumulation_steps": (int, {"at_least": 1}),
+    "learning_rate": (float, {"at_least": 0, "at_most": 1000}),
+    "weight_decay": (float, {"at_least": 0, "at_most": 1000}),
+    "adam_beta1": (float, {"at_least": 0, "below": 1}),
+    "adam_beta2": (float, {"at_least": 0, "below": 1}),
+    "adam_epsilon": (float, {"at_least": 0}),
+    "label_smoothing_factor": (float, {"at_least": 0, "at_most": 1}),
+}
+"""Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
+
+
+def _check_numbers(args: TrainingArguments) -> None:
+    for name, (kind, limits) in _NUMBERS.items():
+        setattr(args, name, as_declared(name, getattr(args, name), kind))
+        check_range(name, getattr(args, name), limits)
 
 
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:

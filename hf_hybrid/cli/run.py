@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_hybrid.cli.options import (
     AdapterOptions,
@@ -23,9 +23,6 @@ from hf_hybrid.cli.options import (
     TrainOptions,
     complain,
 )
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +41,31 @@ def main() -> int:
 
 def train(line: CommandLine) -> int:
     """Train as the command line says. Returns 0, or 2 after a message if the options cannot work."""
+    from transformers import TrainerCallback
+
+    class FirstStep(TrainerCallback):
+        begun = False
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.begun = True
+
+    first_step = FirstStep()
     try:
         line.check_required()
         options = line.options()
         check_output(options.config.output_dir)
-        resume = checkpoint_of(options.config)
         trainer = _trainer(options)
-    except (ValueError, ImportError) as error:  # HybridConfig and HybridTrainer refuse with these
+        trainer.add_callback(first_step)
+        # `true` resumes from the last checkpoint, `false` from none.
+        words = {None: None, "": None, "none": None, "false": None, "true": True}
+        resume = trainer.args.resume_from_checkpoint
+        result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
+    except (ValueError, ImportError) as error:
+        # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
+        if first_step.begun:
+            raise
         logger.debug("The error in full:", exc_info=True)
         return complain(error)
-    result = trainer.train(resume_from_checkpoint=resume)
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
@@ -84,28 +96,6 @@ def check_output(folder: str) -> None:
     except (OSError, ValueError) as error:  # a ValueError: of a NUL
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
-
-
-def checkpoint_of(args: TrainingArguments) -> str | bool | None:
-    """
-    Return what `resume_from_checkpoint` asks for: a folder, `True` for the last checkpoint of `output_dir`, or `None`.
-
-    Raises:
-        OptionError: If there is no such checkpoint.
-    """
-    from transformers.trainer_utils import get_last_checkpoint
-
-    asked = args.resume_from_checkpoint
-    word = str(asked or "").lower()
-    if word in ("", "none", "false"):
-        return None
-    if word == "true" and get_last_checkpoint(args.output_dir) is None:
-        why = f"there is no checkpoint in `{args.output_dir}`"
-    elif word != "true" and not Path(asked).is_dir():
-        why = "there is no such folder"
-    else:
-        return word == "true" or asked
-    raise OptionError(f"`--resume_from_checkpoint {asked}`: {why}. Leave the option out to begin a new run.")
 
 
 def _trainer(options: TrainOptions):
@@ -173,6 +163,8 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from hf_hybrid.plan.models import check_depth
+
     common = {"trust_remote_code": options.trust_remote_code}
     revision = options.model_revision or "main"
     try:
@@ -183,6 +175,7 @@ def load_model(
             f"{_OFFLINE}"
         ) from error
     embedded = config.get_text_config().vocab_size
+    check_depth(config)
     if embedded is not None and vocabulary > embedded:
         raise OptionError(
             f"The tokenizer has {vocabulary} tokens, and the model `{options.model}` embeds {embedded}. Set "

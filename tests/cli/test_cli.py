@@ -355,9 +355,10 @@ def test_a_refused_option_is_a_message_and_exit_status_2(folder, monkeypatch, ca
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--resume_from_checkpoint", "gone"], "`--resume_from_checkpoint gone`: there is no such folder. Leave"),
-        (["--resume_from_checkpoint", "true"], "`--resume_from_checkpoint true`: there is no checkpoint in `new`"),
+        (["--resume_from_checkpoint", "gone"], "Can't find a valid checkpoint at `gone`: there is no such folder"),
+        (["--resume_from_checkpoint", "true"], "No valid checkpoint found in output directory"),
         (["--output_dir", "text.txt/out"], "`--output_dir text.txt/out` cannot be written to: Not a directory"),
+        (["--lr_scheduler_kwargs", "{}"], "One of min_lr or min_lr_rate should be set"),
         (["--sequence_length", "65"], "`sequence_length=65` is over the 64 positions of the model"),
         (["--model", "broken"], "`--model broken` cannot be loaded: Field 'hidden_size' expected int"),
     ],
