@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = "hybrid_state.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Report = dict[str, Any]
 
@@ -129,7 +129,7 @@ def resume_values(trainer) -> dict[str, Any]:
 
 def _probe_sequences(trainer) -> int | None:
     probe = trainer.run.probe
-    return sum(probe.sizes) if probe is not None else None
+    return None if probe is None else getattr(probe.source, "sequences", None)
 
 
 def restore(trainer, checkpoint: str) -> Report:
@@ -234,7 +234,7 @@ def _not_restored(trainer, values: dict) -> list[str]:
         found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
     sequences, then = _probe_sequences(trainer), values.get("probe_sequences")
     if then is not None and then != sequences:
-        found.append(f"The probe set had {then} sequences and has {sequences}.")
+        found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")
     processes = trainer.accelerator.num_processes
     if (then := values.get("processes", processes)) != processes:
         found.append(f"The run was on {then} processes and is on {processes}: this was not tested with leaps.")
@@ -258,10 +258,10 @@ def describe(report: Report) -> str:
         f"learning-rate scale {found['learning_rate_scale']:.3g}",
     ]
     if found["probe_sequences"] is not None:
-        parts.append(f"probe set of {found['probe_sequences']} sequences")
+        parts.append(f"`probe_dataset` of {found['probe_sequences']} sequences")
     if found["data"] is not None:
         data = found["data"]
-        parts.append(f"data behind {data['fetched']:,} batches of epoch {data['epoch']}")
+        parts.append(f"data behind {data['trained']:,} batches of epoch {data['epoch']}")
     return f"{line}: {', '.join(parts)}."
 
 
