@@ -225,7 +225,7 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
     told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (")
     assert all(part in line for part in told), line
-    assert f"data behind {saved["feed"]["trained"]} batches of epoch {saved['feed']['epoch']}" in line
+    assert f"data behind {saved['feed']['trained']} batches of epoch {saved['feed']['epoch']}" in line
 
 
 def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys, caplog):
