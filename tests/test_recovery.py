@@ -384,9 +384,7 @@ def test_probes_that_do_not_fit(tmp_path, most):
     assert any(leap["verdict"] in ("kept", "rejected") for leap in free.hybrid_summary()["leaps"])
     assert device.failed and {phase for phase, _, _ in device.failed} <= {"predict"}
     if most:
-        assert [(e["action"], e["from_size"], e["to_size"]) for e in events(trainer)] == [
-            ("split probes", 4, 2)
-        ]
+        assert [(e["action"], e["from_size"], e["to_size"]) for e in events(trainer)] == [("split probes", 4, 2)]
         assert_same_weights(weights(trainer.model), weights(free.model))
         assert trainer.hybrid_summary()["leaps_by_verdict"] == free.hybrid_summary()["leaps_by_verdict"]
     else:

@@ -46,8 +46,8 @@ class Leap:
             learning rate.
         forecast_error (`float`, *optional*): Mean training loss in Correct minus the forecast of the trend before it.
         probe_cost_steps (`float`): Price of its probe in real steps.
-        decrease (`float`): Mean paired fall of the loss of its probe (nats); minus infinity where the loss after the leap
-            is not finite.
+        decrease (`float`): Mean paired fall of the loss of its probe (nats); minus infinity where the loss after the
+            leap is not finite.
         under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
         forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
         losses (`list[float]`): Training losses since the leap.
