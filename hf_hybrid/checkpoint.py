@@ -70,8 +70,13 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
 
 
 def write_json(path: Path, values: dict) -> None:
+    """Replace a JSON file as [`write_text`] does."""
+    write_text(path, json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """
-    Replace a JSON file in one move, so that neither a reader nor a crash ever leaves half of it.
+    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
 
     The temporary file has a name that nobody can predict and must not exist, so that no link in a folder that others
     write to leads elsewhere.
@@ -79,7 +84,7 @@ def write_json(path: Path, values: dict) -> None:
     temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

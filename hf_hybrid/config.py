@@ -54,7 +54,10 @@ class HybridConfigBase(HybridArguments):
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
-        Read the options that a run wrote as `hybrid_config.json`. Tokens are never written; pass them again.
+        Read the options that a run wrote as `hybrid_config.json`.
+
+        Tokens are never written; pass them again. Paths outside the working folder and the home are written by their
+        names alone, as the file is meant to be shared; pass an `output_dir` like that again.
 
         Args:
             path (`str` or `Path`): The file, or the folder that holds it.

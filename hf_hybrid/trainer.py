@@ -42,6 +42,7 @@ from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
+from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.run_folder import LogFile
 from hf_hybrid.report.summary import HybridSummary, RunPosition
@@ -278,7 +279,7 @@ class HybridTrainerMixin(PublishingMixin):
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
+            write_json(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _begin_epoch(self) -> None:
         if self.run.phase is None:
@@ -301,7 +302,8 @@ class HybridTrainerMixin(PublishingMixin):
         self.run.end(self.state.global_step)
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())
+            summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
+            write_json(Path(self.args.output_dir) / SUMMARY_NAME, summary)
 
     # One step.
 
