@@ -68,6 +68,32 @@ def test_disabled_and_resumed_equals_plain_trainer(tmp_path):
     assert_same_weights(weights(resumed.model), weights(plain.model))
 
 
+class Line(torch.nn.Module):
+    """What Trainer takes besides transformers' models: a module that returns its loss, without a config."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.slope * x, labels)}
+
+
+@pytest.mark.parametrize("enable_predict", [False, True])
+def test_a_model_without_config(tmp_path, enable_predict):
+    points = [{"x": x / 40, "labels": 2 * x / 40} for x in range(40)]
+    values = {"max_steps": 30, "learning_rate": 0.1, "logging_steps": 1, "report_to": []}
+    plain = Trainer(Line(), TrainingArguments(str(tmp_path / "plain"), **values), train_dataset=points)
+    plain.train()
+    args = HybridConfig(str(tmp_path / "hybrid"), enable_predict=enable_predict, **values)
+    hybrid = HybridTrainer(Line(), args, train_dataset=points)
+    hybrid.train()
+    if enable_predict:
+        assert abs(hybrid.model.slope.item() - 2) < 0.5
+    else:
+        assert history(hybrid) == history(plain) and hybrid.model.slope.item() == plain.model.slope.item()
+
+
 def test_warmup_equals_plain_trainer(tmp_path):
     """A user's own probe set leaves the training data alone, so Warmup walks the same path as plain Trainer."""
     plain = train(Trainer, TrainingArguments, tmp_path / "plain", max_steps=12)

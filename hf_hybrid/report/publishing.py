@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
-from transformers import TrainerCallback
 
-from hf_hybrid.checkpoint import write_json, write_text
+from hf_hybrid.checkpoint import write_json
 from hf_hybrid.report.card import card_facts, render
 from hf_hybrid.report.origins import is_repo_id
 from hf_hybrid.report.provenance import listed, trackio_url, unique
@@ -36,7 +36,7 @@ class PublishingMixin:
         super().__init__(*args, **kwargs)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(_class_tags(self))
-        self.add_callback(PushEvents(self))
+        self._watched_uploads = set()
         if self.args.hub_token and self.is_world_process_zero():
             logger.warning(
                 "`hub_token` is part of the arguments, which Trainer writes to `training_args.bin` and pushes with the "
@@ -98,8 +98,11 @@ class PublishingMixin:
             "dataset_args": listed(dataset_args),
         }
         _check(given)
+        card = render(card_facts(self, given, _baseline(baseline, folder)))
         # Replaced in one move: an upload in the background may be reading it.
-        write_text(path, render(card_facts(self, given, _baseline(baseline, folder))))
+        unfinished = folder / f"_{REPOCARD_NAME}"
+        unfinished.write_text(card, encoding="utf-8")
+        os.replace(unfinished, path)
 
     def push_to_hub(self, *args, **kwargs):
         """
@@ -112,34 +115,23 @@ class PublishingMixin:
             report_failed_push(self, error)
             raise
 
-
-class PushEvents(TrainerCallback):
-    """
-    Writes the card before each push, and reports uploads that fail in the background.
-
-    `Trainer` announces every push by `on_push_begin`, before it collects the files. It starts the uploads of a
-    checkpoint before `on_save`, and never asks whether they succeeded.
-    """
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-        self._watched = set()
-
-    def on_push_begin(self, args, state, control, **kwargs):
+    def _write_card(self) -> None:
+        """Write the card before a push collects the files."""
         try:
-            self.trainer.create_model_card(model_name=(self.trainer.hub_model_id or "").split("/")[-1] or None)
+            self.create_model_card(model_name=(self.hub_model_id or "").split("/")[-1] or None)
         except Exception:
             logger.exception("The model card could not be written. Training and the push go on without it.")
 
-    def on_save(self, args, state, control, **kwargs):
-        for job in getattr(getattr(self.trainer, "push_in_progress", None), "jobs", []):
-            if job not in self._watched:
-                self._watched.add(job)
-                job.add_done_callback(self._report)
+    def _watch_uploads(self) -> None:
+        """Report uploads that fail in the background: Trainer starts those of a checkpoint and never asks again."""
+        jobs = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in set(jobs) - self._watched_uploads:
+            self._watched_uploads.add(job)
+            job.add_done_callback(self._report_upload)
 
-    def _report(self, job) -> None:
+    def _report_upload(self, job) -> None:
         if not job.cancelled() and job.exception() is not None:
-            report_failed_push(self.trainer, job.exception())
+            report_failed_push(self, job.exception())
 
 
 def report_failed_push(trainer, error: BaseException) -> None:

@@ -348,8 +348,7 @@ class ChunkedLossSwitch:
             ValueError: If `chunked_loss=on` and the model cannot use it.
         """
         options = trainer.hybrid_args
-        vocabulary = getattr(trainer.model.config.get_text_config(), "vocab_size", 0)
-        pays = options.memory != "off" and vocabulary >= BIG_VOCABULARY
+        pays = options.memory != "off" and _vocabulary_size(trainer.model) >= BIG_VOCABULARY
         self._required = options.chunked_loss == "on"
         if self.loss is not None or not (self._required or (options.chunked_loss == "auto" and pays)):
             return
@@ -392,6 +391,11 @@ class ChunkedLossSwitch:
         if self._required:
             raise ValueError(f"`chunked_loss=on` cannot be used: {reason}. Set `chunked_loss=off`.")
         logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
+
+
+def _vocabulary_size(model: nn.Module) -> int:
+    base = _base_model(model)  # Trainer also takes modules without a config
+    return getattr(base.config.get_text_config(), "vocab_size", 0) if isinstance(base, PreTrainedModel) else 0
 
 
 def _base_model(model: nn.Module) -> nn.Module:
