@@ -136,7 +136,7 @@ def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -
         lines.append(f"{'' if start else 'each, in order':19s} {order[start : start + 80]}")
     probed = [leap for leap in summary["leaps"] if leap["loss_before"] is not None]
     if probed:
-        lines += ["", "probed leaps: step  gain    held-out loss     standard error  verdict"]
+        lines += ["", "probed leaps: step  gain    loss              standard error  verdict"]
         lines += [
             f"{leap['step']:18d}  {leap['gain']:<6.3g}  {leap['loss_before']:.4f} -> {leap['loss_after']:.4f}  "
             f"{leap['standard_error']:14.4f}  {leap['verdict']}"

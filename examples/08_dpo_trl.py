@@ -13,7 +13,7 @@ another order. The model is the small Llama of 06_lora.py. With a model and a da
         --use_cpu False --bf16 True
 
 To start from it, change two lines of your own script: `DPOTrainer` to `HybridDPOTrainer`, `DPOConfig` to
-`HybridDPOConfig`. Leaps are tested on the preference loss of pairs held out from the training set.
+`HybridDPOConfig`. Leaps are tested on the preference loss of the pairs that come next.
 """
 
 from __future__ import annotations

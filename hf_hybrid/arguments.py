@@ -158,14 +158,11 @@ class HybridArguments:
         "parameter. auto: beside the weights. cpu: in host memory.",
     )
 
-    probe_samples: int = option(
-        64,
-        "Sequences held out of the training set to test leaps on, at most 5%% of it. Not used with probe_dataset.",
+    probe_batch_size: Optional[int] = option(
+        None,
+        "Sequences per probe: the next ones of the training data, or of probe_dataset in turns. Default: 8.",
         group="Verification",
         at_least=2,
-    )
-    probe_batch_size: Optional[int] = option(
-        None, "Sequences per probe; probes take turns through the held-out ones. Default: 8.", at_least=2
     )
     probe_budget: float = option(
         0.01,

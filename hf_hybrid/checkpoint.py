@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = "hybrid_state.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Report = dict[str, Any]
 
@@ -70,8 +70,13 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
 
 
 def write_json(path: Path, values: dict) -> None:
+    """Replace a JSON file as [`write_text`] does."""
+    write_text(path, json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """
-    Replace a JSON file in one move, so that neither a reader nor a crash ever leaves half of it.
+    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
 
     The temporary file has a name that nobody can predict and must not exist, so that no link in a folder that others
     write to leads elsewhere.
@@ -79,7 +84,7 @@ def write_json(path: Path, values: dict) -> None:
     temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -129,7 +134,7 @@ def resume_values(trainer) -> dict[str, Any]:
 
 def _probe_sequences(trainer) -> int | None:
     probe = trainer.run.probe
-    return sum(probe.sizes) if probe is not None else None
+    return None if probe is None else getattr(probe.source, "sequences", None)
 
 
 def restore(trainer, checkpoint: str) -> Report:
@@ -234,7 +239,7 @@ def _not_restored(trainer, values: dict) -> list[str]:
         found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
     sequences, then = _probe_sequences(trainer), values.get("probe_sequences")
     if then is not None and then != sequences:
-        found.append(f"The probe set had {then} sequences and has {sequences}.")
+        found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")
     processes = trainer.accelerator.num_processes
     if (then := values.get("processes", processes)) != processes:
         found.append(f"The run was on {then} processes and is on {processes}: this was not tested with leaps.")
@@ -258,10 +263,10 @@ def describe(report: Report) -> str:
         f"learning-rate scale {found['learning_rate_scale']:.3g}",
     ]
     if found["probe_sequences"] is not None:
-        parts.append(f"probe set of {found['probe_sequences']} sequences")
+        parts.append(f"`probe_dataset` of {found['probe_sequences']} sequences")
     if found["data"] is not None:
         data = found["data"]
-        parts.append(f"data behind {data['fetched']:,} batches of epoch {data['epoch']}")
+        parts.append(f"data behind {data['trained']:,} batches of epoch {data['epoch']}")
     return f"{line}: {', '.join(parts)}."
 
 

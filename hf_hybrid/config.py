@@ -54,17 +54,26 @@ class HybridConfigBase(HybridArguments):
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
         """
-        Read the options that a run wrote as `hybrid_config.json`. Tokens are never written; pass them again.
+        Read the options that a run wrote as `hybrid_config.json`.
+
+        Tokens are never written; pass them again. Paths outside the working folder and the home are written by their
+        names alone, as the file is meant to be shared; pass an `output_dir` like that again.
 
         Args:
             path (`str` or `Path`): The file, or the folder that holds it.
             overrides: Options that override the file.
 
         Raises:
-            ValueError: If the file holds an option that does not exist.
+            ValueError: If the file is not JSON, or holds an option that does not exist.
         """
         path = Path(path)
-        values = json.loads((path / CONFIG_NAME if path.is_dir() else path).read_text(encoding="utf-8"))
+        path = path / CONFIG_NAME if path.is_dir() else path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"`{path}` is not JSON: {error}. Give the `{CONFIG_NAME}` of a run.") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"`{path}` holds no options by name. Give the `{CONFIG_NAME}` of a run.")
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = sorted(set(values) - known)
         if unknown:

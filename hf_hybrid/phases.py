@@ -180,13 +180,13 @@ class PhasePlugin:
         """Called after the backward pass of every micro-batch of a real step."""
 
     def before_probe(self) -> None:
-        """Called before a forward-only evaluation on held-out sequences."""
+        """Called before a forward-only evaluation of a probe."""
 
     def after_probe(self) -> None:
         """Called after that evaluation. The training weights must be in place again."""
 
     def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-        """Wrap the function that returns the losses of a held-out batch, for example to measure its noise."""
+        """Wrap the function that returns the losses of a probe's batch, for example to measure its noise."""
         return evaluate
 
     def before_export(self) -> None:

@@ -576,7 +576,6 @@ class OutOfMemoryRecovery:
         step = trainer.state.global_step
         if self.saved_step != step:
             try:
-                trainer.run.feed.fetched -= len(self._batches)  # a resumed run computes this window again
                 trainer._save_checkpoint(trainer.model, trial=None)
             except Exception as error:
                 logger.exception("The emergency checkpoint could not be written.")
@@ -644,7 +643,7 @@ def _first_line(error: Exception) -> str:
 
 class SmallerProbes(PhasePlugin):
     """
-    Evaluates held-out batches in smaller parts after an out-of-memory, for the rest of the run.
+    Evaluates the batches of probes in smaller parts after an out-of-memory, for the rest of the run.
 
     Args:
         recovery (`OutOfMemoryRecovery`): What may be tried, and where it is written down.

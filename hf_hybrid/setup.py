@@ -23,9 +23,9 @@ from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
-from hf_hybrid.leaps.probe import HeldOutProbe
+from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
 from hf_hybrid.leaps.rescue import LearningRateRescue
-from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
+from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
@@ -35,7 +35,7 @@ from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.recovery import UnrecoveredMemoryError
+from hf_hybrid.recovery import UnrecoveredMemoryError, parts_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
@@ -59,7 +59,7 @@ def build_run(trainer) -> LeapRun:
     Build the run with leaps that `trainer` is about to start; its buffers go to the host if they do not fit.
 
     Raises:
-        ValueError: If the held-out set gives fewer than two sequences.
+        ValueError: If `probe_dataset` gives fewer than two sequences, or no label.
         UnrecoveredMemoryError: If the buffers do not fit on the host either.
     """
     recovery, options = trainer.recovery, trainer.hybrid_args
@@ -82,7 +82,7 @@ def build_run(trainer) -> LeapRun:
 def _build_run(trainer) -> LeapRun:
     args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
     trajectory, stride = _trajectory(trainer), max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
-    rescue = rescue_is_on(args, options)
+    rescue, feed = rescue_is_on(args, options), BatchFeed()
     return LeapRun(
         controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
@@ -90,7 +90,8 @@ def _build_run(trainer) -> LeapRun:
         trust=Trust(options.probe_budget, max_steps),
         monitor=DivergenceMonitor(options.preset_value("divergence_threshold"), options.max_bad_steps),
         signals=SignalObserver(),
-        probe=_probe(trainer),
+        probe=_probe(trainer, feed),
+        feed=feed,
         rescue=LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=max_steps) if rescue else None,
         stretches=StretchCounter(stride),
         leap_budget=options.leap_budget,
@@ -220,33 +221,50 @@ def _trajectory(trainer) -> Trajectory:
     return trajectory
 
 
-def _probe(trainer) -> HeldOutProbe:
-    args, options = trainer.args, trainer.hybrid_args
+def _probe(trainer, feed: BatchFeed) -> Probe:
+    args, options, processes = trainer.args, trainer.hybrid_args, trainer.accelerator.num_processes
     losses = trainer.sequence_losses(trainer, trainer.plugins)
-    batches = losses.batches()
-    processes = trainer.accelerator.num_processes
+    per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
+    # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
+    affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
+    wanted = options.probe_batch_size or max(min(8, affordable), MIN_SEQUENCES)
+    if trainer.probe_dataset is not None:
+        source = HeldOutBatches(_held_out(trainer, losses, per_step), wanted=wanted)
+        wanted = max(source.wanted, max(batch.sequences for batch in source.batches))
+    else:
+        source = NextBatches(
+            feed.peek,
+            wanted=wanted,
+            size=losses.size,
+            cut=lambda inputs, most: parts_of(inputs, most, trainer.recovery.blocks)[0],
+            accumulation=args.gradient_accumulation_steps,
+            processes=processes,
+        )
+    evaluate = losses
+    for plugin in trainer.plugins.plugins:
+        evaluate = plugin.probe_losses(evaluate)
+    return Probe(source, evaluate, price=wanted / (3.0 * per_step))
+
+
+def _held_out(trainer, losses: SequenceLosses, per_step: int) -> list[ProbeBatch]:
+    """Return the batches of `probe_dataset`; `per_step` is the number of sequences of a step."""
+    batches, processes = losses.held_out(), trainer.accelerator.num_processes
     sizes = [losses.size(batch) * processes for batch in batches]
     if processes > 1 and hasattr(trainer.probe_dataset, "__len__"):
         # Processes fill up the last batch with the first sequences, which must not count twice.
         sizes[-1] -= max(sum(sizes) - len(trainer.probe_dataset), 0)
-    if sum(sizes) < 2:
+    if sum(sizes) < MIN_SEQUENCES:
         raise ValueError(
-            f"`probe_dataset` gave {sum(sizes)} sequences; at least 2 are needed to verify a leap. Pass more, lower "
-            "`per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or set `enable_predict=False`."
+            f"`probe_dataset` gave {sum(sizes)} sequences; at least {MIN_SEQUENCES} are needed to verify a leap. Pass "
+            "more, lower `per_device_eval_batch_size` if `dataloader_drop_last` dropped them, or leave it out."
         )
-    per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
-    evaluate = losses
-    for plugin in trainer.plugins.plugins:
-        evaluate = plugin.probe_losses(evaluate)
-    # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
-    affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
-    return HeldOutProbe(
-        batches,
-        evaluate,
-        sizes=sizes,
-        sequences_per_probe=options.probe_batch_size or max(min(8, affordable), 2),
-        sequences_per_step=per_step,
-    )
+    labels = [batch.get("labels") for batch in batches if hasattr(batch, "get")]
+    if labels and all(torch.is_tensor(label) and not label.ne(-100).any() for label in labels):
+        raise ValueError(
+            "Every label of `probe_dataset` is -100, so that no loss could tell whether a leap helps. Pass sequences "
+            "with labels, or leave it out: leaps are then verified on the next training batches."
+        )
+    return [ProbeBatch(batch, size, size / (3.0 * per_step)) for batch, size in zip(batches, sizes)]
 
 
 # The optimizer.

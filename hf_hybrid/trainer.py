@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import has_length
 
 from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
@@ -33,7 +34,7 @@ from hf_hybrid.checkpoint import write_json
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
-from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, hold_out, keep_differentiable
+from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, keep_differentiable
 from hf_hybrid.leaps.run import NoLeaps
 from hf_hybrid.machine import check_whole_parameters, warn_of_lone_process
 from hf_hybrid.optimizers import check_hidden_matrices
@@ -42,6 +43,7 @@ from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
+from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.run_folder import LogFile
 from hf_hybrid.report.summary import HybridSummary, RunPosition
@@ -117,8 +119,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     Args:
         probe_dataset (*optional*):
-            Held-out sequences that verify leaps, in the form of `train_dataset`. Without it, the trainer takes
-            `probe_samples` sequences out of `train_dataset`. Never pass the set that you report results on.
+            Sequences that verify leaps, in the form of `train_dataset`. Without it, leaps are verified on the next
+            training batches, before training uses them. Never pass the set that you report results on.
         plugins (`list[PhasePlugin]`, *optional*):
             Parts that follow the phases.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
@@ -137,7 +139,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
-    """Class that evaluates held-out sequences. Trainers with other batches set their own."""
+    """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory = NoLeaps(), Resident()
@@ -176,7 +178,7 @@ class HybridTrainerMixin(PublishingMixin):
             self._prepare_leaps()
 
     def _prepare_leaps(self) -> None:
-        """Refuse what leaps cannot work with, and hold out the sequences that verify them."""
+        """Refuse what leaps cannot work with."""
         options, direction = self.hybrid_args, self.custom_direction
         check_training_arguments(self.args, options)
         if direction is not None and not callable(direction):
@@ -184,17 +186,19 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
                 "Directions of the package go by name: set the option `direction` of `HybridConfig`."
             )
+        if self.train_dataset is not None:  # otherwise the trainer may only evaluate
+            self._check_trainable()
+        if self.probe_dataset is not None:
+            check_probe_set(self.probe_dataset)
+        install_progress(self)
+
+    def _check_trainable(self) -> None:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
                 "(for example with peft) before creating the trainer."
             )
         check_whole_parameters(self.model)
-        if self.probe_dataset is None:
-            split = hold_out(self.train_dataset, options.probe_samples, self.args.seed)
-            self.train_dataset, self.probe_dataset = split
-        check_probe_set(self.probe_dataset)
-        install_progress(self)
 
     # Reports for users.
 
@@ -291,6 +295,7 @@ class HybridTrainerMixin(PublishingMixin):
         if not self.hybrid_args.enable_predict:
             self.plugins.call("on_train_begin", context)
             return
+        self._check_trainable()
         self.run = build_run(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
@@ -301,15 +306,19 @@ class HybridTrainerMixin(PublishingMixin):
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / CONFIG_NAME, config_values(self.args))
+            write_json(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _begin_epoch(self) -> None:
         if self.run.phase is None:
             return
-        self.run.feed.enter(self._next_epoch)
+        feed, loader = self.run.feed, self.callback_handler.train_dataloader
+        feed.enter(self._next_epoch)
         if self._resumed_from is not None:
-            self.run.feed.resume(self.callback_handler.train_dataloader)
-            self._resumed_from = None
+            ours, self._resumed_from = feed.begun, None
+        else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
+            ours = self._resumed is not None and not has_length(loader)
+        if ours:
+            feed.read(loader)
         self._next_epoch += 1
 
     def _end_run(self) -> None:
@@ -320,17 +329,27 @@ class HybridTrainerMixin(PublishingMixin):
         self.run.end(self.state.global_step)
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / SUMMARY_NAME, self.hybrid_summary())
+            summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
+            write_json(Path(self.args.output_dir) / SUMMARY_NAME, summary)
 
     # One step.
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Begin a step: make the leap that is due, and fetch the batches unless the step is skipped."""
-        if self.run.begin_step(self.state.global_step, self._get_learning_rate) is Phase.PREDICT:
-            return self.run.feed.skip(num_batches)
-        source = self.run.feed.source(epoch_iterator)
-        batches, items = super().get_batch_samples(source, num_batches, device)
-        self.run.feed.fetched += len(batches)
+        """Begin a step: make the leap that is due, and return its batches; those of a skipped step stay the next."""
+        if self.run.phase is None:
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self.recovery.begin_window(batches, items)
+            return batches, items
+        feed = self.run.feed
+        feed.open(epoch_iterator)
+        if not feed.peek(1):
+            return [], None  # a stream has ended
+        phase = self.run.begin_step(self.state.global_step, self._get_learning_rate)
+        coming = feed.peek(num_batches)
+        batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+        if phase is Phase.PREDICT:
+            return batches + batches[-1:] * (num_batches - len(batches)), items
+        feed.begin(len(batches))
         self.recovery.begin_window(batches, items)
         return batches, items
 
@@ -364,8 +383,13 @@ class HybridTrainerMixin(PublishingMixin):
         self.accelerator.gradient_state._set_sync_gradients(False)
         self.memory.discard_gradients()
 
+    # A skipped step trains on nothing: its batch is that of the next real step, and counts there.
+
+    def floating_point_ops(self, inputs):
+        return 0 if self.run.phase is Phase.PREDICT else super().floating_point_ops(inputs)
+
     def _track_num_input_tokens(self, inputs):
-        if inputs:  # a skipped step has none
+        if self.run.phase is not Phase.PREDICT:
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):

@@ -55,8 +55,8 @@ def test_every_option_is_read_by_something():
         ("enable_predict", None, "`enable_predict` must be `True` or `False`, got `None`"),
         ("correct_gain", 1, "`correct_gain` must be `True` or `False`, got `1`"),
         ("stream_embeddings", "no", "`stream_embeddings` must be `True` or `False`, got `'no'`"),
-        ("probe_samples", 2.5, "`probe_samples` must be an integer, got `2.5`"),
-        ("probe_samples", None, "`probe_samples` must be an integer, got `None`"),
+        ("max_bad_steps", 2.5, "`max_bad_steps` must be an integer, got `2.5`"),
+        ("max_bad_steps", None, "`max_bad_steps` must be an integer, got `None`"),
         ("full_phase_steps", 1.5, "`full_phase_steps` must be an integer, got `1.5`"),
         ("full_phase_steps", True, "`full_phase_steps` must be an integer, got `True`"),
         ("full_phase_steps", "4", "`full_phase_steps` must be an integer, got `'4'`"),
@@ -89,9 +89,9 @@ def test_every_option_refuses_what_none_can_use(value):
 
 def test_numbers_have_the_type_of_their_option():
     numbers = HybridArguments(
-        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, probe_samples=np.int64(9)
+        leap_gain="1e-1", leap_worth=np.float32(0.5), probe_budget=0, full_phase_steps=2.0, max_bad_steps=np.int64(9)
     )
-    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.probe_samples]
+    values = [numbers.leap_gain, numbers.leap_worth, numbers.full_phase_steps, numbers.max_bad_steps]
     assert values == [0.1, 0.5, 2, 9] and [type(value) for value in values] == [float, float, int, int]
     assert numbers.probe_budget == 0
 

@@ -219,13 +219,13 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     assert restored["phase"] == engine["controller"]["phase"] and restored["data"] == saved["feed"]
     assert restored["leaps"] == len(engine["record"]["leaps"]) > 0
     assert restored["learning_rate_scale"] == pytest.approx(math.exp(engine["rescue"]["log_scale"]))
-    assert restored["probe_sequences"] == 10 and restored["planner"] == "schedule"
+    assert restored["probe_sequences"] is None and restored["planner"] == "schedule"
     size = sum(p.numel() for p in tiny_model().parameters()) * 4
     assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
-    told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (", "probe set of 10")
+    told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (")
     assert all(part in line for part in told), line
-    assert f"data behind {saved['feed']['fetched']} batches of epoch {saved['feed']['epoch']}" in line
+    assert f"data behind {saved['feed']['trained']} batches of epoch {saved['feed']['epoch']}" in line
 
 
 def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys, caplog):
@@ -247,7 +247,6 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
         "direction": "gradient_memory",
         "lr_rescue": "off",
         "max_grad_norm": 0.5,
-        "probe_samples": 6,
     }
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
@@ -259,12 +258,11 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
         "The memories of the direction are not restored: it was `orthogonal` and is `gradient_memory`",
         "The place in the data is not restored (`ignore_data_skip=True`)",
         "Learning-rate rescue was on and is off: the scale begins at 1.",
-        "The probe set had 10 sequences and has 6.",
         "Random generators are not restored",
         "nothing tells whether its files are whole",
     ):
         assert sum(part in warning for warning in report["warnings"]) == 1, part
-    assert len(report["warnings"]) == 8
+    assert len(report["warnings"]) == 7
     assert trainer.lr_scheduler.base_lrs == [5e-4] * len(trainer.lr_scheduler.base_lrs)  # as the warning says
     assert trainer.args.max_grad_norm == 0.5 and report["changed_options"]["max_grad_norm"] == [1.0, 0.5]
     assert set(report["changed_options"]) == set(changed)
@@ -301,7 +299,7 @@ def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
     written = json.loads((tmp_path / VALUES_NAME).read_text())
     changed = {**written, "schema_version": version} if version else {"engine": written["engine"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `2`"):
+    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `3`"):
         load_hybrid_state(tmp_path)
 
 

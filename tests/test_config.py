@@ -46,7 +46,7 @@ def test_command_line_and_yaml(tmp_path):
         ("probe_budget", -0.1, "`probe_budget` must be between 0 and 1, got -0.1"),
         ("leap_budget", 0.0, "`leap_budget` must be greater than 0, got 0.0"),
         ("muon_momentum", 1.0, "`muon_momentum` must be at least 0 and less than 1, got 1.0"),
-        ("probe_samples", 1, "`probe_samples` must be at least 2, got 1"),
+        ("probe_batch_size", 1, "`probe_batch_size` must be at least 2, got 1"),
     ],
 )
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
@@ -109,6 +109,10 @@ def test_unknown_keys_in_a_saved_config_are_named(tmp_path):
     (tmp_path / "hybrid_config.json").write_text(json.dumps({"output_dir": "x", "leap_gian": 1}))
     with pytest.raises(ValueError, match="Unknown options in .*`leap_gian`"):
         HybridConfig.from_json(tmp_path)
+    for text, message in (("{", "hybrid_config.json` is not JSON: "), ("[1]", "holds no options by name")):
+        (tmp_path / "hybrid_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            HybridConfig.from_json(tmp_path)
 
 
 @pytest.mark.parametrize(

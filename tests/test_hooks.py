@@ -35,6 +35,7 @@ HOOKS = {
     "create_optimizer": "model",
     "get_batch_samples": "epoch_iterator num_batches device",
     "training_step": "model inputs num_items_in_batch",
+    "floating_point_ops": "inputs",
     "compute_loss": "model inputs return_outputs num_items_in_batch",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "evaluate": "eval_dataset ignore_keys metric_key_prefix",

@@ -365,7 +365,8 @@ def _encoder(
                     f"Row {number} of `{name}` has no text in the column `{options.text_column}`, but `{text!r:.80}`. "
                     "Correct or remove the row."
                 )
-        return [ids + end for ids in tokenizer(texts)["input_ids"]]
+        # Some tokenizers end each text themselves.
+        return [ids if ids[-1:] == end else ids + end for ids in tokenizer(texts)["input_ids"]]
 
     return from_texts
 

@@ -104,7 +104,7 @@ def launch(line: CommandLine) -> int:
 
 
 def launch_arguments(line: CommandLine) -> list[str]:
-    """The arguments of `accelerate launch`. Raises [`OptionError`] for an `accelerate_config` that is not there."""
+    """The arguments of `accelerate launch`. Raises [`OptionError`] for an `accelerate_config` that cannot be used."""
     values = line.values
     name = values.accelerate_config or "ddp"
     packaged = CONFIGS / f"{'ddp_cpu' if values.use_cpu and name == 'ddp' else name}.yaml"
@@ -112,6 +112,7 @@ def launch_arguments(line: CommandLine) -> list[str]:
         if not Path(name).is_file():
             names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
             raise OptionError(f"`--accelerate_config {name}` is neither a file nor one of {names}.")
+        _check_config(name)
         command = ["--config_file", name]
         if values.num_processes is not None:
             command += ["--num_processes", str(values.num_processes)]
@@ -122,6 +123,17 @@ def launch_arguments(line: CommandLine) -> list[str]:
         command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
         command += ["--main_process_port", "0"]
     return [*command, "--module", MODULE, *line.arguments]
+
+
+def _check_config(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    try:
+        load_config_from_file(name)
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(
+            f"`--accelerate_config {name}` cannot be read: {error} Give a file that `accelerate config` wrote."
+        ) from error
 
 
 def _as_shell(status: int) -> int:

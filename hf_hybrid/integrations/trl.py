@@ -14,6 +14,7 @@ from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import native_bf16
 from hf_hybrid.phases import PluginList
+from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -117,22 +118,14 @@ class _QuietLosses(SequenceLosses):
         finally:
             self.trainer._metrics = kept
 
-    def _batches_of_one(self) -> list:
-        args = self.trainer.args
-        kept, args.per_device_eval_batch_size = args.per_device_eval_batch_size, 1
-        try:
-            return super().batches()
-        finally:
-            args.per_device_eval_batch_size = kept
-
 
 class CompletionLosses(_QuietLosses):
     """
-    Held-out loss of [`HybridSFTTrainer`]: per sequence, or per packed row.
+    Loss of a probe of [`HybridSFTTrainer`]: per sequence, or per packed row.
 
     Sequences of a batch are told apart by the log-probabilities that `compute_loss` got from the model; the router loss
-    of a batch counts for each of them. Under another loss (`compute_loss_func`, label smoothing), and without padding,
-    where a batch is one row, they are evaluated one by one.
+    of a batch counts for each of them. Under another loss (`compute_loss_func`, label smoothing) they are evaluated one
+    by one. Without padding a batch is one row, whose sequences follow each other.
     """
 
     def __init__(self, trainer, plugins: PluginList):
@@ -140,40 +133,49 @@ class CompletionLosses(_QuietLosses):
         if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
             self.from_logits = False  # also where a model that knows nothing yet has about the same loss
 
-    def batches(self) -> list:
-        return self._batches_of_one() if self.trainer.padding_free else super().batches()
+    def size(self, batch) -> int:
+        if not self.trainer.padding_free or self.from_logits is False:
+            return super().size(batch)
+        return int(_second_tokens(batch).sum())
 
     def _losses(self, model, inputs) -> torch.Tensor:
         if self.from_logits is not False:
             recording = _Recording(model)
             loss = self.trainer.compute_loss(recording, dict(inputs))
-            losses, counts, router = self._told_apart(recording.outputs)
+            losses, counts, router = self._told_apart(recording.outputs, inputs)
             if self.from_logits is None:
                 self.from_logits = self._agrees(loss - router, losses, counts)
             if self.from_logits:
                 return losses / counts.clamp(min=1) + router
         return self._one_by_one(model, inputs)
 
-    def _told_apart(self, outputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    def _told_apart(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
         """Summed loss and number of predicted tokens per sequence, and the router loss of the batch."""
         trainer, logs = self.trainer, outputs.log_probs.float()  # zero where there is no label
         losses = -logs * logs.exp() if trainer.args.loss_type == "dft" else -logs
         router = trainer.router_aux_loss_coef * outputs.aux_loss.float() if trainer.aux_loss_enabled else 0.0
-        return losses.sum(dim=1), outputs.label_mask.sum(dim=1), router
+        if not trainer.padding_free:
+            return losses.sum(dim=1), outputs.label_mask.sum(dim=1), router
+        seconds = _second_tokens(inputs)
+        owner = (seconds.cumsum(0) - 1).clamp(min=0)[1:]  # of each predicted token; first ones carry no loss
+        empty = losses.new_zeros(int(seconds.sum()))
+        sums = (empty.index_add(0, owner, values[0].float()) for values in (losses, outputs.label_mask))
+        return *sums, router
+
+
+def _second_tokens(batch) -> torch.Tensor:
+    """Mark the second token of each sequence of a batch without padding: a sequence of one token predicts nothing."""
+    return batch["position_ids"][0] == 1
 
 
 class PreferenceLosses(_QuietLosses):
-    """Held-out loss of [`HybridDPOTrainer`] per pair of completions, by the trainer's own `compute_loss`."""
+    """Loss of a probe of [`HybridDPOTrainer`] per pair of completions, by the trainer's own `compute_loss`."""
 
-    def batches(self) -> list:
-        return self._batches_of_one()
-
-    @staticmethod
-    def size(batch) -> int:
-        return 1  # a pair, which is two rows
+    def size(self, batch) -> int:
+        return sequences_in(batch, blocks=2)  # of two rows each
 
     def _losses(self, model, inputs) -> torch.Tensor:
-        return self._loss(model, dict(inputs)).reshape(1)
+        return torch.stack([self._loss(model, pair) for pair in split_batch(inputs, 1, blocks=2)])
 
 
 class _HeadOfTRL(ChunkedLossSwitch):
@@ -184,7 +186,7 @@ class _HeadOfTRL(ChunkedLossSwitch):
 
 
 class _TRLTrainerMixin(HybridTrainerMixin):
-    """Common part of the trainers of this module: a probe set in the form of the training set, and refusals."""
+    """Common part of the trainers of this module: a `probe_dataset` in the form of the training set, and refusals."""
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
@@ -219,8 +221,8 @@ class HybridSFTTrainer(_TRLTrainerMixin, SFTTrainer):
     Drop-in for [`~trl.SFTTrainer`] that trains in phases, as [`HybridTrainer`] does.
 
     Data sets, chat templates, packing, completion-only and assistant-only losses, the router loss of mixtures of
-    experts and the logged metrics are TRL's. Leaps are verified on sequences (packed rows) held out of the prepared
-    training set.
+    experts and the logged metrics are TRL's. Leaps are verified on the sequences (packed rows) of the next training
+    batches.
 
     Args:
         model, args, positional, kwargs:
@@ -259,7 +261,7 @@ class HybridDPOTrainer(_TRLTrainerMixin, DPOTrainer):
     """
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does.
 
-    A leap is verified on the preference loss of held-out pairs, with the reference that TRL trains against.
+    A leap is verified on the preference loss of the next pairs, with the reference that TRL trains against.
 
     Arguments are those of [`~trl.DPOTrainer`], with a [`HybridDPOConfig`] as `args`; those beyond them, and what is
     raised, are as in [`HybridSFTTrainer`].

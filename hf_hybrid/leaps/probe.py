@@ -1,10 +1,11 @@
 """
-Probes: compare the losses of held-out sequences before and after a leap, in pairs.
+Probes: compare the losses of some sequences before and after a leap, in pairs.
 
 A leap changes the loss by far less than sequences differ from each other. So the same sequences are evaluated before
-and after it, and what counts is the mean of the paired differences and its standard error. Sequences that training has
-not seen are needed: on seen ones a leap along recent gradients always looks good. By default they are held out of the
-training set; `probe_dataset=` names others.
+and after it, and what counts is the mean of the paired differences and its standard error. They must be sequences that
+the steps behind the leap have not seen: on seen ones a leap along recent gradients always looks good. By default they
+are the first of the next training batches ([`NextBatches`]), which are fetched early and trained on afterwards, so that
+nothing is taken out of the training set. `probe_dataset=` names others ([`HeldOutBatches`]).
 
 A probed leap is kept unless it is clearly worse, by a margin and two standard errors. The rule is lenient on purpose: a
 leap that pays later looks neutral at first (short-horizon bias, Wu et al., 2018, arXiv 1803.02021).
@@ -13,19 +14,21 @@ leap that pays later looks neutral at first (short-horizon bias, Wu et al., 2018
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import find_batch_size
-from torch.utils.data import Subset
 
 from hf_hybrid.phases import PluginList
 
 Losses = list[float]
 
 # The comparison.
+
+MIN_SEQUENCES = 2
+"""Fewer have no standard error."""
 
 
 def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -37,9 +40,9 @@ def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[fl
         leap counts as an infinite rise.
 
     Raises:
-        ValueError: If the two do not hold the same number of sequences, or fewer than two.
+        ValueError: If the two do not hold the same number of sequences, or fewer than `MIN_SEQUENCES`.
     """
-    if len(before) != len(after) or len(before) < 2:
+    if len(before) != len(after) or len(before) < MIN_SEQUENCES:
         raise ValueError(
             f"A paired comparison needs the same two or more sequences, got {len(before)} and {len(after)}."
         )
@@ -52,72 +55,135 @@ def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 
 
 def is_clearly_worse(decrease: float, standard_error: float, *, margin: float, z: float) -> bool:
-    """Whether the held-out loss rose by more than `margin` (nats) and `z` standard errors."""
+    """Whether the loss rose by more than `margin` (nats) and `z` standard errors."""
     return -decrease > margin + z * standard_error
 
 
-class HeldOutProbe:
+# The sequences.
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
     """
-    Rotates through held-out batches and counts the cost of probes.
+    A collated batch of a probe.
+
+    Attributes:
+        inputs (`Any`): In any form that the trainer's `compute_loss` takes.
+        sequences (`int`): How many it holds, over all processes; what an evaluation says of more is left out.
+        cost (`float`): Of one evaluation, in real steps. A step costs as much as three forward passes.
+    """
+
+    inputs: Any
+    sequences: int
+    cost: float
+
+
+class NextBatches:
+    """
+    Draws the first sequences of the batches that training is about to use.
 
     Args:
-        batches (`Sequence`): Collated batches, in any form that `evaluate` takes.
-        evaluate (`Callable`): From a batch to one loss per sequence, without gradients.
-        sizes (`Sequence[int]`): Sequences in each batch; what `evaluate` says of more is left out.
-        sequences_per_probe (`int`): At least this many sequences are used per probe (as whole batches).
-        sequences_per_step (`int`): Sequences of a real step, for the price of a forward pass in real steps.
+        peek (`Callable`): From a number to that many of the next micro-batches, fewer where the epoch ends.
+        wanted (`int`): Sequences of a probe over all processes, at most; at least this many if nothing can be cut.
+        size (`Callable`): From a micro-batch to its number of sequences.
+        cut (`Callable`): From a micro-batch and a number to that many of its sequences; all if it cannot be cut.
+        accumulation (`int`): Micro-batches of a step.
+        processes (`int`): Processes, of which each draws from its own part of the data.
     """
 
     def __init__(
         self,
-        batches: Sequence,
-        evaluate: Callable[[object], Losses],
+        peek: Callable[[int], list],
         *,
-        sizes: Sequence[int],
-        sequences_per_probe: int,
-        sequences_per_step: int,
+        wanted: int,
+        size: Callable[[Any], int],
+        cut: Callable[[Any, int], Any],
+        accumulation: int,
+        processes: int,
     ):
-        self.batches, self.sizes, self.evaluate = list(batches), list(sizes), evaluate
-        self.sequences_per_probe = min(sequences_per_probe, sum(self.sizes))
-        self.sequences_per_step = sequences_per_step
+        self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
+        self.accumulation, self.processes = accumulation, processes
+
+    def draw(self) -> list[ProbeBatch]:
+        drawn: list[ProbeBatch] = []
+        missing = self.wanted
+        while missing > 0 and len(batches := self.peek(len(drawn) + 1)) > len(drawn):
+            inputs = self.cut(batches[-1], math.ceil(missing / self.processes))
+            sequences = self.size(inputs)
+            share = sequences / self.size(batches[-1])
+            drawn.append(ProbeBatch(inputs, sequences * self.processes, share / (3.0 * self.accumulation)))
+            missing -= drawn[-1].sequences
+        return drawn
+
+
+class HeldOutBatches:
+    """
+    Rotates through batches of a set of the user's.
+
+    Args:
+        batches (`Sequence[ProbeBatch]`): All of them.
+        wanted (`int`): At least this many sequences are drawn, as whole batches.
+    """
+
+    def __init__(self, batches: Sequence[ProbeBatch], *, wanted: int):
+        self.batches, self.sequences = list(batches), sum(batch.sequences for batch in batches)
+        self.wanted = min(wanted, self.sequences)
         self.next_batch = 0
+
+    def draw(self) -> list[ProbeBatch]:
+        drawn: list[ProbeBatch] = []
+        while sum(batch.sequences for batch in drawn) < self.wanted:
+            drawn.append(self.batches[self.next_batch % len(self.batches)])
+            self.next_batch = (self.next_batch + 1) % len(self.batches)
+        return drawn
+
+
+class Probe:
+    """
+    Evaluates the sequences of one comparison after the other, and counts what that costs.
+
+    Args:
+        source (`NextBatches` or `HeldOutBatches`): Where they come from.
+        evaluate (`Callable`): From `ProbeBatch.inputs` to one loss per sequence, without gradients.
+        price (`float`): What one evaluation will about cost, in real steps; later it is what the last one cost.
+    """
+
+    def __init__(self, source: NextBatches | HeldOutBatches, evaluate: Callable[[Any], Losses], *, price: float):
+        self.source, self.evaluate, self.price = source, evaluate, price
         self.forward_passes = 0
         self.cost_steps = 0.0
-        self._current: list[int] = []
+        self._current: list[ProbeBatch] = []
 
-    def choose(self) -> None:
-        """Pick the sequences of the next comparison. Every [`losses`] until the next call uses them."""
-        self._current, count = [], 0
-        while count < self.sequences_per_probe:
-            self._current.append(self.next_batch)
-            count += self.sizes[self.next_batch]
-            self.next_batch = (self.next_batch + 1) % len(self.batches)
+    def choose(self) -> bool:
+        """
+        Pick the sequences of the next comparison. Every [`losses`] until the next call uses them.
 
-    @property
-    def price(self) -> float:
-        """Cost of one evaluation in real steps. A step costs as much as three forward passes."""
-        count = max(self.sequences_per_probe, max(self.sizes))
-        return count / (3.0 * self.sequences_per_step)
+        Returns whether there are enough of them, which there may not be at the end of an epoch.
+        """
+        self._current = self.source.draw()
+        self.price = sum(batch.cost for batch in self._current) or self.price
+        return sum(batch.sequences for batch in self._current) >= MIN_SEQUENCES
 
     def losses(self) -> Losses:
         """Return one loss per chosen sequence, at the current weights."""
         losses: Losses = []
-        for index in self._current:
-            losses += self.evaluate(self.batches[index])[: self.sizes[index]]
+        for batch in self._current:
+            losses += self.evaluate(batch.inputs)[: batch.sequences]
             self.forward_passes += 1
-            self.cost_steps += self.sizes[index] / (3.0 * self.sequences_per_step)
+            self.cost_steps += batch.cost
         return losses
 
     def state_dict(self) -> dict:
-        return {"next_batch": self.next_batch, "forward_passes": self.forward_passes, "cost_steps": self.cost_steps}
+        counted = {name: getattr(self, name) for name in ("price", "forward_passes", "cost_steps")}
+        return {**counted, "next_batch": getattr(self.source, "next_batch", 0)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.next_batch = state["next_batch"] % len(self.batches)
-        self.forward_passes = state["forward_passes"]
-        self.cost_steps = state["cost_steps"]
+        self.source.next_batch = state["next_batch"]
+        for name in ("price", "forward_passes", "cost_steps"):
+            setattr(self, name, state[name])
 
 
-# The sequences.
+# The losses.
 
 
 class SequenceLosses:
@@ -137,17 +203,16 @@ class SequenceLosses:
         self.plugins = plugins
         self.from_logits: bool | None = None
 
-    def batches(self) -> list:
-        """The held-out sequences, collated as for an evaluation."""
+    def held_out(self) -> list:
+        """The batches of `probe_dataset`, collated as for an evaluation."""
         # Not `get_eval_dataloader`, whose loader of persistent workers would be that of later evaluations. Starting to
         # iterate draws from the global generator, which the training data and dropout are drawn from as well.
         with torch.random.fork_rng(devices=[]):
             return list(self.trainer.get_test_dataloader(self.trainer.probe_dataset))
 
-    @staticmethod
-    def size(batch) -> int:
+    def size(self, batch) -> int:
         """Sequences in a batch."""
-        return find_batch_size(batch) or 0
+        return _rows(batch)
 
     def __call__(self, batch) -> list[float]:
         trainer = self.trainer
@@ -174,7 +239,8 @@ class SequenceLosses:
         return self._one_by_one(model, inputs)
 
     def _one_by_one(self, model, inputs) -> torch.Tensor:
-        return torch.stack([self._loss(model, _row(inputs, index)) for index in range(self.size(inputs))])
+        count = _rows(inputs)
+        return torch.stack([self._loss(model, _row(inputs, index, count)) for index in range(count)])
 
     def _loss(self, model, inputs) -> torch.Tensor:
         """Return a sequence's loss as the trainer computes it, or 0 if it is NaN because no label must be predicted."""
@@ -207,11 +273,16 @@ def _token_losses(outputs, inputs) -> tuple[torch.Tensor | None, torch.Tensor | 
     return losses.sum(dim=1), targets.ne(-100).sum(dim=1)
 
 
-def _row(inputs, index: int) -> dict:
-    """Return one sequence of a batch. Tensors and lists as long as the batch are cut; everything else is passed on."""
-    size = SequenceLosses.size(inputs)
+def _rows(batch) -> int:
+    """Return the rows of the first tensor of a batch; 1 if there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return next((value.shape[0] for value in values if torch.is_tensor(value) and value.dim()), 1)
+
+
+def _row(inputs, index: int, count: int) -> dict:
+    """Return one of `count` rows. Tensors and lists of that length are cut; everything else is passed on."""
     return {
-        name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == size else value
+        name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == count else value
         for name, value in inputs.items()
     }
 
@@ -238,50 +309,9 @@ def keep_differentiable(model: torch.nn.Module) -> None:
         module.support_avx512bf16_for_cpu = False
 
 
-MAX_SHARE = 0.05
-MIN_SEQUENCES = 2
-
-
-def hold_out(dataset: Any, samples: int, seed: int) -> tuple[Any, Any]:
-    """
-    Take sequences out of a training set to verify leaps on.
-
-    At most a twentieth of the set, at least two sequences, drawn at random; the order of the others is kept. From a
-    `datasets.IterableDataset` the first `samples` are taken.
-
-    Returns:
-        The training set without them, and the held-out set.
-
-    Raises:
-        ValueError: If the set is too small, or cannot be split because it has no length.
-    """
-    instead = "Pass `probe_dataset=` to the trainer, or set `enable_predict=False`."
-    if dataset is None:
-        raise ValueError(f"`train_dataset` is missing, and leaps are verified on sequences held out of it. {instead}")
-    if not hasattr(dataset, "__len__"):
-        if hasattr(dataset, "take") and hasattr(dataset, "skip"):
-            return dataset.skip(samples), dataset.take(samples)
-        raise ValueError(
-            f"`train_dataset` is a `{type(dataset).__name__}` without a length, so no sequences can be held out of it "
-            f"to verify leaps on. {instead}"
-        )
-    count = len(dataset)
-    held = max(min(samples, int(count * MAX_SHARE)), MIN_SEQUENCES)
-    if count < 2 * MIN_SEQUENCES:
-        raise ValueError(
-            f"`train_dataset` has {count} sample{'s' if count != 1 else ''}; at least {2 * MIN_SEQUENCES} are needed "
-            f"to hold out {MIN_SEQUENCES} that verify leaps. {instead}"
-        )
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen, kept = sorted(order[:held]), sorted(order[held:])
-    if hasattr(dataset, "select"):
-        return dataset.select(kept), dataset.select(chosen)
-    return Subset(dataset, kept), Subset(dataset, chosen)
-
-
 def check_probe_set(dataset: Any) -> None:
     """
-    Refuse a held-out set that no leap can be verified on.
+    Refuse a `probe_dataset` that no leap can be verified on.
 
     Raises:
         ValueError: If it is known to hold fewer than two sequences.
@@ -290,5 +320,5 @@ def check_probe_set(dataset: Any) -> None:
         count = len(dataset)
         raise ValueError(
             f"`probe_dataset` has {count} sample{'s' if count != 1 else ''}; at least {MIN_SEQUENCES} are needed to "
-            "compare losses in pairs. Pass more, or leave it out to hold sequences out of `train_dataset`."
+            "compare losses in pairs. Pass more, or leave it out: leaps are then verified on the next training batches."
         )

@@ -24,7 +24,7 @@ class Leap:
     One leap, from the decision to make it until Correct has judged it.
 
     While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
-    over the probed held-out sequences and `None` where the leap was not probed.
+    over the sequences of its probe and `None` where the leap was not probed.
 
     Attributes:
         step (`int`): The 0-based step before which the leap was made.
@@ -40,14 +40,14 @@ class Leap:
             expectation of the gradient.
         loss_before, loss_after, standard_error (`float`, *optional*): Of the probe.
         e (`float`, *optional*): Immediate gain in real steps: fall of the loss over its fall per real step.
-        e_source (`str`, *optional*): `probe` (held-out losses) or `slopes` (the gradient's projection on the leap).
+        e_source (`str`, *optional*): `probe` or `slopes` (the gradient's projection on the leap).
         cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
         norm_ratio (`float`, *optional*): Length of what those steps did over that of the leap, each per unit of
             learning rate.
         forecast_error (`float`, *optional*): Mean training loss in Correct minus the forecast of the trend before it.
         probe_cost_steps (`float`): Price of its probe in real steps.
-        decrease (`float`): Mean paired fall of the held-out loss (nats); minus infinity where the loss after the leap
-            is not finite.
+        decrease (`float`): Mean paired fall of the loss of its probe (nats); minus infinity where the loss after the
+            leap is not finite.
         under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
         forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
         losses (`list[float]`): Training losses since the leap.

@@ -17,11 +17,11 @@ How far a leap goes is the planner's business (gains.py): a constant gain by def
 imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and whole
 steps are redeemed.
 
-How a bad leap is caught. A leap that is probed is compared on held-out sequences before and after (probe.py). It stays
-unless it is clearly worse, because a good leap often looks neutral at first. One that is worse is halved until it
-lowers the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what probes cost. Every
-leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss with the trend
-before the leap, and the snapshot is there until then.
+How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
+(probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse is
+halved until it lowers the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what
+probes cost. Every leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss
+with the trend before the leap, and the snapshot is there until then.
 
 Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
 level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
@@ -54,7 +54,7 @@ from hf_hybrid.leaps.divergence import (
     linear_trend,
 )
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.probe import HeldOutProbe, is_clearly_worse, paired_decrease
+from hf_hybrid.leaps.probe import MIN_SEQUENCES, Probe, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.record import Leap, RunRecord
 from hf_hybrid.leaps.rescue import LearningRateRescue
 from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
@@ -121,16 +121,21 @@ class Trust:
         share = kept / (kept + self.PRIOR_REJECTED + self.rejected)
         return self.stability * share * (1.0 if believed is None else believed)
 
-    def allows_leap(self, step: int, probe: HeldOutProbe | None) -> bool:
+    def allows_leap(self, step: int, probe: Probe | None) -> bool:
         """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
-        return self.rejections_in_a_row < 2 or probe is None or self.probe_is_due(probe, step)
+        return not self.must_probe or probe is None or self.probe_is_due(probe, step)
 
-    def probe_is_due(self, probe: HeldOutProbe, step: int) -> bool:
+    @property
+    def must_probe(self) -> bool:
+        """Whether no leap may be made without a probe."""
+        return self.rejections_in_a_row >= 2
+
+    def probe_is_due(self, probe: Probe, step: int) -> bool:
         """Whether to probe the next leap. The first is always probed; then the budget is spent evenly over the run."""
-        budget = self.probe_budget * (self.WIDER if self.rejections_in_a_row >= 2 else 1.0)
+        budget = self.probe_budget * (self.WIDER if self.must_probe else 1.0)
         allowance = budget * self.max_steps * min(step / self.max_steps + 0.1, 1.0)
         return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
 
@@ -171,7 +176,8 @@ class LeapRun:
     Args:
         controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
             (`DivergenceMonitor`), signals (`SignalObserver`): The parts.
-        probe (`HeldOutProbe`, *optional*), rescue (`LearningRateRescue`, *optional*): More of them.
+        probe (`Probe`, *optional*), rescue (`LearningRateRescue`, *optional*): More of them.
+        feed (`BatchFeed`): The batches.
         stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
         leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
@@ -185,7 +191,7 @@ class LeapRun:
     """
 
     MARGIN, Z = 1.0, 2.0
-    """A probed leap may raise the held-out loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
+    """A probed leap may raise the loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
     HALVINGS = 5
     """How many times a probed leap that is clearly worse is halved before it is undone."""
     STATISTICS_EVERY = 8
@@ -200,7 +206,8 @@ class LeapRun:
         trust: Trust,
         monitor: DivergenceMonitor,
         signals: SignalObserver,
-        probe: HeldOutProbe | None,
+        probe: Probe | None,
+        feed: BatchFeed,
         rescue: LearningRateRescue | None,
         stretches: StretchCounter,
         leap_budget: float,
@@ -217,13 +224,13 @@ class LeapRun:
         self.on_phase_change, self.survive, self.log = on_phase_change, survive, log
         self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
-        self.record, self.feed = RunRecord(), BatchFeed()
+        self.record, self.feed = RunRecord(), feed
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.credit = 0.0
         self.leap_cost: float | None = None
         """Arithmetic of a leap in real steps; `None` until the first step was counted."""
         self.linearity = 0.0
-        """Fall of the held-out loss over the fall predicted to first order, at the leap probed last: a signal."""
+        """Fall of the probe's loss over the fall predicted to first order, at the leap probed last: a signal."""
         self.steps_since_leap = 0
         self.phase = self.announced = self.last_phase = controller.phase
         """Phase of the step under way, of which plugins were told, and of the last step."""
@@ -286,7 +293,10 @@ class LeapRun:
         if gain <= 0:
             self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
             return
-        probed = self.probe is not None and self.trust.probe_is_due(self.probe, step)
+        probed = self.probe is not None and self.trust.probe_is_due(self.probe, step) and self.probe.choose()
+        if self.trust.must_probe and not probed:
+            self.controller.leap_rejected()  # the epoch ends: too few sequences come next
+            return
         with trajectory.trial(leap):
             if probed:
                 self._probe(leap, gain)
@@ -321,12 +331,14 @@ class LeapRun:
         return gain * min(1.0, longest / leap.real_steps)
 
     def _probe(self, leap: Leap, gain: float) -> None:
-        """Leap, and compare held-out losses before and after. Keep the leap, halve it until it helps, or reject it."""
+        """Leap, and compare losses before and after. Keep the leap, halve it until it helps, or reject it."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
-        probe.choose()
         before = probe.losses()
         self.probe_seconds += time.perf_counter() - started
+        if sum(loss != 0.0 for loss in before) < MIN_SEQUENCES:
+            self.trajectory.leap(gain)  # hardly any of them has a label: they cannot tell
+            return
         leap.loss_before = sum(before) / len(before)
         self._look(leap, gain, before)
         leap.verdict = "kept"
@@ -456,6 +468,7 @@ class LeapRun:
 
     def end_step(self, step: int) -> None:
         """Close step `step` (0-based) and decide the phase of the next."""
+        self.feed.close()
         phase, verdict = self.controller.phase, NORMAL
         real, self._real = self._real, None
         if real is not None and real.skipped:
@@ -746,11 +759,7 @@ class NoLeaps:
     rate_scale = 1.0
 
     def __init__(self, summary: dict | None = None):
-        self.feed = BatchFeed()
         self._summary = RunRecord().summary() if summary is None else summary
-
-    def begin_step(self, step: int, learning_rate: Callable[[], float]) -> None:
-        """Return a real step every time."""
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
         """Count nothing."""
@@ -795,50 +804,74 @@ class LoggedSteps:
 
 class BatchFeed:
     """
-    Fetches no batches for skipped steps, also across a resume.
+    Hands out the batches of an epoch, in the order of `Trainer`'s own loader, of which some are fetched early.
 
-    `Trainer` counts batches by steps when it resumes inside an epoch and would skip those that were never fetched. The
-    feed remembers how many those were, and then reads from an iterator of its own.
+    A batch stays in the queue until the step that trains on it is over. So a probe may look at the next ones, a skipped
+    step, which trains on none, shows the next ones to subclasses, and a checkpoint that is saved inside a step counts
+    that step's batches as not trained on yet.
+
+    `Trainer` counts batches by steps when it resumes inside an epoch, and would skip those that were never trained on.
+    The feed remembers how many were, and then reads from an iterator of its own.
     """
 
     def __init__(self):
         self.epoch = 0
-        self.fetched = 0
-        self.skipped = 0
-        self._own: Iterator | None = None
+        self.trained = 0
+        """Batches of this epoch that steps were made with."""
+        self.begun = False
+        """Whether a step of this epoch is over; it may have been skipped."""
+        self._queue: list = []
+        self._under_way = 0
+        self._source: Iterator | None = None
 
     def enter(self, epoch: int) -> None:
         """Begin epoch `epoch`, or continue it after a resume."""
         if epoch != self.epoch:
-            self.epoch, self.fetched, self.skipped, self._own = epoch, 0, 0, None
+            self.epoch, self.trained, self.begun = epoch, 0, False
+        self._queue, self._under_way, self._source = [], 0, None
 
-    def resume(self, dataloader) -> None:
-        """Continue the epoch of a restored state after the batches that were really fetched."""
-        if self.fetched + self.skipped == 0:
-            return
-        own = skip_first_batches(dataloader, self.fetched)
+    def read(self, dataloader) -> None:
+        """Read the epoch after the batches that were trained on, with an iterator of our own."""
+        own = skip_first_batches(dataloader, self.trained)
         for part in (own, getattr(getattr(own, "batch_sampler", None), "batch_sampler", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
-        iterator = iter(own)
+        self._source = iter(own)
         # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: that
         # has to be over by then, also where the first steps take no batch.
-        self._own = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+        self.peek(1)
 
-    def source(self, epoch_iterator: Iterator) -> Iterator:
-        """Return the iterator of the next batches."""
-        return epoch_iterator if self._own is None else self._own
+    def open(self, epoch_iterator: Iterator) -> None:
+        """
+        Read the next batches, from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
 
-    def skip(self, count: int) -> tuple[list[dict], None]:
-        """Return placeholders for `count` micro-batches and their number of items, for a skipped step."""
-        self.skipped += count
-        return [{} for _ in range(count)], None
+        A window that a stream ended in the middle of was trained on, though no step came of it.
+        """
+        if self._under_way:
+            self.close()
+        if self._source is None:
+            self._source = epoch_iterator
+
+    def peek(self, count: int) -> list:
+        """Return the next `count` batches, or as many as the epoch still has, and leave them in the queue."""
+        self._queue.extend(itertools.islice(self._source, max(count - len(self._queue), 0)))
+        return self._queue[:count]
+
+    def begin(self, count: int) -> None:
+        """A step trains on the next `count` batches."""
+        self._under_way = count
+
+    def close(self) -> None:
+        """The step is over."""
+        del self._queue[: self._under_way]
+        self.trained += self._under_way
+        self._under_way, self.begun = 0, True
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "fetched": self.fetched, "skipped": self.skipped}
+        return {"epoch": self.epoch, "trained": self.trained, "begun": self.begun}
 
     def load_state_dict(self, state: dict) -> None:
-        self.epoch, self.fetched, self.skipped = state["epoch"], state["fetched"], state["skipped"]
+        self.epoch, self.trained, self.begun = state["epoch"], state["trained"], state["begun"]
 
 
 def tokens_of(inputs: dict) -> int:

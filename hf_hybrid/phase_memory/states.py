@@ -154,8 +154,6 @@ class _Host(_Stay):
             if (parameter, key) not in self._coming:
                 state = states[parameter]
                 self._coming[parameter, key] = state, self._transfers[device].fetch(state[key])
-        if not self.pinned:
-            self.wait()
 
     def wait(self) -> None:
         for (parameter, key), (state, fetched) in self._coming.items():

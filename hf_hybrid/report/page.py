@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hf_hybrid.report.findings import accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
+from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.run_folder import Run, as_dict, evenly, load_run, number, phase_stretches, plain, reading
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds, html_table
 
@@ -47,7 +48,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
         ValueError: If there is nothing in `folder` to report on.
     """
     run = load_run(folder)
-    found = findings(run)
+    found = shareable(findings(run))
     output = _made(Path(output) if output is not None else run.folder / "report")
     plots = run_plots(run, found, output) if _can_plot() else []
     steps, leaps = _step_rows(run), evenly(run.leaps, MOST_RECORDS)
@@ -200,7 +201,7 @@ def compare(first: Run, second: Run) -> dict:
         `dict`: `runs` with the headline of each, `table` with rows of text (name, A, B, difference, ratio),
         `different_options`, `notes`.
     """
-    both = {key: findings(run) for key, run in zip("AB", (first, second))}
+    both = {key: shareable(findings(run)) for key, run in zip("AB", (first, second))}
     rows = [
         _compared(label, show, *(reading(found["headline"], place) for found in both.values()))
         for label, place, show in _COMPARED

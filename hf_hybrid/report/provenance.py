@@ -1,8 +1,9 @@
 """
 Provenance of a run: its command, hardware, versions and experiment trackers.
 
-All of it is published with the card, so secrets are removed first ([`redact`]) and paths do not name the user's home
+All of it is published with the card, so secrets are removed first ([`redact`]) and paths say nothing of the machine
 ([`clean`]). What cannot be recognised as a secret stays: a password behind an option named `--note`, for example.
+Other files that people share (options, summary, profile, report) go through [`shareable`].
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _SECRET_VALUES = re.compile(
 )
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _NAMED_IN_JSON = re.compile(r"""((["'])([\w-]+)\2\s*:\s*(["']))((?:(?!\4).)*)""")
+# A path from the root or from a drive, through at least one folder. Not within a word, an address, or `~/`.
+_ABSOLUTE = re.compile(
+    r"(?<![\w.~:/\\-])(?:[A-Za-z]:[/\\]|\\\\|/)(?:[^\s/\\'\"`,;:<>|]+[/\\])+([^\s/\\'\"`,;:<>|]+)[/\\]?"
+)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
 REMOVED = "REMOVED"
 
@@ -71,13 +76,22 @@ def redact(value: str, secrets: Iterable[str] = ()) -> str:
 
 
 def clean(value: Any, secrets: Iterable[str] = ()) -> str:
-    """A value as it may be published: redacted, paths relative to the working folder or to `~`."""
-    shown = redact(str(value), secrets)
+    """A value as it may be published: redacted, with paths from the working folder or `~`, and others by name alone."""
+    shown = redact(str(value), secrets).replace("file:///", "/")
     for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
         prefix = str(folder).rstrip("/\\")
         if prefix:  # the root of the file system shortens nothing
             shown = re.sub(rf"(?<![\w./-]){re.escape(prefix)}(?:[/\\]|(?![\w.-]))", short, shown)
-    return shown or ("." if str(value) else "")
+    return _ABSOLUTE.sub(r"\1", shown) or ("." if str(value) else "")
+
+
+def shareable(value: Any) -> Any:
+    """Plain values with every text in them [`clean`]."""
+    if isinstance(value, dict):
+        return {key: shareable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shareable(item) for item in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:

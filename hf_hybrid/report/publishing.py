@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 
-from hf_hybrid.checkpoint import write_json
+from hf_hybrid.checkpoint import write_json, write_text
 from hf_hybrid.report.card import card_facts, render
 from hf_hybrid.report.origins import is_repo_id
 from hf_hybrid.report.provenance import listed, trackio_url, unique
@@ -98,11 +97,8 @@ class PublishingMixin:
             "dataset_args": listed(dataset_args),
         }
         _check(given)
-        card = render(card_facts(self, given, _baseline(baseline, folder)))
         # Replaced in one move: an upload in the background may be reading it.
-        unfinished = folder / f"_{REPOCARD_NAME}"
-        unfinished.write_text(card, encoding="utf-8")
-        os.replace(unfinished, path)
+        write_text(path, render(card_facts(self, given, _baseline(baseline, folder))))
 
     def push_to_hub(self, *args, **kwargs):
         """

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from hf_hybrid.report.provenance import shareable
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -170,7 +172,7 @@ class RunLog:
 def _write_json(path: Path, values: dict) -> None:
     from hf_hybrid.checkpoint import write_json  # here, because it needs torch and a report does not
 
-    write_json(path, plain(values))
+    write_json(path, shareable(plain(values)))
 
 
 def plain(value: Any) -> Any:
@@ -312,11 +314,12 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(f"`{folder}` is not a folder. Pass the `output_dir` of a run.")
     notes: list[str] = []
     config = as_dict(_read(folder / "hybrid_config.json", notes))
-    checkpoint, state = _newest_checkpoint(folder, notes)
+    lines = read_log(folder, notes, only=_SHOWN)
+    newest_run = as_dict(_read(folder / "hybrid_run.json", notes)).get("run")
+    checkpoint, state = _newest_checkpoint(folder, newest_run, lines, notes)
     saved = as_dict(_read(checkpoint / "hybrid_state.json", notes)) if checkpoint else {}
     profile = _load_profile(folder / PROFILE, notes)
-    lines = read_log(folder, notes, only=_SHOWN)
-    record, source = _newest_record(folder, checkpoint, saved, notes)
+    record, source = _newest_record(folder, newest_run, checkpoint, saved, notes)
     logs = _merge_logs(with_steps(state.get("log_history")), lines, profile.logs)
     steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
     steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
@@ -431,14 +434,23 @@ def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
 # Checkpoints, and the record of the hybrid trainer.
 
 
-def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
-    """The folder and the `trainer_state.json` that went farthest; half-written ones are skipped."""
+def _newest_checkpoint(
+    folder: Path, newest_run: object, lines: list[dict], notes: list[str]
+) -> tuple[Path | None, dict]:
+    """The folder and the `trainer_state.json` that went farthest; half-written ones and other runs' are skipped."""
     candidates = [folder, *(path for _, path in sorted(_numbered(folder, _CHECKPOINT), reverse=True))]
     best, best_state = None, {}
     for candidate in candidates:
         state = as_dict(_read(candidate / "trainer_state.json", notes))
         step, farthest = count_of(state.get("global_step")), count_of(best_state.get("global_step"))
-        if isinstance(state.get("log_history"), list) and step is not None and (farthest is None or step > farthest):
+        if candidate == folder:
+            other = bool(lines) and step is not None and step > lines[-1]["step"]  # of an earlier run in this folder
+        else:
+            run = as_dict(_read(candidate / "hybrid_manifest.json", notes)).get("run")
+            other = _is_of_other_run(run, newest_run, step or 0)
+        if not isinstance(state.get("log_history"), list) or step is None or other:
+            continue
+        if farthest is None or step > farthest:
             best, best_state = candidate, state
         if best not in (None, folder):
             break
@@ -449,15 +461,30 @@ def _newest_checkpoint(folder: Path, notes: list[str]) -> tuple[Path | None, dic
     return best, best_state
 
 
+def _is_of_other_run(run: object, newest: object, step: int) -> bool:
+    """
+    Whether a file of step `step` is of another run than the newest of its folder, or of a course that was abandoned.
+
+    Both runs are lists of pairs, id and first step, as in `hybrid_manifest.json`. Where they are missing nothing tells,
+    and the file is taken.
+    """
+    if not (isinstance(run, list) and isinstance(newest, list) and run and newest):
+        return False
+    ends = [count_of(pair[1]) for pair in newest[len(run) :] if isinstance(pair, list) and len(pair) == 2]
+    return run != newest[: len(run)] or any(end is not None and step > end for end in ends)
+
+
 def _steps_of(record: dict) -> int:
     steps = as_dict(record.get("steps_by_phase")).values()
     return sum(count_of(count) or 0 for count in steps)
 
 
-def _newest_record(folder: Path, checkpoint: Path | None, saved: dict, notes: list[str]):
+def _newest_record(folder: Path, newest_run: object, checkpoint: Path | None, saved: dict, notes: list[str]):
     """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
     summary = as_dict(_read(folder / "hybrid_summary.json", notes))
     found = as_dict(as_dict(saved.get("run")).get("record"))
+    if _is_of_other_run(summary.get("run"), newest_run, _steps_of(summary)):
+        summary = {}
     if summary and _steps_of(summary) >= _steps_of(found):
         return summary, "hybrid_summary.json"
     if found:

@@ -540,6 +540,9 @@ def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
     assert Path(command("--num_processes", "2", "--accelerate_config", "fsdp2")[1]).name == "fsdp2.yaml"
     own = tmp_path / "own.yaml"
     own.write_text("num_processes: 2\n")
+    with pytest.raises(OptionError, match=r"own.yaml` cannot be read: A `distributed_type` must be specified"):
+        command("--accelerate_config", str(own))
+    own.write_text("num_processes: 2\ndistributed_type: MULTI_GPU\n")
     assert command("--accelerate_config", str(own)) == [
         *("--config_file", str(own), "--module", "hf_hybrid.cli.run"),
         *("--accelerate_config", str(own)),

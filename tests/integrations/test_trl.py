@@ -370,7 +370,7 @@ def test_streamed_data(kind, tmp_path):
     }[kind]
     stream = {"train_dataset": data.to_iterable_dataset()} if kind == "dpo" else None
     options = {"data": data.to_iterable_dataset()} if kind == "sft" else {}
-    trainer = build(trainer, config, tmp_path, extra=stream, **options, **PHASES, probe_samples=8, max_steps=14)
+    trainer = build(trainer, config, tmp_path, extra=stream, **options, **PHASES, max_steps=14)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["steps"] == 14 and any(leap["loss_before"] is not None for leap in summary["leaps"])

@@ -1,17 +1,21 @@
 """`hf_hybrid/leaps/probe.py`: what is held out, the losses of its sequences, their paired comparison, and the cost."""
 
-import json
 import math
 
 import pytest
 import torch
-from conftest import ByteText, finite, hybrid_config, tiny_model, weights
-from datasets import Dataset as HubDataset
-from datasets import IterableDataset as HubIterableDataset
-from torch.utils.data import IterableDataset
+from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.probe import HeldOutProbe, SequenceLosses, is_clearly_worse, paired_decrease
+from hf_hybrid.leaps.probe import (
+    HeldOutBatches,
+    NextBatches,
+    Probe,
+    ProbeBatch,
+    SequenceLosses,
+    is_clearly_worse,
+    paired_decrease,
+)
 from hf_hybrid.phases import PluginList
 
 
@@ -47,10 +51,9 @@ def test_a_leap_stays_unless_it_is_clearly_worse():
 
 def test_probe_counts_and_rotates():
     seen = []
-    probe = HeldOutProbe(
-        "abc", lambda b: seen.append(b) or [1.0] * 4, sizes=[4, 4, 4], sequences_per_probe=8, sequences_per_step=8
-    )
-    probe.choose()
+    source = HeldOutBatches([ProbeBatch(name, 4, 1 / 6) for name in "abc"], wanted=8)
+    probe = Probe(source, lambda b: seen.append(b) or [1.0] * 4, price=1 / 3)
+    assert probe.choose()
     assert len(probe.losses()) == len(probe.losses()) == 8
     probe.choose()
     probe.losses()
@@ -59,27 +62,69 @@ def test_probe_counts_and_rotates():
     assert probe.cost_steps == pytest.approx(3 * probe.price) == pytest.approx(1.0)
 
 
-# Which sequences are held out.
+# Which sequences are probed.
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-def test_a_data_set_too_small_to_split_is_refused(tmp_path, samples):
-    with pytest.raises(ValueError, match=rf"`train_dataset` has {samples} sample.*Pass `probe_dataset=`"):
-        HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(samples))
+def next_batches(batches, wanted, **options):
+    values = {"size": len, "cut": lambda batch, most: batch[:most], "accumulation": 2, "processes": 1}
+    return NextBatches(lambda count: batches[:count], wanted=wanted, **{**values, **options}).draw()
 
 
-def test_one_sample_trains_with_a_probe_set_of_the_users(tmp_path):
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(1), probe_dataset=ByteText(4, offset=9)
+def test_a_probe_takes_the_first_sequences_of_the_next_batches():
+    drawn = next_batches(["abcd", "efgh", "ijkl"], wanted=6)
+    assert [batch.inputs for batch in drawn] == ["abcd", "ef"]
+    assert [batch.sequences for batch in drawn] == [4, 2]
+    assert [batch.cost for batch in drawn] == [1 / 6, 1 / 12]  # a step is two micro-batches, forward and backward
+    whole = next_batches(["abcd", "efgh"], wanted=2, cut=lambda batch, most: batch)
+    assert [(batch.inputs, batch.cost) for batch in whole] == [("abcd", 1 / 6)]
+    assert [batch.sequences for batch in next_batches(["abcd", "efgh"], wanted=6, processes=2)] == [6]
+
+
+def test_an_epoch_that_ends_has_too_few_sequences_for_a_probe():
+    assert [batch.inputs for batch in next_batches(["a", "b"], wanted=8)] == ["a", "b"]
+    probe = Probe(NextBatches(lambda count: ["a"], wanted=8, size=len, cut=lambda b, n: b, accumulation=1, processes=1),
+                  None, price=1.0)  # fmt: skip
+    assert not probe.choose()
+
+
+class Watching(HybridTrainer):
+    """Remembers which rows were probed and which were trained on."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        rows = inputs["input_ids"].tolist()
+        assert rows  # also in a skipped step
+        self.seen.append((self.phase_name, rows))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not model.training:
+            self.seen.append(("probe", inputs["input_ids"].tolist()))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_probes_look_at_what_is_trained_on_next(tmp_path):
+    trainer = Watching(
+        tiny_model(), hybrid_config(tmp_path, probe_budget=0.2, probe_batch_size=8), train_dataset=ByteText(400)
     )
-    before = weights(trainer.model)
+    trainer.seen = []
     trainer.train()
-    assert finite(trainer.model) and any(not torch.equal(before[n], p) for n, p in weights(trainer.model).items())
+    probes = [index for index, (phase, _) in enumerate(trainer.seen) if phase == "probe"]
+    assert probes and trainer.hybrid_summary()["predicted_steps"]
+    for index in probes:
+        coming = [row for phase, rows in trainer.seen[index:] if phase not in ("probe", "predict") for row in rows]
+        assert coming[: len(trainer.seen[index][1])] == trainer.seen[index][1] or trainer.seen[index - 1][0] == "probe"
+    skipped = [index for index, (phase, _) in enumerate(trainer.seen) if phase == "predict"]
+    for index in skipped:  # it is shown what the next real step trains on
+        coming = next(rows for phase, rows in trainer.seen[index:] if phase not in ("probe", "predict"))
+        assert trainer.seen[index][1] == coming
 
 
-def test_a_missing_training_set_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`train_dataset` is missing"):
-        HybridTrainer(tiny_model(), hybrid_config(tmp_path))
+@pytest.mark.parametrize("mode", ["evaluate", "predict"])
+def test_a_trainer_without_training_data_evaluates(tmp_path, mode):
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), eval_dataset=ByteText(4))
+    assert trainer.evaluate()["eval_loss"] > 0 if mode == "evaluate" else trainer.predict(ByteText(4)).metrics
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.train()
 
 
 def test_a_probe_set_of_one_is_refused_before_training(tmp_path):
@@ -87,40 +132,11 @@ def test_a_probe_set_of_one_is_refused_before_training(tmp_path):
         HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(40), probe_dataset=ByteText(1))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        data = ByteText(300)
-        return (data[i] for i in range(len(data)))
-
-
-def test_a_stream_without_length_needs_a_probe_set(tmp_path):
-    with pytest.raises(ValueError, match="`Stream` without a length.*Pass `probe_dataset=`"):
-        HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Stream())
-    trainer = HybridTrainer(
-        tiny_model(), hybrid_config(tmp_path), train_dataset=Stream(), probe_dataset=ByteText(16, offset=500)
-    )
-    trainer.train()
-    assert trainer.hybrid_summary()["predicted_steps"] > 0
-
-
-def test_a_stream_of_the_datasets_library_is_split(tmp_path):
-    data = ByteText(300)
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in data.blocks]
-    stream = HubIterableDataset.from_generator(lambda: iter(rows))
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, probe_samples=8), train_dataset=stream)
-    trainer.train()
-    assert len(list(trainer.probe_dataset)) == 8
-    assert next(iter(trainer.train_dataset))["input_ids"] == rows[8]["input_ids"]
-    assert trainer.hybrid_summary()["predicted_steps"] > 0
-
-
-def test_held_out_sequences_are_not_trained_on(tmp_path):
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ByteText(200).blocks]
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=HubDataset.from_list(rows))
-    held = {json.dumps(row["input_ids"]) for row in trainer.probe_dataset}
-    trained = {json.dumps(row["input_ids"]) for row in trainer.train_dataset}
-    assert len(trainer.probe_dataset) == 10 and len(trainer.train_dataset) == 190
-    assert not held & trained
+def test_a_probe_set_without_labels_is_refused(tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100] * 4}] * 4
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(40), probe_dataset=rows)
+    with pytest.raises(ValueError, match="Every label of `probe_dataset` is -100"):
+        trainer.train()
 
 
 # Losses of sequences.
@@ -155,7 +171,7 @@ def test_padding_does_not_count_in_probes(tmp_path):
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Padded(400))
     trainer.train()
     losses = SequenceLosses(trainer, PluginList())
-    batch = next(iter(trainer.get_eval_dataloader(trainer.probe_dataset)))
+    batch = next(iter(trainer.get_train_dataloader()))
     together = losses(batch)
     assert losses.from_logits
     losses.from_logits = False

@@ -12,8 +12,8 @@ from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
 from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.probe import HeldOutProbe
-from hf_hybrid.leaps.run import LeapRun, StretchCounter, Trust
+from hf_hybrid.leaps.probe import HeldOutBatches, Probe, ProbeBatch
+from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
@@ -36,6 +36,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, c
         monitor=DivergenceMonitor(1e9, 10),
         signals=SignalObserver(),
         probe=probe,
+        feed=BatchFeed(),
         rescue=None,
         stretches=StretchCounter(10),
         leap_budget=1.0,
@@ -52,7 +53,9 @@ class World:
     def __init__(self, minimum, curvature=1.0, wobble=0.0, **options):
         self.minimum, self.curvature, self.wobble = minimum, curvature, wobble
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.probe = HeldOutProbe([0, 1], self.losses, sizes=[4, 4], sequences_per_probe=8, sequences_per_step=8)
+        self.probe = Probe(
+            HeldOutBatches([ProbeBatch(n, 4, 1 / 6) for n in (0, 1)], wanted=8), self.losses, price=1 / 3
+        )
         self.run = leap_run([("weight", self.weight)], direction=Upwards, probe=self.probe, **options)
 
     def losses(self, batch):

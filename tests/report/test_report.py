@@ -255,7 +255,7 @@ class Stop(TrainerCallback):
 
 def test_a_real_run_that_was_cut_short(tmp_path):
     profiler = MemoryProfilerCallback(account_every=1)
-    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=20, probe_budget=0.2, probe_samples=8)
+    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=20, probe_budget=0.2)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=[profiler, Stop()])
     profiler.attach(trainer)
     with pytest.raises(KeyboardInterrupt):

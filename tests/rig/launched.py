@@ -150,7 +150,7 @@ def lora(folder: Path):
 def iterable(folder: Path):
     """Data without a length, which the first process reads for both."""
     data = HubIterableDataset.from_generator(lambda: (dict(row) for row in ByteText(400)))
-    config = hybrid_config(folder / "iterable", **{**BASE, "max_steps": 16}, probe_samples=16)
+    config = hybrid_config(folder / "iterable", **{**BASE, "max_steps": 16})
     trainer = HybridTrainer(tiny_model(), config, train_dataset=data)
     trainer.train()
     return trainer

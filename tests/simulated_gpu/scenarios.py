@@ -44,7 +44,6 @@ LEAPS = {
     "max_predict_steps": 2,
     "leap_worth": 2.0,
     "leap_budget": 1.0,
-    "probe_samples": 4,
 }
 STREAM = {"memory": "stream", "resident_layers": 0}
 STREAMED = ("memory", "resident_layers", "accumulation_walk", "stream_embeddings", "prefetch_layers")

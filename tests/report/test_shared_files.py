@@ -1,0 +1,68 @@
+"""What a run leaves for others (options, summary, log, profile, report, card) says nothing of the machine's folders."""
+
+import json
+import os
+import sys
+
+import pytest
+from conftest import ByteText, hybrid_config, tiny_model
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.checkpoint import write_text
+from hf_hybrid.report.page import write_comparison, write_report
+from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.report.provenance import clean, shareable
+
+# Files of Trainer's own that are pushed too: it needs the paths in them.
+OF_TRAINER = {"training_args.bin", "trainer_state.json"}
+
+
+def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
+    home, folder = tmp_path / "home-of-ada", tmp_path / "disk-of-ada" / "out"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # plots take time
+    tiny_model().save_pretrained(home / "models" / "base")
+    model = AutoModelForCausalLM.from_pretrained(home / "models" / "base")
+    config = hybrid_config(folder, max_steps=8, save_strategy="steps", save_steps=4, run_name=str(home / "runs" / "a"))
+    for resume in (None, str(folder / "checkpoint-4")):
+        trainer = HybridTrainer(model, config, train_dataset=ByteText(64), callbacks=[MemoryProfilerCallback()])
+        trainer.train(resume_from_checkpoint=resume)
+    assert trainer.hybrid_summary()["resumed"]["checkpoint"] == str(folder / "checkpoint-4"), "memory holds it in full"
+    trainer.save_model()
+    trainer.create_model_card()
+    write_report(folder)
+    write_comparison(folder, folder)
+    files = [path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
+    names = {path.name for path in files}
+    assert {"README.md", "hybrid_config.json", "hybrid_summary.json", "hybrid_log.jsonl"} < names
+    assert {"report.html", "report.json", "comparison.html", "run.json", "steps.jsonl"} < names
+    found = {path.name for path in files if b"-of-ada" in path.read_bytes() or bytes(tmp_path) in path.read_bytes()}
+    assert found <= OF_TRAINER
+    assert json.loads((folder / "hybrid_config.json").read_text())["output_dir"] == "out"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/data/ada/out/", "out"),
+        ("C:\\Users\\ada\\text.txt", "text.txt"),
+        ("--data=/srv/ada/x.json", "--data=x.json"),
+        ("`/srv/ada/x.json` is empty", "`x.json` is empty"),
+        ("file:///srv/ada/x", "x"),
+        ("https://host/ada/x and org/model, ../ada/x, ~/ada/x, 1/2, /think", None),
+    ],
+)
+def test_paths_from_the_root_become_names(value, shown):
+    expected = value if shown is None else shown
+    assert clean(value) == expected and shareable({"a": [value, 1, None]}) == {"a": [expected, 1, None]}
+
+
+def test_what_lies_in_the_way_of_a_temporary_file_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    precious = tmp_path / "precious"
+    precious.write_text("of another user")
+    (tmp_path / "_README.md.guessed").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "README.md", "mine")
+    assert precious.read_text() == "of another user" and "README.md" not in os.listdir(tmp_path)
