@@ -41,7 +41,8 @@ learning_rate: 2.0e-5
 ```
 
 A config with a value that cannot work is refused at construction. The error names the option, the value and what to
-change. A run writes the options that differ from their defaults to `hybrid_config.json`, and
+change. This includes numbers of `TrainingArguments` that plain `Trainer` reads only when training begins, such as a
+batch size of 0. A run writes the options that differ from their defaults to `hybrid_config.json`, and
 `HybridConfig.from_json("out")` reads them.
 """
 

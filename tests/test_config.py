@@ -42,6 +42,10 @@ def test_command_line_and_yaml(tmp_path):
         ("lr_rescue", "yes", "`lr_rescue` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),
+        ("learning_rate", float("nan"), "`learning_rate` must be between 0 and 1000, got nan"),
+        ("gradient_accumulation_steps", 0, "`gradient_accumulation_steps` must be at least 1, got 0"),
+        ("per_device_train_batch_size", None, "`per_device_train_batch_size` must be an integer, got `None`"),
+        ("adam_beta2", 1.0, "`adam_beta2` must be at least 0 and less than 1, got 1.0"),
         ("probe_budget", 1.5, "`probe_budget` must be between 0 and 1, got 1.5"),
         ("probe_budget", -0.1, "`probe_budget` must be between 0 and 1, got -0.1"),
         ("leap_budget", 0.0, "`leap_budget` must be greater than 0, got 0.0"),
@@ -51,7 +55,7 @@ def test_command_line_and_yaml(tmp_path):
 )
 def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        HybridConfig(**config_values(tmp_path), **{option: value})
+        HybridConfig(**config_values(tmp_path, **{option: value}))
 
 
 def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):

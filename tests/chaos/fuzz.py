@@ -10,6 +10,7 @@ either, for options of its own, counts as refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -26,10 +27,11 @@ import datasets
 import torch
 import yaml
 from conftest import LENGTH, ByteText, config_values, finite, tiny_model, weights
-from transformers import GPT2Config, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from chaos import Result, children, generator
+from chaos import Result, children, generator, trainings
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
+from hf_hybrid.arguments import check_range
 from hf_hybrid.cli import env, options, plan, run, train  # noqa: F401 - imported once, before processes are forked
 from hf_hybrid.cli.main import main
 from hf_hybrid.leaps.divergence import TrainingDivergedError
@@ -37,7 +39,6 @@ from hf_hybrid.leaps.divergence import TrainingDivergedError
 PATIENCE = 60.0
 """Seconds after which a case hangs. A usual one takes less than one."""
 REFUSALS = (ValueError, TypeError, ImportError)
-ROWS = 24
 OPTIONS = {"max_steps": 6, "warmup_phase_steps": 1, "full_phase_steps": 1, "correct_phase_steps": 1, "leap_worth": 1.0}
 
 ODD = [
@@ -118,46 +119,70 @@ def _run(case: str, told: str, folder: Path, function: Callable, *arguments) -> 
 def construction(case: str, seed: int, folder: Path) -> Result:
     """Construct a trainer with drawn options and train if it is accepted."""
     dice = generator(seed, case)
+    made = {"model": dice.choice([*MODELS, "llama"]), "data": dice.choice([*DATA, "rows", "rows"])}
     drawn = draw_options(dice)
-    return _run(case, _told(drawn), folder, _construct, drawn)
+    told = ", ".join(f"{name}={value!r:.60}" for name, value in (made | drawn).items())
+    return _run(case, told, folder, _construct, made, drawn)
 
 
-def _told(drawn: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.60}" for name, value in drawn.items())
+def _gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=16, n_layer=2, n_head=2, n_positions=64))
+
+
+MODELS: dict[str, Callable] = {"llama": tiny_model, "gpt2": _gpt2, "adapters": trainings.adapted}
+DATA: dict[str, Callable] = {
+    "rows": lambda: ByteText(24),
+    "few rows": lambda: ByteText(3),
+    "one row": lambda: ByteText(1),
+    "stream": lambda: trainings.Stream(ByteText(24)),
+}
 
 
 def draw_options(dice: random.Random) -> dict[str, Any]:
-    """Draw one to five options, most of them of this package, and their values."""
+    """Draw one to six options, most of them of this package, and their values; in every other case one is odd."""
     own, hints = [field.name for field in fields(HybridArguments)], get_type_hints(HybridConfig)
-    names = dice.sample(own, dice.randint(1, 3)) + dice.sample(TRAINERS_OWN, dice.choice([0, 0, 1, 2]))
-    drawn = {name: draw_value(dice, name, hints[name]) for name in names}
+    names = dice.sample(own, dice.randint(1, 4)) + dice.sample(TRAINERS_OWN, dice.choice([0, 0, 1, 2]))
+    drawn = {name: usual_value(dice, name, hints[name]) for name in names}
+    if {"muon_momentum", "muon_lr_scale"} & set(names):
+        drawn["optim"] = "muon"
     if dice.random() < 0.3:
         drawn["memory"] = dice.choice(["stream", "auto"])
+    if dice.random() < 1 / 2:
+        drawn[dice.choice(names)] = dice.choice(ODD)
     return drawn
 
 
-def draw_value(dice: random.Random, name: str, hint: Any) -> Any:
-    """Draw a value, of the kind that the option takes in two cases of three."""
-    if dice.random() < 1 / 3:
-        return dice.choice(ODD)
+def usual_value(dice: random.Random, name: str, hint: Any) -> Any:
+    """Draw a value of the kind that the option takes."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     if get_origin(hint) is Literal:
         return dice.choice(kinds)
     if name in TEXTS:
         return dice.choice(TEXTS[name])
-    return dice.choice(USUAL.get(kinds[0], ODD))
+    limits = getattr(HybridArguments.__dataclass_fields__.get(name), "metadata", {}).get("help")
+    return dice.choice([value for value in USUAL.get(kinds[0], ODD) if limits is None or _within(name, value, limits)])
 
 
-def _construct(drawn: dict[str, Any], folder: Path) -> tuple[str, str]:
-    config = {**config_values(folder / "run"), **OPTIONS, **drawn}
+def _within(name: str, value: Any, text: Any) -> bool:
     try:
-        made = HybridConfig(**config)
-        trainer = HybridTrainer(tiny_model(), made, train_dataset=ByteText(ROWS), eval_dataset=ByteText(8))
+        check_range(name, value, text.limits)
+    except ValueError:
+        return False
+    return True
+
+
+def _construct(made: dict[str, str], drawn: dict[str, Any], folder: Path) -> tuple[str, str]:
+    config = {**config_values(folder / "run"), **OPTIONS, **drawn}
+    parts = {"train_dataset": DATA[made["data"]](), "eval_dataset": ByteText(8)}
+    plain = functools.partial(_plain, made["model"], config, parts, folder)
+    try:
+        torch.manual_seed(0)
+        trainer = HybridTrainer(MODELS[made["model"]](), HybridConfig(**config), **parts)
     except Exception as error:
         trace = traceback.format_exc()
         if isinstance(error, REFUSALS) and re.search("`[a-z_]+", str(error)):
             return "refused", str(error)
-        return ("refused", f"as Trainer does: {error}") if _plain_fails(config, folder) else ("traceback", trace)
+        return ("refused", f"as Trainer does: {error}") if _fails(plain) else ("traceback", trace)
     before = weights(trainer.model)
     try:
         trainer.train()
@@ -165,38 +190,39 @@ def _construct(drawn: dict[str, Any], folder: Path) -> tuple[str, str]:
         return "refused", str(error)
     except Exception:
         trace = traceback.format_exc()
-        return ("refused", f"as Trainer does: {trace}") if _plain_fails(config, folder) else ("traceback", trace)
-    state, after = trainer.state, weights(trainer.model)
+        return ("refused", f"as Trainer does: {trace}") if _fails(plain) else ("traceback", trace)
+    state = trainer.state
     if not finite(trainer.model):
         return "nonsense", "The weights are not finite."
     if state.global_step != state.max_steps:
         return "nonsense", f"{state.global_step} steps of {state.max_steps}."
-    if all(torch.equal(before[name], after[name]) for name in before) and _plain_moves(config, folder):
+    if not _moved(before, trainer) and _moved(before, plain()):
         return "nonsense", "No weight has changed."
     return "trained", ""
 
 
-def _plain(config: dict[str, Any], folder: Path) -> Trainer:
+def _plain(model: str, config: dict[str, Any], parts: dict[str, Any], folder: Path) -> Trainer:
     """Plain Trainer, trained with its own options among these."""
+    torch.manual_seed(0)
     own = {field.name for field in fields(TrainingArguments)}
     args = TrainingArguments(**{name: value for name, value in config.items() if name in own})
     args.output_dir = str(folder / "plain")
-    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(ROWS), eval_dataset=ByteText(8))
+    trainer = Trainer(MODELS[model](), args, **parts)
     trainer.train()
     return trainer
 
 
-def _plain_fails(config: dict[str, Any], folder: Path) -> bool:
+def _fails(training: Callable) -> bool:
     try:
-        _plain(config, folder)
+        training()
     except Exception:
         return True
     return False
 
 
-def _plain_moves(config: dict[str, Any], folder: Path) -> bool:
-    before, after = weights(tiny_model()), weights(_plain(config, folder).model)
-    return not all(torch.equal(before[name], after[name]) for name in before)
+def _moved(before: dict[str, torch.Tensor], trainer: Trainer) -> bool:
+    after = weights(trainer.model)
+    return any(not torch.equal(before[name], after[name]) for name in before)
 
 
 # Through the command line.
@@ -269,7 +295,7 @@ def _train_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
     words = []
     for name in dice.sample(names, dice.randint(0, 3)):
         if dice.random() < 0.5:
-            in_yaml[name] = dice.choice(YAML_VALUES) if dice.random() < 0.7 else draw_value(dice, name, hints[name])
+            in_yaml[name] = dice.choice(YAML_VALUES) if dice.random() < 0.7 else usual_value(dice, name, hints[name])
         else:
             words += [f"--{name}", dice.choice(WORDS)] if dice.random() < 0.8 else [f"--{name}"]
     in_yaml = {name: value for name, value in in_yaml.items() if value is None or isinstance(value, _OF_YAML)}
@@ -313,8 +339,9 @@ def _plan_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
 
 
 def _env_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
-    """`env`, no command, or one that does not exist."""
-    return dice.choice([["env"], ["env", dice.choice(WORDS)], [dice.choice(WORDS)], [], ["--version"], ["train"]]), {}
+    """`env`, `report`, no command, or one that does not exist."""
+    word = dice.choice(WORDS)
+    return dice.choice([["env"], ["env", word], ["report", word], [word], [], ["--version"], ["train"]]), {}
 
 
 def _command(words: list[str], changes: dict[str, Any], folder: Path) -> tuple[str, str]:
@@ -333,7 +360,7 @@ def _command(words: list[str], changes: dict[str, Any], folder: Path) -> tuple[s
     said = Path("err").read_text()
     if status == 0:
         return _trained(words)
-    if status == 1 and words[0] == "plan" and "nothing fits" in said:
+    if status == 1 and ("plan: nothing fits" in said or "hf-hybrid report: " in said):
         return "refused", said
     told = [line for line in said.splitlines() if "error: " in line]
     return ("refused" if status == 2 and len(told) == 1 else "traceback"), f"status {status}\n{said[-3000:]}"
