@@ -62,6 +62,7 @@ class Manifest:
     """What a checkpoint consists of: `files` has the bytes and the checksum of each, by its path in the folder."""
 
     step: int
+    in_step: bool
     run: Run
     model: str
     files: dict[str, dict]
@@ -69,11 +70,15 @@ class Manifest:
 
 @dataclass
 class Start:
-    """Where a training starts: the checked folder (`None` for a new run), its run, and what the user has to know."""
+    """
+    Where a training starts: the checked folder (`None` for a new run), its run and model, whether it was saved inside
+    a step, and what the user has to know.
+    """
 
     folder: str | None
     run: Run
     model: str
+    in_step: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -98,8 +103,16 @@ def begin(folder: Path) -> None:
         os.replace(folder, aside)
 
 
-def seal(folder: Path, step: int, start: Start) -> None:
-    """Flush all files of a checkpoint to the disk, and then write the manifest that makes it whole."""
+def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
+    """
+    Flush all files of a checkpoint to the disk, and then write the manifest that makes it whole.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        step (`int`): Steps that the run has made.
+        start (`Start`): Of the run.
+        in_step (`bool`): Whether the next step was under way, with its batches fetched.
+    """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _PASSING]
     with ThreadPoolExecutor(THREADS) as pool:
         work = [(pool.submit(_flush, path), pool.submit(_digest, path)) for path in paths]
@@ -108,7 +121,8 @@ def seal(folder: Path, step: int, start: Start) -> None:
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
         for path, digest in zip(paths, digests)
     }
-    values = {"schema_version": SCHEMA_VERSION, "step": step, "run": start.run, "model": start.model, "files": files}
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
+    values |= {"model": start.model, "files": files}
     for inner in {path.parent for path in paths}:
         _flush(inner)
     write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
@@ -199,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != _digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(**{name: values[name] for name in ("step", "run", "model", "files")})
+    return Manifest(**{name: values[name] for name in ("step", "in_step", "run", "model", "files")})
 
 
 def is_sealed(folder: str | Path) -> bool:
@@ -282,6 +296,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
             start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
         abandoned = any(_belongs(other, manifest.run) for other in later)
+        start.in_step = manifest.in_step
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
     start.warnings += _not_saved(folder)
     return start

@@ -15,10 +15,11 @@ A step, from top to bottom: `get_batch_samples` begins it (it makes a leap that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from hf_hybrid.report.summary import HybridSummary, RunPosition
 from hf_hybrid.setup import build_memory, build_optimizer, build_plugins, build_run, check_streamable, makes_muon
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
+from hf_hybrid.streaming.walk import RandomStates
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,9 @@ class HookRouter(CallbackHandler):
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer._begin_epoch()
         return super().on_epoch_begin(args, state, control, **kwargs)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer._note_step()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         control = super().on_pre_optimizer_step(args, state, control, **kwargs)
@@ -152,6 +157,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
         self._next_epoch, self._around_forward = 0, False
+        self._leave_step()
         super().__init__(*args, **kwargs)
         self._start, self._total_limit = manifest.new_run(self.model), self.args.save_total_limit
         self.hybrid_args = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
@@ -263,6 +269,7 @@ class HybridTrainerMixin(PublishingMixin):
                 self._measure_memory()
             self.memory.end()
             self._chunked_loss.remove()
+            self._leave_step()
         if self.hybrid_args.enable_predict and "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
@@ -335,7 +342,22 @@ class HybridTrainerMixin(PublishingMixin):
     # One step.
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Begin a step: make the leap that is due, and return its batches; those of a skipped step stay the next."""
+        """Begin a step, unless the run was resumed at its end: Trainer would train one step more."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            logger.info("The run is at step %d, its last one: nothing is left to train.", self.state.global_step)
+            self.control.should_training_stop = True
+            return [], None
+        self._begun = self.state.global_step
+        with self._changing_weights():
+            batches, items = self._begin_step(epoch_iterator, num_batches, device)
+        if self._start.in_step:
+            # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
+            self._load_rng_state(self._start.folder)
+            self._start.in_step = False
+        return batches, items
+
+    def _begin_step(self, epoch_iterator, num_batches, device):
+        """Make the leap that is due, and return the batches of the step; those of a skipped step stay the next."""
         if self.run.phase is None:
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             self.recovery.begin_window(batches, items)
@@ -364,13 +386,14 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        if not self._around_forward:
-            return self.memory.compute(step, inputs)
-        try:
-            self.plugins.call("before_forward", self.run.phase)
-            return self.memory.compute(step, inputs)
-        finally:
-            self.plugins.call("after_backward", self.run.phase)
+        with self._changing_weights():
+            if not self._around_forward:
+                return self.memory.compute(step, inputs)
+            try:
+                self.plugins.call("before_forward", self.run.phase)
+                return self.memory.compute(step, inputs)
+            finally:
+                self.plugins.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs
@@ -405,6 +428,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _before_update(self) -> None:
         """Judge the step between clipping and the optimizer's step, and scale the learning rate."""
+        self._is_changing = True  # until the step ends
         run = self.run
         if run.phase is Phase.PREDICT:
             return
@@ -448,11 +472,51 @@ class HybridTrainerMixin(PublishingMixin):
             group["lr"] = rate
 
     def _end_step(self) -> None:
-        self.recovery.begin_window([])
+        """Close the step under way, once, if Trainer has counted it."""
+        if self._begun in (None, self.state.global_step):
+            return
         save = self.memory_guard.after_step(self.state.global_step)
         # Every process would have to save, and each sees its own device only.
-        self.control.should_save |= save and self.accelerator.num_processes == 1
+        self.control.should_save |= self._save_put_off or (save and self.accelerator.num_processes == 1)
+        self._leave_step()
+        self.recovery.begin_window([])
         self.run.end_step(self.state.global_step - 1)
+
+    # Inside a step a checkpoint holds the state before the step, so that a resumed run computes all of it again: the
+    # weights are still those, the position in the data is, and random generators and counters are set back for the
+    # save. Where weights or states are changing, a save is put off to the end of the step.
+
+    def _note_step(self) -> None:
+        """Remember what the first micro-batch will change."""
+        random, seen = RandomStates.now(self.args.device), self.state.num_input_tokens_seen
+        self._before_step = (random, seen, self.current_flos)
+
+    def _leave_step(self) -> None:
+        """Between steps nothing has to be set back or put off."""
+        self._begun: int | None = None
+        self._before_step: tuple[RandomStates, int, float] | None = None
+        self._is_changing = self._save_put_off = False
+
+    @contextlib.contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+
+    @contextlib.contextmanager
+    def _as_before_step(self) -> Iterator[None]:
+        if self._before_step is None:
+            yield
+            return
+        random, seen, flos = self._before_step
+        more_seen, more_flos = self.state.num_input_tokens_seen - seen, self.current_flos - flos
+        self.state.num_input_tokens_seen, self.current_flos = seen, flos
+        with random.again():
+            yield
+        self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
+        self._before_step = (random, seen, self.current_flos - more_flos)
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
         newest = manifest.last_checkpoint(self.args.output_dir)
@@ -539,12 +603,17 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _save_checkpoint(self, model, trial):
         """Save, seal, and only then delete older checkpoints: Trainer would before the new one is whole."""
+        if self._is_changing:
+            logger.info("A checkpoint was asked for inside a leap, a pass or an update: it is saved after the step.")
+            self._save_put_off = True
+            return
+        self._end_step()
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
             manifest.begin(folder)
         self.accelerator.wait_for_everyone()
         self._unsealed, self._total_limit = folder, self.args.save_total_limit
-        with manifest.total_limit(self.args, None):
+        with manifest.total_limit(self.args, None), self._as_before_step():
             super()._save_checkpoint(model, trial)
         self._seal()
         if self.args.should_save:
@@ -558,7 +627,7 @@ class HybridTrainerMixin(PublishingMixin):
         folder, self._unsealed = self._unsealed, None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            manifest.seal(folder, self.state.global_step, self._start)
+            manifest.seal(folder, self.state.global_step, self._start, in_step=self._begun is not None)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         self._seal()  # before its files are collected

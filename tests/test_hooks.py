@@ -62,6 +62,7 @@ ENTRIES = {"__init__", "train", "predict"}
 CALLED = {
     "_get_learning_rate": "",
     "_get_output_dir": "* trial",
+    "_load_rng_state": "checkpoint",
     "_prepare_inputs": "inputs",
 }
 # What Trainer has of its own making, as attributes of an instance.

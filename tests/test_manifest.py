@@ -139,7 +139,7 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
     manifest.begin(checkpoint)
     checkpoint.mkdir()
-    manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()))
+    manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
     assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
 
 

@@ -237,7 +237,7 @@ class LeapRun:
         self.leap_seconds = self.probe_seconds = 0.0
         self.learning_rate = 0.0
         self._losses: list[torch.Tensor] = []
-        self._tokens = 0
+        self._skipped = self._tokens = 0
         self._real: _RealStep | None = None
         self._new: Leap | None = None
         self._started = time.perf_counter()
@@ -261,7 +261,7 @@ class LeapRun:
         `learning_rate` returns the scheduled one.
         """
         self._started = time.perf_counter()
-        self._losses, self._tokens, self.learning_rate = [], 0, learning_rate()
+        self._losses, self._skipped, self._tokens, self.learning_rate = [], 0, 0, learning_rate()
         self.phase = self.controller.phase
         if self.controller.leap_due:
             self._begin_leap(step)
@@ -405,11 +405,10 @@ class LeapRun:
 
     def skip_step(self) -> None:
         """Count one micro-batch of a skipped step, which computes nothing."""
-        self.record.backward_passes_avoided += 1
+        self._skipped += 1
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
         """Count one micro-batch whose gradients are computed; `loss` is its share of the loss of the step."""
-        self.record.backward_passes += 1
         self._losses.append(loss)
         if self.leap_cost is None:
             self._tokens += tokens_of(inputs)
@@ -481,6 +480,9 @@ class LeapRun:
         self.trust.observe_step(verdict.level)
         self.steps_since_leap += 1
         self.record.steps_by_phase[phase.value] += 1
+        # Not before the step ends: a checkpoint inside it is resumed at its beginning.
+        self.record.backward_passes += len(self._losses)
+        self.record.backward_passes_avoided += self._skipped
         if verdict.action is not Action.NONE:
             self._react(step, verdict)
         block_ends = self.controller.remaining <= 1 and phase is not Phase.PREDICT
@@ -713,6 +715,7 @@ class LeapRun:
             "gains": self.gains.state_dict(),
             "trust": {name: getattr(self.trust, name) for name in self._TRUST},
             "announced": self.announced.value,
+            "leap_is_new": self._new is not None,
             "open_leap": None if self.trajectory.open is None else self.record.leaps.index(self.trajectory.open),
             **{name: getattr(self, name).state_dict() for name in self._PARTS},
             **{name: None if part is None else part.state_dict() for name, part in optional.items()},
@@ -742,6 +745,7 @@ class LeapRun:
         self.residuals.load_state_dict(part_of("residuals"), values["residuals"])
         self.gains.load_state_dict(part_of("gains"), values["gains"])
         self.phase, self.announced = self.controller.phase, Phase(values["announced"])
+        self._new = self.record.leaps[-1] if values["leap_is_new"] else None
 
 
 class NoLeaps:
