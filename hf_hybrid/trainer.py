@@ -347,9 +347,9 @@ class HybridTrainerMixin(PublishingMixin):
             logger.info("The run is at step %d, its last one: nothing is left to train.", self.state.global_step)
             self.control.should_training_stop = True
             return [], None
-        self._begun = self.state.global_step
         with self._changing_weights():
             batches, items = self._begin_step(epoch_iterator, num_batches, device)
+        self._begun = self.state.global_step if batches else None
         if self._start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
             self._load_rng_state(self._start.folder)

@@ -40,6 +40,13 @@ OPTIONS = {
     "save_steps": 1,
 }
 SAMPLES = 200
+# Where callbacks may save inside a step; `True`: callbacks that were added after those of the trainer.
+INSIDE = [
+    ("on_step_begin", False), ("on_substep_end", False), ("on_pre_optimizer_step", False),
+    ("on_pre_optimizer_step", True), ("on_optimizer_step", False), ("on_step_end", False),
+]  # fmt: skip
+PLAIN = {"enable_predict": False}
+QUICK = [("on_step_begin", False, {}), ("on_pre_optimizer_step", True, {}), ("on_substep_end", False, PLAIN)]
 
 
 def build(folder, **overrides):
@@ -192,6 +199,81 @@ def test_data_order_of_real_steps_survives_a_resume(tmp_path):
         rest = go(tmp_path / "b", str(tmp_path / "a" / f"checkpoint-{step}"))
         assert rest == whole[len(whole) - len(rest) :], step
         assert len(rest) < len(whole)
+
+
+# Checkpoints made inside a step.
+
+
+class SaveIn(TrainerCallback):
+    """Save in every step at one event, as `enable_jit_checkpoint` and users' callbacks do."""
+
+    def __init__(self, event):
+        setattr(self, event, self._save)
+
+    def _save(self, args, state, control, **kwargs):
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+def of_short_run(folder, callback=None, late=False, **options):
+    """Two micro-batches a step, an epoch and a half, a leap, with dropout; `late`: a callback added after ours."""
+    torch.manual_seed(0)
+    options = {"save_strategy": "no", "max_steps": 12, "gradient_accumulation_steps": 2, **options}
+    options |= {"learning_rate": 1e-3, "probe_budget": 0.2, "leap_worth": 1.0, "max_predict_steps": 3}
+    trainer = HybridTrainer(
+        tiny_model(attention_dropout=0.1),
+        hybrid_config(folder, per_device_train_batch_size=4, include_num_input_tokens_seen="all", **options),
+        train_dataset=ByteText(60),
+        callbacks=[callback] if callback and not late else None,
+    )
+    if callback and late:
+        trainer.add_callback(callback)
+    if callback:
+        callback.trainer = trainer
+    return trainer
+
+
+def counted(trainer):
+    summary = comparable(trainer.hybrid_summary())
+    return {key: value for key, value in summary.items() if key not in ("memory", "buffer_bytes", "leap_seconds")}
+
+
+@pytest.mark.parametrize(
+    "event, late, options",
+    [
+        pytest.param(event, late, options, marks=[] if (event, late, options) in QUICK else pytest.mark.slow)
+        for options in ({}, PLAIN, {"memory": "stream"})
+        for event, late in INSIDE
+    ],
+)
+def test_a_checkpoint_made_inside_a_step_resumes_to_the_same_bits(event, late, options, tmp_path):
+    """The weights, and the counters. Making it changes nothing for the run that goes on."""
+    reference = of_short_run(tmp_path / "reference", **options)
+    reference.train()
+    expected, seen = weights(reference.model), reference.state.num_input_tokens_seen
+    saving = of_short_run(tmp_path, SaveIn(event), late, **options)
+    saving.train()
+    assert_same_weights(weights(saving.model), expected)
+    made = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    assert len(made) >= 11
+    for checkpoint in made[2::7]:
+        resumed = of_short_run(tmp_path / "resumed", **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert_same_weights(weights(resumed.model), expected)
+        assert resumed.state.num_input_tokens_seen == seen
+        assert resumed.state.total_flos == pytest.approx(reference.state.total_flos)
+        assert counted(resumed) == counted(reference)
+
+
+@pytest.mark.parametrize("predict", [True, False])
+def test_resuming_a_finished_run_trains_nothing(tmp_path, predict):
+    options = {"enable_predict": predict, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 12}
+    finished = of_short_run(tmp_path, **options)
+    finished.train()
+    resumed = of_short_run(tmp_path, **options)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 12 and result.training_loss == 0.0
+    assert_same_weights(weights(resumed.model), weights(finished.model))
+    assert counted(resumed) == counted(finished)
 
 
 # What the user is told.
