@@ -81,6 +81,7 @@ class HookRouter(CallbackHandler):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._note_step()
+        return super().on_step_begin(args, state, control, **kwargs)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         control = super().on_pre_optimizer_step(args, state, control, **kwargs)
