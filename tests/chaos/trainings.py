@@ -30,13 +30,12 @@ OPTIONS = {
     "max_predict_steps": 2,
     "leap_worth": 1.0,
     "leap_budget": 1e3,
-    "probe_samples": 4,
     "probe_batch_size": 2,
     "probe_budget": 0.3,
     "save_strategy": "steps",
     "save_steps": 3,
 }
-SAMPLES = 44
+SAMPLES = 21
 """Fewer than a run needs, so that it resumes inside shuffled epochs and at their boundaries."""
 
 
@@ -177,9 +176,9 @@ MODES: dict[str, Mode] = {
     "rescue": Mode({"lr_rescue": "on", "learning_rate": 1e-4, **EVERY}),
     "dynamics": Mode({"planner": "dynamics", "max_steps": 40}),
     "bandit": Mode({"planner": "bandit", "max_steps": 40}),
-    "epochs": Mode({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 8}),
+    "epochs": Mode({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}),
     "save by epoch": Mode({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 4,
-                           "per_device_train_batch_size": 8}),
+                           "per_device_train_batch_size": 4}),
     "accumulation": Mode({"gradient_accumulation_steps": 2, **EVERY}),
     "stream of rows": Mode(data=Stream),
     "hub stream": Mode(data=hub_stream, needs=("datasets",)),
