@@ -40,8 +40,16 @@ def main() -> int:
 
 
 def train(line: CommandLine) -> int:
-    """Train as the command line says. Returns 0, or 2 after a message if the options cannot work."""
+    """
+    Train as the command line says.
+
+    Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
+    memory for good.
+    """
     from transformers import TrainerCallback
+
+    from hf_hybrid.leaps.divergence import TrainingDivergedError
+    from hf_hybrid.recovery import UnrecoveredMemoryError
 
     class FirstStep(TrainerCallback):
         begun = False
@@ -66,6 +74,9 @@ def train(line: CommandLine) -> int:
             raise
         logger.debug("The error in full:", exc_info=True)
         return complain(error)
+    except (TrainingDivergedError, UnrecoveredMemoryError) as error:
+        complain(error)
+        return 1
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()

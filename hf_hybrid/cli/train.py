@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """
     Train, or print help.
 
-    Returns 0; 2 for options that cannot work; 130 after Ctrl-C; else the exit status of the process that failed.
+    Returns 0; 2 for options that cannot work; 1 for a training that diverged or ran out of memory; 130 after Ctrl-C;
+    else the exit status of the process that failed.
     """
     arguments = args.arguments
     if not arguments or {"-h", "--help"} & set(arguments):

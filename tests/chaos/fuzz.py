@@ -205,7 +205,8 @@ def _plain(model: str, config: dict[str, Any], parts: dict[str, Any], folder: Pa
     """Plain Trainer, trained with its own options among these."""
     torch.manual_seed(0)
     own = {field.name for field in fields(TrainingArguments)}
-    args = TrainingArguments(**{name: value for name, value in config.items() if name in own})
+    taken = {name: value for name, value in config.items() if name in own and value != "muon"}
+    args = TrainingArguments(**taken)
     args.output_dir = str(folder / "plain")
     trainer = Trainer(MODELS[model](), args, **parts)
     trainer.train()

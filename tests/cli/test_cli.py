@@ -15,7 +15,7 @@ import pytest
 import yaml
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
-from hf_hybrid import HybridArguments, HybridConfig
+from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.cli import train
 from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.options import (
@@ -29,6 +29,7 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
+from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.machine import use_one_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -372,6 +373,16 @@ def test_what_would_fail_later_is_refused_at_once(folder, monkeypatch, capsys, a
     given = ["--config", "run.yaml", "--use_cpu", "--tokenizer", "model", "--output_dir", "new", *arguments]
     assert main(["train", *given]) == 2
     assert f"hf-hybrid train: error: {message}" in capsys.readouterr().err
+
+
+def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeypatch, capsys):
+    def diverge(trainer, **kwargs):
+        raise TrainingDivergedError("Step 3: the loss is not finite.")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(HybridTrainer, "train", diverge)
+    assert main(["train", "--config", "run.yaml", "--use_cpu", "--output_dir", "new"]) == 1
+    assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
 
 
 def test_two_processes_are_launched(folder, monkeypatch):
