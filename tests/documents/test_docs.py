@@ -137,11 +137,13 @@ def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
 
 
 def script_flags(path: Path) -> set[str]:
-    """Flags of a script: fields of its dataclasses, strings that look like flags, and the options of its config."""
+    """Flags of a script: its dataclasses' fields, keys of its tables, strings like flags, and its config's options."""
     tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
+        if isinstance(node, ast.Dict):
+            found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Constant) and re.fullmatch(r"--\w[\w-]*", str(node.value)):
             found.add(node.value[2:])
         if isinstance(node, ast.Name) and node.id in ("HybridConfig", "HybridSFTConfig", "HybridDPOConfig"):
