@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     Write the report and print where it is.
 
     Returns:
-        `int`: 0; 1 after a message if there is nothing to report on. Without matplotlib there are no plots, and a
-        warning is logged.
+        `int`: 0; 2 after a message if there is nothing to report on, or a file cannot be read or written. Without
+        matplotlib there are no plots, and a warning is logged.
     """
     from hf_hybrid.report.page import write_comparison, write_report
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             files = write_comparison(args.folder, args.other, args.output)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"hf-hybrid report: {error}\n")
-        return 1
+        return 2
     sys.stdout.write(f"{files[0]}\n")
     sys.stdout.write(f"and in the same folder: {', '.join(file.name for file in files[1:])}\n")
     return 0

@@ -20,6 +20,8 @@ from hf_hybrid.report.run_folder import (
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
+MOST_RECORDS = 1000
+"""Records in a JSON or CSV file. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
     "Memory was not recorded. With `from hf_hybrid import MemoryProfilerCallback` and "
     "`callbacks=[MemoryProfilerCallback()]` in the trainer, the next report has it over time, by phase and by category."
@@ -51,7 +53,8 @@ def findings(run: Run) -> dict:
         "recoveries": run.recoveries,
         "displacement": _displacement(run),
         "forecast_errors": as_dict(as_dict(run.record.get("planner")).get("errors")),
-        "events": run.events,
+        "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
+        "events": run.events[-MOST_RECORDS:],
         "options": {**run.options, **run.config},
         "environment": _environment(run.profile.run),
         "notes": _notes(run),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from hf_hybrid.report.findings import accepted, findings, used_memory
+from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
 from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.run_folder import Run, as_dict, evenly, load_run, number, phase_stretches, plain, reading
@@ -23,8 +23,8 @@ from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 logger = logging.getLogger(__name__)
 
 INSTALL_HINT = 'Plots need matplotlib: pip install "hf-hybrid[report]", then make the report again.'
-MOST_ROWS, MOST_RECORDS = 300, 2000
-"""Rows of a table in the page, and records in a JSON or CSV file. `hybrid_log.jsonl` of the run has all."""
+MOST_ROWS = 300
+"""Rows of a table in the page."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _LEAP_FIELDS = (
     "step", "verdict", "horizon", "gain", "worth", "relative_norm", "loss_before", "loss_after", "standard_error", "e",
@@ -51,12 +51,11 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     found = shareable(findings(run))
     output = _made(Path(output) if output is not None else run.folder / "report")
     plots = run_plots(run, found, output) if _can_plot() else []
-    steps, leaps = _step_rows(run), evenly(run.leaps, MOST_RECORDS)
+    steps, leaps = _recorded_steps(run), evenly(run.leaps, MOST_RECORDS)
     found["notes"] += _cut(run, len(steps))
     body = _run_body(found, run.leaps, plots)
-    values = {**found, "events": found["events"][-MOST_RECORDS:], "leap_records": leaps}
-    files = _write(output, "report", body, f"{run.name}: run report", values, plots)
-    files.insert(2, _write_csv(output / "steps.csv", evenly(steps, MOST_RECORDS)))
+    files = _write(output, "report", body, f"{run.name}: run report", {**found, "leap_records": leaps}, plots)
+    files.insert(2, _write_csv(output / "steps.csv", _step_rows(run, evenly(steps, MOST_RECORDS))))
     if run.record:
         rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in leaps]
         rows = rows or [dict.fromkeys((*_LEAP_FIELDS, "accepted"))]
@@ -119,8 +118,13 @@ def _write(output: Path, name: str, body: Iterable[str], title: str, values: dic
 # CSV.
 
 
-def _step_rows(run: Run) -> list[dict]:
-    """One row by step that was profiled or logged: phase, memory used, total, utilisation, categories, losses."""
+def _recorded_steps(run: Run) -> list[int]:
+    """The steps that were profiled or logged."""
+    return sorted({entry["step"] for entries in (run.profile.steps, run.logs) for entry in entries})
+
+
+def _step_rows(run: Run, steps: Sequence[int]) -> list[dict]:
+    """One row for each of these steps: phase, memory used, total, utilisation, categories, losses."""
     profiled: dict[int, dict] = {}
     for entry in run.profile.steps:
         if entry.get("phase") != "evaluate" or entry["step"] not in profiled:
@@ -132,7 +136,7 @@ def _step_rows(run: Run) -> list[dict]:
     first, last, phase = next(stretches, (0, 0, None))
     total = reading(run.profile.run, "device.total_memory")
     rows = []
-    for step in sorted({*profiled, *logged}):
+    for step in steps:
         entry, logs = profiled.get(step, {}), logged.get(step, {})
         while last < step and (following := next(stretches, None)):
             first, last, phase = following
@@ -283,7 +287,7 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
         _recoveries(found["recoveries"]),
         _displacement(found["displacement"]),
         _world_model(found["forecast_errors"]),
-        _events(found["events"]),
+        _events(found["events"], found["events_seen"]),
         _pairs("Environment", found["environment"]),
         _pairs("Options", found["options"]),
     ]
@@ -486,13 +490,12 @@ def _world_model(errors: dict) -> str:
     return _section("Forecasts of the world model", _table(headers, rows, caption, caption=caption))
 
 
-def _events(events: Sequence[dict]) -> str:
+def _events(events: Sequence[dict], seen: int) -> str:
     names = ("step", "phase", "level", "action", "reason")
     rows = [_cells(event, names) for event in events[-MOST_ROWS:]]
     table = _table(names, rows, "Divergence events", words=True)
     if len(events) > 10:
-        shown = f"{len(events):,} events" + (f", the last {MOST_ROWS}" if len(events) > MOST_ROWS else "")
-        table = _folded(shown, table)
+        table = _folded(f"{seen:,} events" + (f", the last {len(rows)}" if seen > len(rows) else ""), table)
     return _section("Divergence events", table)
 
 

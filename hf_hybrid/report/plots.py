@@ -339,7 +339,7 @@ def paint_loss(figure, run: Run) -> bool | None:
 def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
     """A row of marks for each fate of leaps."""
     for place, (_, steps, colour) in enumerate(rows):
-        drawn = evenly(steps, MOST_POINTS)
+        drawn = evenly(steps, MOST_POINTS // 3)
         axis.vlines(drawn, place + 0.15, place + 0.85, color=colour, linewidth=1.0 if len(steps) < 200 else 0.5)
     axis.set_ylim(len(rows), 0)
     axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{len(steps):,} {name}" for name, steps, _ in rows])

@@ -87,11 +87,20 @@ def clean(value: Any, secrets: Iterable[str] = ()) -> str:
 
 def shareable(value: Any) -> Any:
     """Plain values with every text in them [`clean`]."""
-    if isinstance(value, dict):
-        return {key: shareable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [shareable(item) for item in value]
-    return clean(value) if isinstance(value, str) else value
+    cleaned: dict[str, str] = {}  # the same few texts come again and again
+
+    def share(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: share(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [share(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if value not in cleaned:
+            cleaned[value] = clean(value)
+        return cleaned[value]
+
+    return share(value)
 
 
 def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -88,5 +89,5 @@ def _change(values: Any, chance: random.Random) -> str:
     if chance.random() < 0.2:
         del place[key]
         return f"{'.'.join(keys)} removed"
-    place[key] = chance.choice(VALUES)
+    place[key] = copy.deepcopy(chance.choice(VALUES))  # a later change may go into it
     return f"{'.'.join(keys)} = {place[key]!r:.40}"

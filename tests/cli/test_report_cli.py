@@ -17,10 +17,10 @@ def test_command(tmp_path, capsys, caplog, monkeypatch):
     assert "hf-hybrid[report]" in caplog.text
     assert main(["report", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
     assert "comparison.html" in capsys.readouterr().out
-    assert main(["report", str(tmp_path / "nothing")]) == 1
+    assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "`" + str(tmp_path / "nothing") + "` is not a folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 1
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 2
     assert "`output`" in capsys.readouterr().err
 
 

@@ -148,6 +148,68 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path, undrawn):
     assert found["leaps"]["made"] == 2 and found["displacement"] == []
 
 
+DEEP = "[" * 5000 + "]" * 5000
+SUMMARY, STATE, LOG = "hybrid_summary.json", "checkpoint-100/trainer_state.json", "hybrid_log.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (SUMMARY, {"steps_by_phase": {"warmup": 1e12, "predict": 1e12}, "leaps": [leap(5, horizon=10**15)]}),
+        (SUMMARY, {"steps_by_phase": 3, "divergence_events": 5, "leaps_by_verdict": {"kept": "x", "a": None}}),
+        (SUMMARY, {"steps_by_phase": {"full": 10**400}, "leaps": [leap(10**400), leap(-1, verdict=[1])]}),
+        (SUMMARY, DEEP),
+        (SUMMARY, '{"a":' * 300 + "1" + "}" * 300),
+        (STATE, {"global_step": 1e300, "max_steps": 1e30, "log_history": [{"step": 1e30, "loss": 1e308}]}),
+        (STATE, {"global_step": 100, "log_history": [{"step": 3, "loss": 1e308, "hybrid/phase": 2.5}]}),
+        (LOG, DEEP),
+        (LOG, "\0\x01\x02" * 5000),
+        (LOG, '{"step": 7, "leap": 5, "event": [1]}\n{"step": 9, "leap": {"step": "x"}}\n{"step": {}}\n7\n'),
+        ("profile/summary.json", {"spikes": 7}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
+)
+def test_a_report_is_made_of_what_makes_sense(tmp_path, undrawn, name, content):
+    hybrid_run(tmp_path)
+    profile(tmp_path, [step_record(1, "full")])
+    path = tmp_path / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    written = write_report(tmp_path)
+    assert all(file.stat().st_size < 1e6 for file in written)
+    if isinstance(content, str):
+        assert f"`{path.name}`" in " ".join(json.loads(written[1].read_text())["notes"])
+
+
+def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(tmp_path):
+    hybrid_run(tmp_path)
+    (tmp_path / LOG).write_text('{"step": 0, "begun": true}\n{"step": 10, "loss": 9.0}\n')
+    write(tmp_path / "hybrid_run.json", {"run": [["new", 0]]})
+    for name in ("checkpoint-40", "checkpoint-80", "checkpoint-100"):
+        write(tmp_path / name / "hybrid_manifest.json", {"run": [["old", 0]]})
+    summary = json.loads((tmp_path / SUMMARY).read_text())
+    write(tmp_path / SUMMARY, {**summary, "run": [["old", 0]]})
+    run = load_run(tmp_path)
+    assert run.last_step == 10 and not run.record and not run.finished and run.series("loss") == [(10, 9.0)]
+
+
+def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path, undrawn):
+    leaps = [leap(step, ("kept", "rejected")[step % 2]) for step in range(0, 60_000, 3)]
+    hybrid_run(tmp_path, leaps=[])
+    lines = [{"step": made["step"] + 1, "leap": made} for made in leaps]
+    lines += [{"step": step, "event": {"step": step, "reason": "risen"}} for step in range(60_001, 62_001)]
+    lines += [{"step": step, "loss": 1.0} for step in range(62_001, 64_001)]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in [{"step": 0, "begun": True}, *lines]))
+    files = write_report(tmp_path)
+    assert sum(file.stat().st_size for file in files) < 1e6
+    found = json.loads(files[1].read_text())
+    assert found["leaps"]["by_verdict"] == {"kept": 10_000, "rejected": 10_000} and found["events_seen"] == 2000
+    kept = [record["step"] for record in found["leap_records"]]
+    assert len(kept) == 1000 and kept[0] == leaps[0]["step"] and kept[-1] == leaps[-1]["step"]
+    notes = " ".join(found["notes"])
+    assert "`leaps.csv` has 1,000 of 20,000 leaps" in notes and "`steps.csv` has 1,000 of 2,000 steps" in notes
+    assert "the last 1,000 of 2,000 divergence events" in notes
+
+
 # Memory.
 
 
