@@ -92,6 +92,14 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_note(path: Path, values: dict) -> None:
+    """Write JSON that training can do without: on a full or read-only disk there is a warning instead."""
+    try:
+        write_json(path, values)
+    except OSError as error:
+        logger.warning("`%s` could not be written, and training goes on without it: %s", path, error)
+
+
 def _plain(value):
     """Make values valid JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -39,7 +39,7 @@ import xxhash
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_hybrid.checkpoint import write_json
+from hf_hybrid.checkpoint import write_json, write_note
 
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
@@ -95,12 +95,36 @@ def _names_digest(model: nn.Module) -> str:
 # Saving.
 
 
-def begin(folder: Path) -> None:
-    """Make room for a checkpoint: one that is there already stays aside until [`seal`]."""
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[None]:
+    """
+    Context in which a checkpoint is written. One that is there already stays aside until [`seal`].
+
+    If the save fails, no part of it is left, and the one that it was to replace is put back.
+
+    Raises:
+        OSError: If the disk is full, with what to do; other errors pass.
+    """
+    aside = _aside(folder)
     if folder.is_dir():
-        aside = _aside(folder)
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(folder, aside)
+    try:
+        yield
+    except Exception as error:
+        if not is_sealed(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        _undo_unfinished(folder)
+        if not _is_full(error):
+            raise
+        last, output_dir = last_checkpoint(folder.parent), folder.parent
+        resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: `{folder}` could not be written, and "
+            f"{shutil.disk_usage(output_dir).free / 2**20:,.1f} MiB are free in `{output_dir}`. Free space there, keep "
+            f"fewer checkpoints with `save_total_limit`, or save only weights with `save_only_model=True`. {resume}.",
+        ) from error
 
 
 def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
@@ -161,7 +185,18 @@ def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
 
 def write_run(output_dir: str | Path, run: Run) -> None:
     """Write which run is the newest of a folder."""
-    write_json(Path(output_dir) / RUN_NAME, {"schema_version": SCHEMA_VERSION, "run": run})
+    write_note(Path(output_dir) / RUN_NAME, {"schema_version": SCHEMA_VERSION, "run": run})
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether an error says that a file could not grow. safetensors and torch say it in words."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _aside(folder: Path) -> Path:

@@ -31,7 +31,7 @@ from transformers.trainer_utils import has_length
 
 from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoint import write_json
+from hf_hybrid.checkpoint import write_note
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
@@ -314,7 +314,7 @@ class HybridTrainerMixin(PublishingMixin):
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
-            write_json(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
+            write_note(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _begin_epoch(self) -> None:
         if self.run.phase is None:
@@ -338,7 +338,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
             summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
-            write_json(Path(self.args.output_dir) / SUMMARY_NAME, summary)
+            write_note(Path(self.args.output_dir) / SUMMARY_NAME, summary)
 
     # One step.
 
@@ -514,17 +514,21 @@ class HybridTrainerMixin(PublishingMixin):
         random, seen, flos = self._before_step
         more_seen, more_flos = self.state.num_input_tokens_seen - seen, self.current_flos - flos
         self.state.num_input_tokens_seen, self.current_flos = seen, flos
-        with random.again():
-            yield
-        self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
-        self._before_step = (random, seen, self.current_flos - more_flos)
+        try:
+            with random.again():
+                yield
+        finally:
+            self._before_step = (random, seen, self.current_flos)
+            self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
         newest = manifest.last_checkpoint(self.args.output_dir)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
+        good = self.run.trajectory.weights_are_finite()
+        held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
-            f"{error} The weights in memory are those of the last good step. {where}. Check the data of these steps, "
-            "lower `learning_rate`, or raise `max_bad_steps`."
+            f"{error} The weights in memory {held}. {where}. Check the data of these steps, lower `learning_rate`, or "
+            "raise `max_bad_steps`."
         )
 
     # The loss.
@@ -599,7 +603,7 @@ class HybridTrainerMixin(PublishingMixin):
     def save_model(self, *args, **kwargs):
         self.plugins.call("before_export")
         if self.run.trajectory is not None and not self.run.trajectory.weights_are_finite():
-            raise self._diverged(TrainingDivergedError("The weights hold NaN or infinite values and are not saved."))
+            raise self._diverged(TrainingDivergedError("The weights are not saved."))
         super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
@@ -610,13 +614,12 @@ class HybridTrainerMixin(PublishingMixin):
             return
         self._end_step()
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:
-            manifest.begin(folder)
-        self.accelerator.wait_for_everyone()
-        self._unsealed, self._total_limit = folder, self.args.save_total_limit
-        with manifest.total_limit(self.args, None), self._as_before_step():
-            super()._save_checkpoint(model, trial)
-        self._seal()
+        with manifest.replacing(folder) if self.args.should_save else contextlib.nullcontext():
+            self.accelerator.wait_for_everyone()
+            self._unsealed, self._total_limit = folder, self.args.save_total_limit
+            with manifest.total_limit(self.args, None), self._as_before_step():
+                super()._save_checkpoint(model, trial)
+            self._seal()
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             manifest.rotate(folder.parent, self._total_limit, run=self._start.run, newest=folder, best=best)

@@ -2,13 +2,14 @@
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, manifest
 from hf_hybrid.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
@@ -16,10 +17,10 @@ from hf_hybrid.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_seal
 OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
 
 
-def build(folder, **overrides):
+def build(folder, callbacks=None, **overrides):
     torch.manual_seed(0)
     config = hybrid_config(folder, **{"enable_predict": False, **OPTIONS, **overrides})
-    return HybridTrainer(tiny_model(attention_dropout=0.1), config, train_dataset=ByteText(30))
+    return HybridTrainer(tiny_model(attention_dropout=0.1), config, train_dataset=ByteText(30), callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +134,52 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     """And no file of the old one becomes part of the new one."""
     checkpoint = folder / "checkpoint-6"
     (checkpoint / "old.bin").write_text("of an earlier save")
-    manifest.begin(checkpoint)
-    checkpoint.mkdir()
-    (checkpoint / "model.safetensors").write_text("half of it")  # killed here
-    assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
-    manifest.begin(checkpoint)
-    checkpoint.mkdir()
-    manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
+    with manifest.replacing(checkpoint):
+        checkpoint.mkdir()
+        (checkpoint / "model.safetensors").write_text("half of it")  # killed here
+        assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
+    with manifest.replacing(checkpoint):
+        checkpoint.mkdir()
+        manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
     assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
+
+
+# Disks that are full.
+
+
+class FullDisk(TrainerCallback):
+    """From an event on no file grows beyond some bytes."""
+
+    def __init__(self, event, size):
+        setattr(self, event, lambda args, state, control, **kwargs: self._fill(state.global_step, size))
+
+    def _fill(self, step, size):
+        if step >= 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def size_limit():
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_limit, finished):
+    trainer = build(tmp_path, callbacks=[FullDisk("on_step_end", 50_000)])
+    with pytest.raises(OSError, match=r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*checkpoint-2`"):
+        trainer.train()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(weights(resumed.model), finished[1])
+
+
+def test_a_full_disk_at_the_end_does_not_fail_a_finished_run(tmp_path, size_limit, caplog):
+    trainer = build(tmp_path, enable_predict=True, save_strategy="no", callbacks=[FullDisk("on_train_end", 10)])
+    trainer.train()
+    assert trainer.state.global_step == 6 and trainer.hybrid_summary()["steps"] == 6
+    assert "hybrid_summary.json` could not be written, and training goes on without it" in caplog.text
 
 
 # Runs in one folder.

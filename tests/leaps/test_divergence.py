@@ -194,7 +194,8 @@ def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):
         tmp_path, max_steps=60, save_strategy="steps", save_steps=10, max_bad_steps=5, remove_unused_columns=False
     )
     trainer = HybridTrainer(poisoned({call: math.nan for call in range(20, 200)}), config, train_dataset=ByteText(400))
-    with pytest.raises(TrainingDivergedError, match=r"5 in a row.*last good checkpoint is `.*checkpoint-\d+`"):
+    said = r"5 in a row.*in memory are those of the last good step.*last good checkpoint is `.*checkpoint-\d+`"
+    with pytest.raises(TrainingDivergedError, match=said):
         trainer.train()
     assert finite(trainer.model)
     for file in tmp_path.glob("checkpoint-*/model.safetensors"):
@@ -212,7 +213,7 @@ def test_nan_weights_are_never_saved(tmp_path):
         return original(*args, **kwargs)
 
     trainer.training_step = training_step
-    with pytest.raises(TrainingDivergedError, match="checkpoint-2"):
+    with pytest.raises(TrainingDivergedError, match="in memory hold NaN or infinite values.*checkpoint-2"):
         trainer.train()
     assert not (tmp_path / "checkpoint-4").exists()
 
