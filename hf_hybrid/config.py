@@ -114,7 +114,7 @@ def config_values(args: TrainingArguments) -> dict:
 
 _NUMBERS = {
     "per_device_train_batch_size": (int, {"at_least": 1}),
-    "per_device_eval_batch_size": (int, {"at_least": 1}),
+    "per_device_eval_batch_size": (int | None, {"at_least": 1}),
     "gradient_accumulation_steps": (int, {"at_least": 1}),
     "learning_rate": (float, {"at_least": 0, "at_most": 1000}),
     "weight_decay": (float, {"at_least": 0, "at_most": 1000}),

@@ -293,8 +293,9 @@ def _load_texts(option: str, name: str, split: str, config: str | None):
             # By paragraph: as one document, a whole book would be tokenised in one piece.
             by = {"sample_by": "paragraph"} if kind == "text" else {}
             return load_dataset(kind, data_files=str(path), split="train", **by)
-        if (path / "state.json").is_file():
-            return load_from_disk(str(path))
+        if any((path / saved).is_file() for saved in ("state.json", "dataset_dict.json")):  # of `save_to_disk`
+            saved = load_from_disk(str(path))
+            return saved[split] if isinstance(saved, dict) else saved
         return load_dataset(name, config, split=split)
     except Exception as error:  # whatever a broken file leads to
         if kind is not None:

@@ -110,7 +110,7 @@ def _run(case: str, told: str, folder: Path, function: Callable, *arguments) -> 
         "died": lambda: ("traceback", "The process died without a word."),
         "hang": lambda: ("hang", f"after {PATIENCE:.0f} s"),
     }[ended.how]()
-    return Result(case, outcome, f"{told}\n{detail}")
+    return Result(case, outcome, f"{told}\n{detail}".encode(errors="backslashreplace").decode())
 
 
 # Through Python.

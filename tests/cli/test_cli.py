@@ -264,10 +264,10 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
         ("resume_from_checkpoint: [a]", "`resume_from_checkpoint` in `{file}` takes a single value, got `['a']`"),
         ("learning_rate: {a: 1}", "`learning_rate` in `{file}` takes a single value, got `{{'a': 1}}`"),
         ("seed: 2026-02-31", "`--config {file}` is not valid YAML: day is out of range for month"),
-        (50000 * "[", "`--config {file}` is nested too deeply"),
+        (2000 * "[", "`--config {file}` is nested too deeply"),
         (b"model: caf\xe9", "`--config {file}` is not text in UTF-8"),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:40],
 )
 def test_wrong_yaml_is_refused(tmp_path, text, message):
     file = tmp_path / "run.yaml"
@@ -456,6 +456,17 @@ def test_texts_are_joined_and_cut(folder):
                                for token in row["input_ids"]])  # fmt: skip
     paragraphs = [p for p in (folder / "text.txt").read_text().split("\n\n") if p.strip()]
     assert joined.startswith(paragraphs[0].strip() + "<|end|>" + paragraphs[1].strip()[:20])
+
+
+def test_folders_that_datasets_saved_are_data(folder, tmp_path):
+    from datasets import DatasetDict, load_dataset
+
+    texts = load_dataset("text", data_files=str(folder / "text.txt"), split="train")
+    texts.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": texts, "rest": texts.select(range(9))}).save_to_disk(tmp_path / "several")
+    expected = blocks(folder, dataset=str(tmp_path / "one"))[1]
+    assert blocks(folder, dataset=str(tmp_path / "several"))[1][:] == expected[:]
+    assert len(blocks(folder, dataset=str(tmp_path / "several"), dataset_split="rest")[1]) < len(expected)
 
 
 def test_conversations_go_through_the_chat_template(folder):
