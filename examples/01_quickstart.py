@@ -133,7 +133,7 @@ def report(summary: dict, losses: dict[str, float], seconds: dict[str, float]) -
     codes = {"unprobed": ".", "kept": "k", "shrunk": "s", "rejected": "R", "rolled_back": "B"}
     order = "".join(codes[leap["verdict"]] for leap in summary["leaps"])
     for start in range(0, len(order), 80):
-        lines.append(f"{'' if start else 'each, in order':19s} {order[start : start + 80]}")
+        lines.append(f"{'' if start else 'the last, in order':19s} {order[start : start + 80]}")
     probed = [leap for leap in summary["leaps"] if leap["loss_before"] is not None]
     if probed:
         lines += ["", "probed leaps: step  gain    loss              standard error  verdict"]

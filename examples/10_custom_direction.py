@@ -123,7 +123,7 @@ def train(name: str, args: HybridConfig, **more) -> str:
     summary, loss = trainer.hybrid_summary(), trainer.evaluate()["eval_loss"]
     seconds = "  ".join(f"{phase} {value:.1f}" for phase, value in clock.seconds.items())
     return (
-        f"{summary['direction']}: loss {loss:.4f}, {len(summary['leaps'])} leaps {summary['leaps_by_verdict']}, "
+        f"{summary['direction']}: loss {loss:.4f}, {summary['leaps_made']} leaps {summary['leaps_by_verdict']}, "
         f"{summary['backward_passes']} backward passes, {summary['backward_passes_avoided']} avoided\n"
         f"    seconds by phase  {seconds}; {sum(clock.passes.values())} forward passes, {clock.probes} probes"
     )

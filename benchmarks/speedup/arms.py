@@ -113,7 +113,7 @@ ARMS = {
 KEPT = (
     *("steps", "real_steps", "predicted_steps", "leaps_by_verdict", "steps_by_phase", "seconds_by_phase"),
     *("backward_passes", "forward_only_passes", "backward_passes_avoided", "roll_backs"),
-    *("probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps", "divergence_events"),
+    *("probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps", "divergence_events_seen", "divergence_events"),
     *("direction", "learning_rate_scale"),
 )
 """Of a run's summary; the rest of it is long, and no table needs it."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_hybrid.report.findings import findings
+from hf_hybrid.report.run_folder import load_run
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "01_quickstart.py"
 
@@ -38,6 +41,9 @@ def test_short_run_on_a_text_file_prints_its_table(tmp_path):
     assert re.search(r"evaluation loss\s+start \d+\.\d+  HybridTrainer \d+\.\d+  Trainer \d+\.\d+", out)
     summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
     assert summary["backward_passes"] == done and len(summary["leaps"]) > 0
+    run = load_run(tmp_path / "out")
+    loss = findings(run)["headline"]["final_loss"]
+    assert run.leaps == summary["leaps"] and len(run.series("loss")) > 1 and loss["held_out_step"] == 40
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
