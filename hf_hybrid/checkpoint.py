@@ -4,7 +4,7 @@ The files of a checkpoint beside `Trainer`'s own, and how a run resumes from the
 | file | what |
 |---|---|
 | `hybrid_state.safetensors` | buffers of the direction, the snapshot of an open leap, what the planner has learned |
-| `hybrid_state.json` | phases, counters and the last leaps; the position in the data; plugins; options to compare with |
+| `hybrid_state.json` | phases, counters, last leaps; position in the data; plugins; options to compare with |
 | `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); exists only if it did |
 
 There is no pickle. Weights, optimizer, schedule and random generators are in Trainer's files. Whether all files are
