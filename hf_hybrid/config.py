@@ -128,6 +128,8 @@ _NUMBERS = {
 
 def _check_numbers(args: TrainingArguments) -> None:
     for name, (kind, limits) in _NUMBERS.items():
+        if name == "learning_rate" and not args.enable_predict:
+            limits = {"at_least": 0}  # plain Trainer trains on with infinite weights
         setattr(args, name, as_declared(name, getattr(args, name), kind))
         check_range(name, getattr(args, name), limits)
 

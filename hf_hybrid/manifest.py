@@ -16,14 +16,16 @@ says why newer ones are passed over. A checkpoint that is named is taken or refu
 another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
 checked.
 
-A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. A run is a list
-of pairs `[id, step]`: what has this id began at this step. A new run has one pair. If a run is continued from a
+A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
+the file is written only where older checkpoints are, so that the folder is otherwise as `Trainer` leaves it. A run is a
+list of pairs `[id, step]`: what has this id began at this step. A new run has one pair. If a run is continued from a
 checkpoint while it has later ones, a pair is added, because those later ones are of a course that was abandoned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -47,6 +49,7 @@ TRAINER_STATE_NAME = "trainer_state.json"
 SCHEMA_VERSION = 1
 THREADS = 8
 _ASIDE = "_replaced-"  # uploads leave out what begins with `_`
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
 _PASSING = "checkpoint-is-incomplete.txt"  # in Trainer's just-in-time checkpoints while they are written
 
 Run = list[list]
@@ -181,6 +184,11 @@ def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = before
+
+
+def holds_a_run(output_dir: str | Path) -> bool:
+    """Whether a folder has checkpoints, or says already which run is its newest."""
+    return (Path(output_dir) / RUN_NAME).exists() or bool(_checkpoints(Path(output_dir)))
 
 
 def write_run(output_dir: str | Path, run: Run) -> None:
@@ -319,7 +327,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     if not resume:
         return start
     output_dir = Path(output_dir)
-    folder, start.warnings = _newest(output_dir) if resume is True else (_named(Path(resume)), [])
+    folder, start.warnings = _newest(output_dir) if resume is True else _named(Path(resume))
     start.folder, manifest = str(folder), read_manifest(folder)
     if manifest is None:
         start.warnings.append(
@@ -337,21 +345,36 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     return start
 
 
-def _named(folder: Path) -> Path:
+def _named(folder: Path) -> tuple[Path, list[str]]:
+    """Return a checkpoint that the user named, and what cannot be checked in it."""
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     _undo_unfinished(folder)
+    warnings = []
     try:
-        reason = _refusal(folder, read_manifest(folder))
+        manifest = read_manifest(folder)
+        if manifest is not None and (replaced := _replaced_weights(folder, manifest)):
+            kept = {name: known for name, known in manifest.files.items() if name not in replaced}
+            manifest = dataclasses.replace(manifest, files=kept)
+            names = ", ".join(f"`{name}`" for name in replaced)
+            warnings = [f"`{folder}` has other files of weights than were saved ({names}), so they are not checked."]
+        reason = _refusal(folder, manifest)
     except CheckpointError as error:
         reason = str(error)
     if reason is None:
-        return folder
+        return folder, warnings
     raise CheckpointError(
         f"Can't find a valid checkpoint at `{folder}`: {reason}. Name another one, or set "
         "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
         f"`{MANIFEST_NAME}`."
     )
+
+
+def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the files of weights in a manifest if none of them is left and others are there, for example shards."""
+    saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
+    there = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    return sorted(saved) if there and not saved & there else []
 
 
 def _newest(output_dir: Path) -> tuple[Path, list[str]]:

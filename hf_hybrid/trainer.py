@@ -171,7 +171,7 @@ class HybridTrainerMixin(PublishingMixin):
         elif device_map is not None:
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
-        self.log_file = LogFile(self.args.output_dir, writes=self.is_world_process_zero())
+        self.log_file = LogFile(self.args.output_dir, writes=options.enable_predict and self.is_world_process_zero())
         probe_of_device = device_probe(self.args.device)
         self.memory_guard = MemoryGuard(
             probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
@@ -295,12 +295,13 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
-        if self.args.should_save:
+        leaps = self.hybrid_args.enable_predict
+        if self.args.should_save and (leaps or manifest.holds_a_run(self.args.output_dir)):
             manifest.write_run(self.args.output_dir, self._start.run)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
         self.log_file.begin(self.state.global_step)
-        if not self.hybrid_args.enable_predict:
+        if not leaps:
             self.plugins.call("on_train_begin", context)
             return
         self._check_trainable()

@@ -80,6 +80,12 @@ def test_layerwise_optimizers_are_refused(tmp_path, optim):
         HybridConfig(**config_values(tmp_path, optim=optim))
 
 
+def test_without_leaps_any_learning_rate_is_taken(tmp_path):
+    assert hybrid_config(tmp_path, learning_rate=1e9, enable_predict=False).learning_rate == 1e9
+    with pytest.raises(ValueError, match="`learning_rate` must be between 0 and 1000, got 1000000000.0"):
+        hybrid_config(tmp_path, learning_rate=1e9)
+
+
 def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path):
     from types import SimpleNamespace
 

@@ -106,6 +106,7 @@ def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, 
         build(tmp_path / "empty").train(resume_from_checkpoint=True)
     for step in (2, 4, 6):
         (folder / f"checkpoint-{step}" / MANIFEST_NAME).unlink()
+    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
     with pytest.raises(CheckpointError, match="Passed over: `checkpoint-6`: .*`checkpoint-4`: .*`checkpoint-2`: "):
         found(folder)
     with pytest.raises(CheckpointError, match="there is no such folder"):
@@ -142,6 +143,18 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
         checkpoint.mkdir()
         manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
     assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
+
+
+def test_weights_that_the_user_saved_anew_are_taken(folder):
+    """As shards, for example. They are not what was checked, and a warning says so."""
+    checkpoint = folder / "checkpoint-6"
+    model = type(tiny_model()).from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="20KB")
+    restore = build(folder, max_steps=6)
+    restore.train(resume_from_checkpoint=str(checkpoint))
+    assert_same_weights(weights(restore.model), weights(model))
+    assert "(`model.safetensors`), so they are not checked" in found(folder, checkpoint)[1]
 
 
 # Disks that are full.

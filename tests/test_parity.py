@@ -1,5 +1,7 @@
 """`enable_predict=False` is plain Trainer, to the last bit of every logged loss and every final weight."""
 
+import os
+
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
@@ -56,6 +58,8 @@ def test_disabled_and_resumed_equals_plain_trainer(tmp_path):
     overrides = {"save_strategy": "steps", "save_steps": 10}
     plain = train(Trainer, TrainingArguments, tmp_path / "plain", **overrides)
     train(HybridTrainer, HybridConfig, tmp_path / "hybrid", enable_predict=False, **overrides)
+    files = [sorted(os.listdir(tmp_path / arm)) for arm in ("plain", "hybrid")]
+    assert files[0] == files[1] and "checkpoint-10" in files[0]
     resumed = train(
         HybridTrainer,
         HybridConfig,

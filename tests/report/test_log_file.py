@@ -99,8 +99,10 @@ def test_a_run_that_was_killed_and_resumed_has_the_log_of_one_that_was_not(tmp_p
     assert run.leaps == summary["leaps"] and findings(run)["leaps"]["by_verdict"] == summary["leaps_by_verdict"]
 
 
-def test_a_run_without_checkpoints_and_without_leaps_has_its_losses(tmp_path):
+def test_a_run_without_leaps_has_its_losses_where_trainer_puts_them(tmp_path):
     trainer = trained(tmp_path, max_steps=8, enable_predict=False, save_only_model=True)
+    assert not (tmp_path / LOG_NAME).exists()
     trainer.evaluate(ByteText(16))
+    trainer.save_state()
     loss = findings(load_run(tmp_path))["headline"]["final_loss"]
     assert loss["training_step"] == loss["held_out_step"] == 8 and 0 < loss["held_out"] < 10
