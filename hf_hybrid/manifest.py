@@ -14,7 +14,7 @@ of their steps.
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
 says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of
 another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
-checked.
+checked. A run that was interrupted in its first save begins anew, with a warning.
 
 A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
 the file is written only where older checkpoints are, so that the folder is otherwise as `Trainer` leaves it. A run is a
@@ -328,6 +328,8 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         return start
     output_dir = Path(output_dir)
     folder, start.warnings = _newest(output_dir) if resume is True else _named(Path(resume))
+    if folder is None:
+        return start
     start.folder, manifest = str(folder), read_manifest(folder)
     if manifest is None:
         start.warnings.append(
@@ -377,8 +379,13 @@ def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
     return sorted(saved) if there and not saved & there else []
 
 
-def _newest(output_dir: Path) -> tuple[Path, list[str]]:
-    """Return the newest whole checkpoint of the newest run of a folder, and why newer ones are passed over."""
+def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """
+    Return the newest whole checkpoint of the newest run of a folder, and why newer ones are passed over.
+
+    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and the job
+    that restarts it resumes because it sees a folder.
+    """
     for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
         _undo_unfinished(output_dir / aside.name.removeprefix(_ASIDE))
     folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
@@ -390,7 +397,7 @@ def _newest(output_dir: Path) -> tuple[Path, list[str]]:
             if manifest is None and sealed:
                 reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
             elif manifest is not None and run is not None and not _belongs(manifest, run):
-                reason = "it is of an earlier run, or of a course of this run that was abandoned"
+                reason = f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
             else:
                 reason = _refusal(folder, manifest)
         except CheckpointError as error:
@@ -398,6 +405,8 @@ def _newest(output_dir: Path) -> tuple[Path, list[str]]:
         if reason is None:
             return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
         passed_over[folder] = reason
+    if len(folders) == 1 and not is_sealed(folders[0]) and (sealed or not (folders[0] / TRAINER_STATE_NAME).is_file()):
+        return None, [f"`{folders[0]}` is the first save of a run, and was cut short: the run begins anew."]
     raise CheckpointError(_nothing(output_dir, passed_over))
 
 

@@ -113,6 +113,20 @@ def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, 
         found(folder, folder / "checkpoint-7")
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known run", "unknown run"])
+def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder, caplog, known):
+    for gone in ("checkpoint-4", "checkpoint-6"):
+        shutil.rmtree(folder / gone)
+    (folder / "checkpoint-2" / MANIFEST_NAME).unlink()
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()
+    if not known:
+        (folder / RUN_NAME).unlink()
+    trainer = build(folder)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-2` is the first save of a run, and was cut short" in caplog.text
+    assert_same_weights(weights(trainer.model), finished[1])
+
+
 def test_checkpoints_of_plain_trainer_resume_with_a_warning(tmp_path):
     args = TrainingArguments(tmp_path, report_to=[], **OPTIONS)
     Trainer(tiny_model(), args, train_dataset=ByteText(30)).train()
