@@ -14,6 +14,7 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `folders.py` | `hf-hybrid report` on damaged run folders |
 | `fuzz.py` | random options, through Python and the command line |
 | `test_chaos.py` | a small part of it in the default tests, more in the slow ones |
+| `test_fuzz.py` | a few random options in the default tests |
 
 A case has a name, such as `kills/leaps/17`. Name and seed decide all that is random in it, so
 `run.py --case kills/leaps/17 --seed 0` repeats it, up to the speed of the machine.

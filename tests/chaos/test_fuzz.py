@@ -5,14 +5,7 @@ import pytest
 from chaos import fuzz
 
 
-@pytest.mark.parametrize("draw, count", [(fuzz.constructions, 20), (fuzz.command_lines, 8)])
+@pytest.mark.parametrize("draw, count", [(fuzz.constructions, 8), (fuzz.command_lines, 6)])
 def test_options_train_or_are_refused_by_name(draw, count):
     wrong = [result for result in draw(count, seed=0) if result.outcome not in ("trained", "refused")]
-    assert not wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draw, count", [(fuzz.constructions, 300), (fuzz.command_lines, 100)])
-def test_more_options_train_or_are_refused_by_name(draw, count):
-    wrong = [result for result in draw(count, seed=1) if result.outcome not in ("trained", "refused")]
     assert not wrong
