@@ -123,11 +123,11 @@ def _backward_passes(run: Run) -> dict:
 
 def _seconds(run: Run) -> dict:
     """Return the wall time; for a killed run, up to the last record."""
-    trained = run.series("train_runtime")
+    trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
     if trained:
-        return {"value": trained[-1][1], "source": "train_runtime"}
+        return {"value": trained[-1], "source": "train_runtime"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
     known = total > 0
     return {

@@ -327,6 +327,8 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(_nothing_found(folder, bool(config or lines)))
     max_steps = next(filter(None, (count_of(source.get("max_steps")) for source in (state, profile.run, config))), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
+    # An earlier end says nothing of a run that was resumed with more steps.
+    ended |= any("train_runtime" in entry and entry["step"] == last_step for entry in logs)
     # What the log says of a leap was written later than what a checkpoint says of it.
     leaps = {leap["step"]: leap for leap in with_steps([*dicts_of(record.get("leaps")), *_parts(lines, "leap")])}
     return Run(
@@ -342,7 +344,7 @@ def load_run(folder: str | Path) -> Run:
         recoveries=_recoveries(record, checkpoint, notes),
         last_step=last_step,
         max_steps=max_steps,
-        finished=ended or any("train_runtime" in entry for entry in logs) or bool(max_steps and last_step >= max_steps),
+        finished=ended or bool(max_steps and last_step >= max_steps),
         notes=notes,
     )
 

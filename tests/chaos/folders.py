@@ -19,9 +19,10 @@ PATIENCE = 60.0
 
 
 def prepare(folder: Path) -> None:
-    """Make the folders that are damaged in copies: of a hybrid run with a profile, and of plain Trainer."""
+    """Make the folders that are damaged in copies: of hybrid runs with a profile or a log, and of plain Trainer."""
     folder.mkdir(parents=True)
     run_folders.hybrid_run(folder / "hybrid")
+    run_folders.log(folder / "logged", run_folders.hybrid_run(folder / "logged"))
     run_folders.profile(folder / "hybrid", [run_folders.step_record(step, "full") for step in range(1, 101)])
     run_folders.plain_run(folder / "plain")
 

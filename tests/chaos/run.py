@@ -93,7 +93,7 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
     """Return the names of a part's cases, spread evenly over the modes."""
     kinds = {
         "damages": [mode for mode in damages.MODES if mode in modes],
-        "reports": ["hybrid", "plain"],
+        "reports": ["hybrid", "logged", "plain"],
         "constructions": ["all"],
         "command-lines": ["all"],
     }.get(part, modes)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
-from rig.run_folders import GIB, hybrid_run, leap, phases, plain_run, profile, step_record, write
+from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
@@ -178,6 +178,23 @@ def test_a_report_is_made_of_what_makes_sense(tmp_path, undrawn, name, content):
     assert all(file.stat().st_size < 1e6 for file in written)
     if isinstance(content, str):
         assert f"`{path.name}`" in " ".join(json.loads(written[1].read_text())["notes"])
+
+
+def test_a_log_adds_nothing_to_what_the_checkpoints_of_a_whole_run_say(tmp_path):
+    leaps = hybrid_run(tmp_path)
+    before = load_run(tmp_path)
+    log(tmp_path, leaps)
+    after = load_run(tmp_path)
+    assert after.leaps == before.leaps == leaps and after.series("loss") == before.series("loss")
+    assert findings(after)["leaps"] == findings(before)["leaps"] and len(after.events) == 1
+
+
+def test_a_run_that_ended_and_was_resumed_with_more_steps_has_not_finished(tmp_path):
+    lines = [{"step": 0, "begun": True}, {"step": 50, "loss": 2.0}, {"step": 50, "train_runtime": 3.0}]
+    lines += [{"step": 50, "begun": True}, {"step": 60, "loss": 1.0}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = findings(load_run(tmp_path))
+    assert not found["finished"] and found["headline"]["seconds"]["value"] is None
 
 
 def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(tmp_path):
