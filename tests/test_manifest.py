@@ -119,8 +119,8 @@ def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder
         shutil.rmtree(folder / gone)
     (folder / "checkpoint-2" / MANIFEST_NAME).unlink()
     (folder / "checkpoint-2" / "trainer_state.json").unlink()
-    if not known:
-        (folder / RUN_NAME).unlink()
+    if known:
+        manifest.write_run(folder, [["of the run", 0]])
     trainer = build(folder)
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-2` is the first save of a run, and was cut short" in caplog.text
