@@ -324,7 +324,7 @@ def load_run(folder: str | Path) -> Run:
     steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
     steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
     if not (logs or record or any(steps)):
-        raise ValueError(_nothing_found(folder, bool(config or lines)))
+        raise ValueError(" ".join([_nothing_found(folder, bool(config or lines)), *notes]))
     max_steps = next(filter(None, (count_of(source.get("max_steps")) for source in (state, profile.run, config))), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
     # An earlier end says nothing of a run that was resumed with more steps.
@@ -356,8 +356,8 @@ def _nothing_found(folder: Path, started: bool) -> str:
             "A lower `logging_steps` logs earlier."
         )
     return (
-        f"`{folder}` holds nothing to report on: no `hybrid_log.jsonl`, no `hybrid_summary.json`, no "
-        "`checkpoint-*/trainer_state.json` and no `profile/steps.jsonl`. Pass the `output_dir` of a run."
+        f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "
+        "`checkpoint-*/trainer_state.json` or `profile/steps.jsonl`. Pass the `output_dir` of a run."
     )
 
 

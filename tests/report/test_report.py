@@ -129,8 +129,11 @@ def test_folders_without_a_run_say_what_is_missing(tmp_path, content):
         write(folder / "checkpoint-5" / "trainer_state.json", {"log_history": "none", "global_step": "five"})
         (folder / "profile").mkdir()
         (folder / "profile" / "steps.jsonl").write_text("null\n[]\n{}\n")
-    with pytest.raises(ValueError, match=expected):
+        (folder / LOG).write_text("null\n[]\n{}\n")
+    with pytest.raises(ValueError, match=expected) as error:
         load_run(folder)
+    named = "3 of 3 lines of `hybrid_log.jsonl`" in str(error.value)
+    assert named == (content == "garbage"), "what is broken is named"
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path, undrawn):
