@@ -3,7 +3,8 @@ What is compared: trainers, directions, planners, controls and peers.
 
 `results.jsonl` also has runs of arms that are no longer here, because the options that they tried are gone:
 `planner-fixed` (the mean gain of the schedule throughout), `line-search` (a line search along the drift alone),
-`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it).
+`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it). Leaps
+of all runs in it were verified on 64 held-out sequences, except those with `"benchmark": "probes"`, which compare.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Arm:
         direction (`Callable`, *optional*): Returns a direction that is not part of the package.
         rate_of (`str`): Whose best learning rate the search begins at: `"adamw"`, `"muon"`, or `"one"` for 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
+        probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Arm:
     direction: Callable | None = None
     rate_of: str = "adamw"
     needs_nino: bool = False
+    probe_set: bool = False
 
 
 def _prodigy(parameters, rate, steps):
@@ -71,6 +74,7 @@ ARMS = {
     for arm in (
         Arm("adamw", "plain Trainer"),
         Arm("hybrid", "HybridTrainer as it comes", {}),
+        Arm("held_out", "HybridTrainer with a `probe_dataset`", {}, probe_set=True),
         Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}, rate_of="muon"),
         Arm("fast", "preset fast", {"preset": "fast"}, rate_of="muon"),
         # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
@@ -149,7 +153,8 @@ def train(
 
                 common["direction"] = functools.partial(common["direction"], network=Nowcaster.load(nino))
             args = hf_hybrid.HybridConfig(**(values | config))
-            trainer = hf_hybrid.HybridTrainer(model, args, probe_dataset=data["probe"], **common)
+            common["probe_dataset"] = data["probe"] if arm.probe_set else None
+            trainer = hf_hybrid.HybridTrainer(model, args, **common)
         seconds = trainer.train().metrics["train_runtime"]
         loss = trainer.evaluate()["eval_loss"]
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}

@@ -7,7 +7,7 @@ Loss-matched speed-up of HybridTrainer, its directions and planners, controls an
 
 S is the number of backward passes that plain `Trainer` (AdamW at its best learning rate) needs, with a complete
 schedule of its own, for the final held-out loss of a run, over the backward passes of that run; *all costs* also counts
-forward passes on held-out sequences, a third of a step per batch, and the arithmetic of leaps. Training, probe and
+forward passes of probes, a third of a step per batch, and the arithmetic of leaps. Training, probe and
 evaluation sequences are disjoint; all arms see the same training sequences in the same order.
 
 The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint (`--nino_folder`).
