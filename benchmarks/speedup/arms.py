@@ -3,8 +3,8 @@ What is compared: trainers, directions, planners, controls and peers.
 
 `results.jsonl` also has runs of arms that are no longer here, because the options that they tried are gone:
 `planner-fixed` (the mean gain of the schedule throughout), `line-search` (a line search along the drift alone),
-`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it). Leaps
-of all runs in it were verified on 64 held-out sequences, except those with `"benchmark": "probes"`, which compare.
+`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it). In
+all of them leaps were verified on 64 held-out sequences, except where `"benchmark": "probes"` compares the two.
 """
 
 from __future__ import annotations
