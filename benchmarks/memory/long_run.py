@@ -5,8 +5,9 @@ What grows over a long run: memory, checkpoints, the time of a save, the report.
 
 A bigram model of 545 weights makes 200,000 steps with leaps and everything at its default except the learning rate. At
 step 2,000 and at the last one it is saved nine times: `save_seconds` and `save_cpu_seconds` are medians. `files` has
-the bytes of each file of a checkpoint. `trainer_state.json` holds Trainer's own history of the log, one entry per
-`logging_steps`, and grows with every trainer. At the end a report is made.
+the bytes of each file of a checkpoint. Trainer's own history of the log, one entry per `logging_steps`, lies in
+`trainer_state.json` and grows with every trainer: `without_history` has the times without it. At the end a report is
+made.
 """
 
 from __future__ import annotations
@@ -65,19 +66,25 @@ class Watch(TrainerCallback):
         control.should_save = state.global_step in (FIRST, self.last)
 
     def on_save(self, args, state, control, **kwargs):
+        folder, history = Path(args.output_dir, f"checkpoint-{state.global_step}"), state.log_history
+        state.log_history = []
+        without = self._save()
+        state.log_history = history
+        self.found[state.global_step] = {
+            "rss": psutil.Process().memory_info().rss,
+            **self._save(),
+            "without_history": without,
+            "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        }
+
+    def _save(self) -> dict[str, float]:
         wall, cpu = [], []
         for _ in range(SAVES):
             started, used = time.perf_counter(), time.process_time()
             self.trainer._save_checkpoint(self.trainer.model, None)
             wall.append(time.perf_counter() - started)
             cpu.append(time.process_time() - used)
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        self.found[state.global_step] = {
-            "rss": psutil.Process().memory_info().rss,
-            "save_seconds": statistics.median(wall),
-            "save_cpu_seconds": statistics.median(cpu),
-            "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        }
+        return {"save_seconds": statistics.median(wall), "save_cpu_seconds": statistics.median(cpu)}
 
 
 def measure(steps: int, folder: Path) -> dict:

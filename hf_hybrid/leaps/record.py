@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 
 from hf_hybrid.phases import Phase
 
-MOST_KEPT = 100
-"""Leaps, events and changes of the scale that a record keeps: the last ones."""
+MOST_LEAPS, MOST_EVENTS = 100, 20
+"""Leaps, and events and changes of the scale, that a record keeps: the last ones."""
 
 
 @dataclass
@@ -106,14 +106,14 @@ class RunRecord:
     """Arithmetic of all leaps, kept or not, in real steps; a few operations per weight are not counted."""
     leaps_made: int = 0
     leaps: list[Leap] = field(default_factory=list)
-    """The last `MOST_KEPT`."""
+    """The last `MOST_LEAPS`."""
     earlier_verdicts: dict[str, int] = field(default_factory=dict)
     """Number of the leaps before those, by verdict."""
     divergence_events_seen: int = 0
     divergence_events: list[dict] = field(default_factory=list)
-    """The last `MOST_KEPT`."""
+    """The last `MOST_EVENTS`."""
     learning_rate_scales: list[dict] = field(default_factory=list)
-    """The last `MOST_KEPT` changes: `step` and `scale`."""
+    """The last `MOST_EVENTS` changes: `step` and `scale`."""
     displacement_residuals: dict[str, dict] = field(default_factory=dict)
     """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
 
@@ -121,20 +121,20 @@ class RunRecord:
         """Count a leap and keep it. The oldest one goes, whose verdict was final long ago, and stays counted."""
         self.leaps_made += 1
         self.leaps.append(leap)
-        for earlier in self.leaps[:-MOST_KEPT]:
+        for earlier in self.leaps[:-MOST_LEAPS]:
             self.earlier_verdicts[earlier.verdict] = self.earlier_verdicts.get(earlier.verdict, 0) + 1
-        del self.leaps[:-MOST_KEPT]
+        del self.leaps[:-MOST_LEAPS]
 
     def add_event(self, event: dict) -> None:
         """Count an event of the divergence monitor and keep it."""
         self.divergence_events_seen += 1
-        self.divergence_events = [*self.divergence_events, event][-MOST_KEPT:]
+        self.divergence_events = [*self.divergence_events, event][-MOST_EVENTS:]
 
     def add_scale(self, step: int, scale: float) -> None:
         """Keep the learning rate's scale from `step` on, if it differs by a tenth from the one kept last."""
         last = self.learning_rate_scales[-1]["scale"] if self.learning_rate_scales else 1.0
         if abs(math.log(scale / last)) > 0.1:
-            self.learning_rate_scales = [*self.learning_rate_scales, {"step": step, "scale": scale}][-MOST_KEPT:]
+            self.learning_rate_scales = [*self.learning_rate_scales, {"step": step, "scale": scale}][-MOST_EVENTS:]
 
     def summary(self) -> dict:
         """Return everything as plain values, with totals."""

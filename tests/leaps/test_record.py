@@ -2,7 +2,7 @@
 
 import json
 
-from hf_hybrid.leaps.record import MOST_KEPT, Leap, RunRecord
+from hf_hybrid.leaps.record import MOST_EVENTS, MOST_LEAPS, Leap, RunRecord
 
 
 def long_record(leaps):
@@ -21,12 +21,13 @@ def test_counts_are_exact_although_only_the_last_entries_are_kept():
     summary = long_record(3000).summary()
     assert summary["leaps_made"] == summary["divergence_events_seen"] == 3000
     assert summary["leaps_by_verdict"] == {"rolled_back": 30, "kept": 990, "rejected": 990, "unprobed": 990}
-    for name in ("leaps", "divergence_events", "learning_rate_scales"):
-        assert [entry["step"] for entry in summary[name]] == list(range(3000 - MOST_KEPT, 3000))
+    kept = {"leaps": MOST_LEAPS, "divergence_events": MOST_EVENTS, "learning_rate_scales": MOST_EVENTS}
+    for name, most in kept.items():
+        assert [entry["step"] for entry in summary[name]] == list(range(3000 - most, 3000))
 
 
 def test_its_size_does_not_grow():
-    sizes = [len(json.dumps(long_record(leaps).state_dict())) for leaps in (2 * MOST_KEPT, 200 * MOST_KEPT)]
+    sizes = [len(json.dumps(long_record(leaps).state_dict())) for leaps in (2 * MOST_LEAPS, 200 * MOST_LEAPS)]
     assert sizes[1] < 1.1 * sizes[0]
 
 
