@@ -361,9 +361,9 @@ def _command(words: list[str], changes: dict[str, Any], folder: Path) -> tuple[s
     said = Path("err").read_text()
     if status == 0:
         return _trained(words)
-    if status == 1 and ("plan: nothing fits" in said or "hf-hybrid report: " in said):
+    if status == 1 and "plan: nothing fits" in said:
         return "refused", said
-    told = [line for line in said.splitlines() if "error: " in line]
+    told = [line for line in said.splitlines() if line.startswith("hf-hybrid")]
     return ("refused" if status == 2 and len(told) == 1 else "traceback"), f"status {status}\n{said[-3000:]}"
 
 
