@@ -32,7 +32,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,8 @@ MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEMA_VERSION = 1
-THREADS = 8
+THREADS, BLOCK = 8, 1 << 26
+"""That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
 _ASIDE = "_replaced-"  # uploads leave out what begins with `_`
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
 _PASSING = "checkpoint-is-incomplete.txt"  # in Trainer's just-in-time checkpoints while they are written
@@ -141,9 +142,11 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
         in_step (`bool`): Whether the next step was under way, with its batches fetched.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _PASSING]
-    with ThreadPoolExecutor(THREADS) as pool:
-        work = [(pool.submit(_flush, path), pool.submit(_digest, path)) for path in paths]
-        digests = [(flushed.result(), digest.result())[1] for flushed, digest in work]
+    with ThreadPoolExecutor(THREADS) as waiting, ThreadPoolExecutor(THREADS) as pool:
+        flushed = [waiting.submit(_flush, path) for path in paths]
+        digests = _digests(pool, paths)
+        for work in flushed:
+            work.result()
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
         for path, digest in zip(paths, digests)
@@ -211,11 +214,20 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(_ASIDE + folder.name)
 
 
-def _digest(path: Path) -> str:
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+def _digests(pool: ThreadPoolExecutor, paths: Iterable[Path]) -> list[str]:
+    """Return the checksums of files: each is hashed in blocks, so that all threads share a big one."""
+    starts = [(path, range(0, path.stat().st_size, BLOCK)) for path in paths]
+    blocks = [[pool.submit(_digest_of_block, path, start) for start in found] for path, found in starts]
+    return [_digest_of([block.result() for block in found]) for found in blocks]
+
+
+def _digest_of_block(path: Path, start: int) -> str:
+    found, buffer, left = xxhash.xxh3_128(), memoryview(bytearray(1 << 18)), BLOCK
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        file.seek(start)
+        while left > 0 and (count := file.readinto(buffer)):
             found.update(buffer[:count])
+            left -= count
     return found.hexdigest()
 
 
@@ -276,11 +288,9 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
     if found:
         return found
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: _digest(folder / name), manifest.files)
-        pairs = zip(manifest.files.items(), digests)
-        return [
-            f"`{name}` is not what was saved (its checksum differs)" for (name, k), d in pairs if d != k["xxh3_128"]
-        ]
+        digests = dict(zip(manifest.files, _digests(pool, [folder / name for name in manifest.files])))
+    changed = [name for name, known in manifest.files.items() if digests[name] != known["xxh3_128"]]
+    return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 
 def _refusal(folder: Path, manifest: Manifest | None) -> str | None:
