@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, damages, faults, folders, kills, trainings
+from chaos import Result, damages, faults, folders, fuzz, kills, trainings
 from chaos.children import Ended
 
 GOOD = {"same bits", "repaired", "refused", "harmless", "trained", "reported"}
@@ -145,8 +145,6 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
         elif part in INTERRUPTED:
             result = INTERRUPTED[part](case, seed, own, expected)
         else:
-            from chaos import fuzz
-
             result = (fuzz.construction if part == "constructions" else fuzz.command_line)(case, seed, own)
     except Exception:
         result = Result(case, "the suite failed", traceback.format_exc())
