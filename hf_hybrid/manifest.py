@@ -204,7 +204,7 @@ def _is_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
-        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed", str(error)):
+        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed|iostream error", str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
