@@ -109,10 +109,9 @@ def replacing(folder: Path) -> Iterator[None]:
     Raises:
         OSError: If the disk is full, with what to do; other errors pass.
     """
-    aside = _aside(folder)
+    _undo_unfinished(folder)  # a save that was killed
     if folder.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)
+        os.replace(folder, _aside(folder))
     try:
         yield
     except Exception as error:
@@ -169,11 +168,11 @@ def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best:
     """
     if not limit or limit <= 0:
         return
-    kept = {newest, *([Path(best)] if best else [])}
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
     of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)}
     oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
     surplus = len(oldest_first) - max(limit, len(kept))
-    for folder in [folder for folder in oldest_first if folder not in kept][: max(surplus, 0)]:
+    for folder in [folder for folder in oldest_first if folder.resolve() not in kept][: max(surplus, 0)]:
         # Without its manifest a folder is no checkpoint, also where the deletion is cut short.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

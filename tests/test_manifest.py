@@ -149,10 +149,12 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     """And no file of the old one becomes part of the new one."""
     checkpoint = folder / "checkpoint-6"
     (checkpoint / "old.bin").write_text("of an earlier save")
-    with manifest.replacing(checkpoint):
+    for _ in range(2):
+        save = manifest.replacing(checkpoint)
+        save.__enter__()
         checkpoint.mkdir()
-        (checkpoint / "model.safetensors").write_text("half of it")  # killed here
-        assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
+        (checkpoint / "model.safetensors").write_text("half of it")  # killed here, and once more
+    assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
     with manifest.replacing(checkpoint):
         checkpoint.mkdir()
         manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
