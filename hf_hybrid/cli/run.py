@@ -202,9 +202,18 @@ def load_model(
         if with_adapters:
             raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{options.model}` has none.")
         try:
-            return AutoModelForCausalLM.from_config(config, **common)
+            model = AutoModelForCausalLM.from_config(config, **common)
         except Exception as error:  # whatever absurd sizes lead to
             raise OptionError(f"`--model {options.model}` cannot be built: {_reason(error)}") from error
+        # DeepSpeed's `ds_id` marks parameters that lie on other processes, and are empty on this one.
+        empty = [
+            name for name, weight in model.named_parameters() if not weight.numel() and not hasattr(weight, "ds_id")
+        ]
+        if empty:
+            raise OptionError(
+                f"`--model {options.model}`: `{empty[0]}` has no elements. Correct the sizes in the config."
+            )
+        return model
     if with_adapters and options.dtype == "auto":
         common["dtype"] = "auto"
     if adapters.peft == "qlora":
