@@ -136,8 +136,8 @@ class HybridTrainerMixin(PublishingMixin):
             others stay on the device with their optimizer states. Default: the map that the model was loaded with.
 
     Raises:
-        ValueError: If the model has nothing to train, the data cannot be split, or an option cannot be combined with
-            leaps; the message says what to do.
+        ValueError: If the model has nothing to train, or an option cannot be combined with leaps; the message says what
+            to do.
 
     Attributes:
         memory_guard (`MemoryGuard`): Watches the device at the end of every step. Its `probe` may be replaced.
