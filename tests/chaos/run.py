@@ -93,6 +93,8 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
     """Return the names of a part's cases, spread evenly over the modes."""
     kinds = {
         "damages": [mode for mode in damages.MODES if mode in modes],
+        "signals": [mode for mode in modes if mode != "two processes"],  # a launcher would tell both
+        "disk": [mode for mode in modes if mode != "workers"],  # which send batches through files, and would hang
         "reports": ["hybrid", "logged", "plain"],
         "constructions": ["all"],
         "command-lines": ["all"],

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,20 +232,34 @@ def build(name: str, folder: Path, seed: int = 0, width: int = 16, stop_after: i
 
 def train(name: str, folder: Path, resume: bool | str = False, **values) -> dict[str, Any]:
     """Train to the end and return what must not differ from an uninterrupted run."""
+
+    def trained() -> HybridTrainer:
+        trainer = build(name, folder, **values)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
     if MODES[name].processes == 2:
-        _become_two()
-    trainer = build(name, folder, **values)
-    trainer.train(resume_from_checkpoint=resume)
-    return facts(trainer)
+        _begin_second(trained)
+    return facts(trained())
 
 
-def _become_two() -> None:
-    """Fork a second process of a run with DDP. Both are in one process group, and are killed together."""
+def _begin_second(work: Callable) -> None:
+    """Fork the second process of a run with DDP. Both are in one process group, and the first one's end ends both."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rank = 0 if os.fork() else 1
+    first = os.fork()
+    rank = 0 if first else 1
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()})
+    if first:
+        return
+    try:
+        work()
+        signal.pause()  # the first process may still need the connection
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def facts(trainer) -> dict[str, Any]:
