@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PARTS = "kills damages signals disk clock anew finished reports constructions command-lines"
-FEW = {"kills": 3, "damages": 3, "signals": 1, "reports": 1}
+FEW = {"kills": 2, "damages": 3}
 MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
 MORE |= {"constructions": 200, "command-lines": 40}
 
