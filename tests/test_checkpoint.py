@@ -98,7 +98,7 @@ def test_kill_and_resume(phase, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "phase", [pytest.param(p, marks=[] if p in (Phase.PREDICT, Phase.CORRECT) else pytest.mark.slow) for p in Phase]
+    "phase", [pytest.param(p, marks=[] if p is Phase.PREDICT else pytest.mark.slow) for p in Phase]
 )
 def test_kill_and_resume_streamed(phase, uninterrupted, tmp_path):
     """Layers streamed, and still the weights of a run that was neither interrupted nor streamed."""

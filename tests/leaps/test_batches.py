@@ -77,6 +77,9 @@ KINDS = {
 }
 
 
+SLOW = ("concatenated", "grouped_by_length", "ragged_rows")
+
+
 def trained(trainer_class, args, data):
     """Train, and return the trainer with what it trained on: rows by epoch, of every step that computed something."""
     seen: list[list] = []
@@ -96,7 +99,9 @@ def trained(trainer_class, args, data):
     return trainer, seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW), id=kind) for kind in KINDS]
+)
 def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "logging_steps": 5, **options}
@@ -125,7 +130,7 @@ def test_a_loader_of_the_users_is_probed_too(tmp_path):
     assert any(leap["loss_before"] for leap in trainer.hybrid_summary()["leaps"])
 
 
-@pytest.mark.parametrize("kind", ["datasets", "stream_of_epochs", "stream_of_datasets", "one_row"])
+@pytest.mark.parametrize("kind", ["datasets", "stream_of_datasets", "one_row"])
 def test_a_resumed_run_goes_on_with_the_batches_that_were_not_trained_on(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"max_steps": 20, "leap_budget": 100.0, **options, "save_strategy": "steps", "save_steps": 6}

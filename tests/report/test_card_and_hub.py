@@ -96,7 +96,7 @@ def test_card_says_what_the_run_recorded(trained):
     assert f"{summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided" in phases
     assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in phases
     assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
-    assert "| weights | " in section(card, "Memory") and "380 sequences" in section(card, "Data")
+    assert "| weights | " in section(card, "Memory") and "400 sequences" in section(card, "Data")
     assert "16 sequences" in section(card, "Data")
     assert f"| kept without a test | {summary['leaps_by_verdict'].get('unprobed', 0)} |" in phases
     assert f"| kept after a test | {summary['leaps_by_verdict'].get('kept', 0)} |" in phases
@@ -318,7 +318,7 @@ def test_every_data_set_is_listed_with_its_source(monkeypatch, tmp_path):
     card = card_of(trainer)
     source = "[Salesforce/wikitext](https://huggingface.co/datasets/Salesforce/wikitext)"
     told = section(card, "Data")
-    assert f"- Training: 380 sequences of {source}, configuration `wikitext-2-raw-v1`, split `train`" in told
+    assert f"- Training: 400 sequences of {source}, configuration `wikitext-2-raw-v1`, split `train`" in told
     assert "- Evaluation `ok`: 8 sequences\n" in f"{told}\n" and metadata_of(card)["datasets"] == [
         "Salesforce/wikitext"
     ]
