@@ -68,7 +68,7 @@ def train(line: CommandLine) -> int:
         words = {None: None, "": None, "none": None, "false": None, "true": True}
         resume = trainer.args.resume_from_checkpoint
         result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
-    except (ValueError, ImportError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
         if first_step.begun:
             raise
