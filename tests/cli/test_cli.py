@@ -360,7 +360,10 @@ def test_a_refused_option_is_a_message_and_exit_status_2(folder, monkeypatch, ca
         (["--resume_from_checkpoint", "true"], "No valid checkpoint found in output directory"),
         (["--output_dir", "text.txt/out"], "`--output_dir text.txt/out` cannot be written to: Not a directory"),
         (["--lr_scheduler_kwargs", "{}"], "One of min_lr or min_lr_rate should be set"),
-        (["--lr_scheduler_kwargs", '{"a": 1}'], "get_cosine_with_min_lr_schedule_with_warmup() got an unexpected keyword argument 'a'"),
+        (
+            ["--lr_scheduler_kwargs", '{"a": 1}'],
+            "get_cosine_with_min_lr_schedule_with_warmup() got an unexpected keyword argument 'a'",
+        ),
         (["--sequence_length", "65"], "`sequence_length=65` is over the 64 positions of the model"),
         (["--model", "broken"], "`--model broken` cannot be loaded: Field 'hidden_size' expected int"),
     ],
