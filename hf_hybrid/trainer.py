@@ -63,8 +63,8 @@ class HookRouter(CallbackHandler):
     Trainer's callback handler, which also calls the trainer at events for which `Trainer` has no method to override.
 
     The list of callbacks stays as plain `Trainer` has it: users count, reorder and remove callbacks. A step is closed
-    before callbacks see its end, so that one that saves there saves the whole step. They come first where they may
-    change what the trainer reads, the gradients, and where they still need the run.
+    before callbacks see its end, so that one that saves there saves the whole step. Callbacks come first before the
+    optimizer steps, because they may change the gradients, and at the end of a run, because they may still read it.
     """
 
     def __init__(self, trainer: HybridTrainerMixin):

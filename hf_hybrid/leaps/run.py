@@ -331,14 +331,22 @@ class LeapRun:
         return gain * min(1.0, longest / leap.real_steps)
 
     def _probe(self, leap: Leap, gain: float) -> None:
-        """Leap, and compare losses before and after. Keep the leap, halve it until it helps, or reject it."""
+        """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
         before = probe.losses()
         self.probe_seconds += time.perf_counter() - started
         if sum(loss != 0.0 for loss in before) < MIN_SEQUENCES:
-            self.trajectory.leap(gain)  # hardly any of them has a label: they cannot tell
-            return
+            self.trajectory.leap(gain)
+        else:
+            self._compare(leap, gain, before)
+        leap.probe_cost_steps = probe.cost_steps - spent
+        self.trust.probes_made += 1
+        self.record.forward_only_passes += probe.forward_passes - passes
+        self.record.probe_cost_steps += leap.probe_cost_steps
+
+    def _compare(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
+        """Keep the leap, halve it until it helps, or reject it."""
         leap.loss_before = sum(before) / len(before)
         self._look(leap, gain, before)
         leap.verdict = "kept"
@@ -351,14 +359,10 @@ class LeapRun:
                     break
             else:  # what is written down is the leap that was asked for
                 vars(leap).update(vars(refused), verdict="rejected")
-        leap.probe_cost_steps = probe.cost_steps - spent
         if self.slope > 0:
             leap.e, leap.e_source = leap.decrease / self.slope, "probe"
         if leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
             self.linearity = leap.decrease / leap.predicted_decrease
-        self.trust.probes_made += 1
-        self.record.forward_only_passes += probe.forward_passes - passes
-        self.record.probe_cost_steps += leap.probe_cost_steps
 
     def _look(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
         self.trajectory.leap(gain)

@@ -79,6 +79,15 @@ def test_a_leap_that_pays_is_kept():
     assert world.run.trajectory.open is leap and world.run.phase is Phase.CORRECT
 
 
+def test_sequences_without_labels_cannot_tell_and_cost_what_they_cost():
+    """Else every leap would be probed, as if it were the first."""
+    world = World(minimum=1.2)
+    world.probe.evaluate = lambda batch: [0.0] * 4
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, leap.loss_before) == ("unprobed", 1.0, None)
+    assert world.run.trust.probes_made == 1 and leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
+
+
 def test_a_leap_that_goes_too_far_is_halved():
     world = World(minimum=0.4)
     leap = world.leap()
