@@ -158,6 +158,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
         self._next_epoch, self._around_forward = 0, False
+        self._epochs_began_at: list[int] = []
         self._leave_step()
         super().__init__(*args, **kwargs)
         self._start, self._total_limit = manifest.new_run(self.model), self.args.save_total_limit
@@ -253,6 +254,7 @@ class HybridTrainerMixin(PublishingMixin):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._start = self._find_start(resume_from_checkpoint)
         self._resumed_from = self._resumed = self._held = None
+        self._epochs_began_at = []
         self.recovery.reset()
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
@@ -318,9 +320,22 @@ class HybridTrainerMixin(PublishingMixin):
             write_note(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _begin_epoch(self) -> None:
+        self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
+        if len(self._epochs_began_at) == 3 and len(set(self._epochs_began_at)) == 1:  # a resumed pass may be at its end
+            raise ValueError(
+                f"Two passes through `train_dataset` made no step: it gives fewer batches than "
+                f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
+                "`per_device_train_batch_size`, or pass more data."
+            )
         if self.run.phase is None:
             return
         feed, loader = self.run.feed, self.callback_handler.train_dataloader
+        if has_length(loader) and len(loader) == 0:
+            raise ValueError(
+                f"`train_dataset` gives no batch: `dataloader_drop_last={self.args.dataloader_drop_last}` drops one "
+                f"with fewer rows than `per_device_train_batch_size={self.args.per_device_train_batch_size}`. Lower "
+                "the batch size, or pass more data."
+            )
         feed.enter(self._next_epoch)
         if self._resumed_from is not None:
             ours, self._resumed_from = feed.begun, None

@@ -142,6 +142,20 @@ def test_a_resumed_run_goes_on_with_the_batches_that_were_not_trained_on(kind, t
         assert_same_weights(weights(whole.model), weights(again.model))
 
 
+@pytest.mark.parametrize("leaps", [True, False])
+def test_a_stream_too_short_for_a_step_is_refused(leaps, tmp_path):
+    """Plain `Trainer` goes through it for ever."""
+    config = hybrid_config(tmp_path, enable_predict=leaps, gradient_accumulation_steps=20)
+    with pytest.raises(ValueError, match="made no step: .*`gradient_accumulation_steps=20`"):
+        HybridTrainer(model(), config, train_dataset=Stream()).train()
+
+
+def test_data_that_give_no_batch_are_refused(tmp_path):
+    config = hybrid_config(tmp_path, dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="gives no batch: `dataloader_drop_last=True`"):
+        HybridTrainer(model(), config, train_dataset=ROWS[:3]).train()
+
+
 def test_a_checkpoint_inside_a_step_counts_its_batches_as_not_trained_on():
     feed = BatchFeed()
     feed.enter(0)
