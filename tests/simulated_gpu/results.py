@@ -28,7 +28,9 @@ class Results:
 
     def __init__(self, names: list[str], folder: Path, *, real: bool = False):
         self.folder = folder
-        workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+        cores = os.cpu_count() or 1
+        # at least two: the worker that asks for the results sleeps, and other workers may have nothing left to do
+        workers = max(min(2, cores), cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
         command = [sys.executable, "-m", "simulated_gpu.runner", "--workers", str(workers)]
         command += [*(["--real"] if real else []), str(folder), *names]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
