@@ -13,6 +13,10 @@ _LAZY = {
     "HybridConfig": "hf_hybrid.config",
     "HybridDPOConfig": "hf_hybrid.integrations.trl",
     "HybridDPOTrainer": "hf_hybrid.integrations.trl",
+    "HybridGRPOConfig": "hf_hybrid.integrations.grpo",
+    "HybridGRPOTrainer": "hf_hybrid.integrations.grpo",
+    "HybridRLOOConfig": "hf_hybrid.integrations.grpo",
+    "HybridRLOOTrainer": "hf_hybrid.integrations.grpo",
     "HybridSFTConfig": "hf_hybrid.integrations.trl",
     "HybridSFTTrainer": "hf_hybrid.integrations.trl",
     "HybridSummary": "hf_hybrid.report.summary",
@@ -43,6 +47,10 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
     from hf_hybrid.config import HybridConfig
+    from hf_hybrid.integrations.grpo import HybridGRPOConfig as HybridGRPOConfig
+    from hf_hybrid.integrations.grpo import HybridGRPOTrainer as HybridGRPOTrainer
+    from hf_hybrid.integrations.grpo import HybridRLOOConfig as HybridRLOOConfig
+    from hf_hybrid.integrations.grpo import HybridRLOOTrainer as HybridRLOOTrainer
     from hf_hybrid.integrations.trl import HybridDPOConfig as HybridDPOConfig
     from hf_hybrid.integrations.trl import HybridDPOTrainer as HybridDPOTrainer
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig

@@ -598,6 +598,8 @@ class OutOfMemoryRecovery:
             return "DeepSpeed and FSDP keep gradients of their own. Lower `per_device_train_batch_size`."
         if steps_in_backward(optim):
             return f"`optim={optim}` changes weights inside the backward pass, so that a step cannot be computed twice."
+        if trainer.cannot_repeat is not None:
+            return trainer.cannot_repeat
         if trainer.memory.torn is not None:
             return (
                 f"{trainer.memory.torn} The weights in memory are not those of any step. "

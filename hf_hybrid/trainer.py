@@ -146,6 +146,10 @@ class HybridTrainerMixin(PublishingMixin):
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
     """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
+    can_leap = True
+    """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
+    cannot_repeat: str | None = None
+    """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory = NoLeaps(), Resident()
@@ -162,7 +166,9 @@ class HybridTrainerMixin(PublishingMixin):
         self._leave_step()
         super().__init__(*args, **kwargs)
         self._start, self._total_limit = manifest.new_run(self.model), self.args.save_total_limit
-        self.hybrid_args = self.args if isinstance(self.args, HybridArguments) else HybridArguments()
+        self.hybrid_args = (
+            self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
+        )
         options = self.hybrid_args
         if makes_muon(self):
             check_hidden_matrices(self.model)

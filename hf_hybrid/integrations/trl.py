@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments
@@ -39,9 +40,9 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
     """
 
     def __post_init__(self):
-        _choose_bf16(self)
+        choose_bf16(self)
         super().__post_init__()
-        _check_head_options(self)
+        check_head_options(self)
 
 
 @dataclass
@@ -55,9 +56,9 @@ class HybridDPOConfig(HybridConfigBase, DPOConfig):
     """
 
     def __post_init__(self):
-        _choose_bf16(self)
+        choose_bf16(self)
         super().__post_init__()
-        _check_head_options(self)
+        check_head_options(self)
         if self.memory != "off":
             raise ValueError(
                 f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
@@ -70,7 +71,7 @@ class HybridDPOConfig(HybridConfigBase, DPOConfig):
             )
 
 
-def _choose_bf16(args: SFTConfig | DPOConfig) -> None:
+def choose_bf16(args: TrainingArguments) -> None:
     """Where neither `bf16` nor `fp16` is given: by the hardware. TRL has it on, which fails where nothing can do it."""
     if args.bf16 is not None or args.fp16:
         return
@@ -82,7 +83,8 @@ def _choose_bf16(args: SFTConfig | DPOConfig) -> None:
         args.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
-def _check_head_options(args: HybridArguments) -> None:
+def check_head_options(args: HybridArguments) -> None:
+    """Refuse options that change the head of the model, because TRL multiplies with its weights by itself."""
     if args.chunked_loss == "on":
         raise ValueError(
             "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
@@ -185,7 +187,7 @@ class _HeadOfTRL(ChunkedLossSwitch):
         pass
 
 
-class _TRLTrainerMixin(HybridTrainerMixin):
+class TRLTrainerMixin(HybridTrainerMixin):
     """Common part of the trainers of this module: a `probe_dataset` in the form of the training set, and refusals."""
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
@@ -208,7 +210,8 @@ class _TRLTrainerMixin(HybridTrainerMixin):
         return True
 
 
-def _check_config(args: Any, expected: type, plain: type) -> None:
+def check_config(args: Any, expected: type, plain: type) -> None:
+    """Refuse a hybrid config without the options of `plain`, which is TRL's; `expected` is the one to use."""
     if isinstance(args, HybridArguments) and not isinstance(args, plain):
         raise TypeError(
             f"`args` is a `{type(args).__name__}`, which lacks TRL's options. Make it a `{expected.__name__}`: "
@@ -216,7 +219,7 @@ def _check_config(args: Any, expected: type, plain: type) -> None:
         )
 
 
-class HybridSFTTrainer(_TRLTrainerMixin, SFTTrainer):
+class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
     """
     Drop-in for [`~trl.SFTTrainer`] that trains in phases, as [`HybridTrainer`] does.
 
@@ -247,7 +250,7 @@ class HybridSFTTrainer(_TRLTrainerMixin, SFTTrainer):
     sequence_losses = CompletionLosses
 
     def __init__(self, model, args=None, *positional, **kwargs):
-        _check_config(args, HybridSFTConfig, SFTConfig)
+        check_config(args, HybridSFTConfig, SFTConfig)
         super().__init__(model, args, *positional, **kwargs)
 
     def _prepare_probe_set(self, dataset):
@@ -257,7 +260,7 @@ class HybridSFTTrainer(_TRLTrainerMixin, SFTTrainer):
         return self._prepare_dataset(dataset, *options, "probe")
 
 
-class HybridDPOTrainer(_TRLTrainerMixin, DPOTrainer):
+class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):
     """
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does.
 
@@ -279,7 +282,7 @@ class HybridDPOTrainer(_TRLTrainerMixin, DPOTrainer):
     sequence_losses = PreferenceLosses
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
-        _check_config(args, HybridDPOConfig, DPOConfig)
+        check_config(args, HybridDPOConfig, DPOConfig)
         super().__init__(model, ref_model, args, *positional, **kwargs)
 
     def _prepare_probe_set(self, dataset):

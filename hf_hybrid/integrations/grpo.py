@@ -1,0 +1,577 @@
+"""
+TRL's GRPO and RLOO without the rows that teach nothing. This needs `pip install "hf-hybrid[trl]"`.
+
+Why a row can be left out. GRPO samples several completions per prompt, a row each. The advantage of a row says how
+much better its reward is than the mean of its group. Where a prompt is so easy or so hard that all completions get the
+same reward, every advantage of the group is zero. The loss of a row is a sum over its tokens of
+
+    advantage * f(log-probabilities, sign of the advantage)
+
+so its value and its gradient are exactly zero. TRL computes forward and backward of such rows all the same. A row
+without a token in the loss (a truncated completion with `mask_truncated_completions=True`) has no gradient either.
+
+What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
+accumulation window for each optimizer step. Here the rows that count are taken out of the micro-batches of a window and
+put into as few new ones as they fill. The other calls of `training_step` return a loss of zero and compute nothing. A
+row never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
+`num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before
+its first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.
+
+    TRL's window             advantages: ( 0 0 a b ) ( 0 0 0 0 ) ( c 0 0 0 ) ( 0 d e 0 )      4 backward passes
+    this one                 zero loss   zero loss   ( a b c ) ( d e )                       2 backward passes
+
+Why the gradient stays the same. TRL averages over the rows or the tokens of a micro-batch, or divides by a number that
+belongs to the generation batch. Let `R` be the rows and `T` the tokens of the micro-batch that a row comes from, and
+`r`, `t` those of the new one:
+
+| `loss_type` | divided by | factor |
+|---|---|---|
+| `dapo`, `cispo`, `vespo` | tokens of the generation batch | 1 |
+| `grpo`, `dr_grpo`, `luspo`, `sapo`, and RLOO | rows of the micro-batch | r / R |
+| `bnpo` | tokens of the micro-batch | t / T |
+
+The advantage of each row is multiplied by the factor. Every loss above scales with the advantage (`f` depends on its
+sign alone, and the minimum of two products with it scales too), so each row gets the weight that it has in TRL.
+
+A window without rows that count still makes its step, with gradients of zero: momentum, weight decay and the schedule
+go on as in TRL. Parameters that a left-out row would have reached get a zero gradient in place of none.
+
+Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
+with fewer fills up with rows that do not count.
+
+Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_hybrid.arguments import HybridArguments, as_declared, option
+from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16
+from hf_hybrid.machine import sharding_of
+from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.report.summary import HybridSummary
+from hf_hybrid.streaming.walk import RandomStates
+
+try:
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+except ImportError as error:
+    raise ImportError(
+        "`HybridGRPOTrainer`, `HybridRLOOTrainer` and their configs need a TRL that has both, which cannot be imported "
+        f'here ({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Any]
+"""A micro-batch of TRL: tensors with one row per completion, and scalars of the generation batch."""
+
+# Arithmetic.
+
+Mean = Literal["items", "rows", "tokens"]
+"""What a loss is divided by: a number of the generation batch, or the rows or tokens of the micro-batch."""
+
+MEAN_OF_LOSS: dict[str, Mean] = {
+    "dapo": "items",
+    "cispo": "items",
+    "vespo": "items",
+    "grpo": "rows",
+    "dr_grpo": "rows",
+    "luspo": "rows",
+    "sapo": "rows",
+    "bnpo": "tokens",
+}
+
+
+def tokens_in_loss(batch: Batch) -> Tensor:
+    """Return the mask of the tokens that the loss reads, shape [rows, completion length]."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def rows_that_count(batch: Batch) -> Tensor:
+    """Return which rows have an advantage on a token in the loss, as booleans of shape [rows]."""
+    advantages = batch["advantages"]
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    return (advantages * tokens_in_loss(batch)).ne(0).any(dim=1)
+
+
+def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
+    """Return the rows of several micro-batches of one generation batch; `rows` counts through all of them."""
+
+    def taken(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value  # the same for the whole generation batch
+        return torch.cat([batch[name] for batch in batches])[rows]
+
+    return {name: taken(name, value) for name, value in batches[0].items()}
+
+
+def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
+    """
+    Put rows of several micro-batches into others, each with the weight that it had.
+
+    Args:
+        batches (`list[Batch]`): Micro-batches of one generation batch, with equally many rows.
+        rows (`Tensor`): Indices of the rows to keep, counted through all micro-batches, shape [rows].
+        count (`int`): Number of new micro-batches, at most `len(rows)`.
+        mean (`str`): What the loss is divided by.
+    """
+    size = len(batches[0]["advantages"])
+    tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
+    made = []
+    for part in rows.tensor_split(count):
+        batch = take_rows(batches, part)
+        if mean == "rows":
+            weight = torch.full_like(part, len(part)) / size
+        elif mean == "tokens":
+            weight = tokens_in_loss(batch).sum() / tokens_before[part // size]
+        else:
+            weight = torch.ones_like(part)
+        advantages = batch["advantages"]
+        batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
+        made.append(batch)
+    return made
+
+
+def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a forward pass in training draws random numbers (dropout, noise), which other rows would change."""
+    before, was_training = RandomStates.now(device), model.training
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    try:
+        with torch.no_grad():
+            model.train()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        after = RandomStates.now(device)
+        pairs = [(before.host, after.host)] + ([] if before.device is None else [(before.device, after.device)])
+        return before.python != after.python or not all(torch.equal(*pair) for pair in pairs)
+    finally:
+        before.restore()
+        model.train(was_training)
+
+
+# State.
+
+
+class ExactSkips:
+    """
+    Plans the micro-batches of each accumulation window, and counts what was left out.
+
+    Args:
+        mean (`str`): What the loss is divided by.
+        counts (`Callable[[Batch], Tensor]`): Says which rows of a micro-batch count, see [`rows_that_count`].
+        agree (`Callable[[int], int]`): Returns the largest of the numbers that all processes pass.
+
+    Attributes:
+        rows, rows_skipped (`int`): Rows of all micro-batches on this process, and those not computed.
+        passes_avoided (`int`): Micro-batches without forward and backward.
+    """
+
+    def __init__(self, mean: Mean, counts: Callable[[Batch], Tensor], agree: Callable[[int], int]):
+        self.mean, self.counts, self.agree = mean, counts, agree
+        self.rows = self.rows_skipped = self.passes_avoided = 0
+        self._planned: deque[Batch | None] = deque()
+        self._reached: set[torch.nn.Parameter] = set()
+
+    def begin_window(self) -> None:
+        """Forget what an exception left of the window before."""
+        self._planned.clear()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the next micro-batch is planned."""
+        return bool(self._planned)
+
+    def plan(self, batches: list[Batch], *, ends_window: bool, processes: int) -> None:
+        """
+        Plan the next micro-batches.
+
+        The computed ones come last: processes exchange gradients in the last backward pass of a window, so with
+        several of them that one is always made. One process makes it once if nothing else shows which parameters
+        get gradients.
+
+        Args:
+            batches (`list[Batch]`): TRL's micro-batches, of one generation batch and one window.
+            ends_window (`bool`): Whether the window ends with them.
+            processes (`int`): Number of processes.
+        """
+        counts = torch.cat([self.counts(batch) for batch in batches])
+        total, size = len(counts), len(counts) // len(batches)
+        at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
+        needed = max(self.agree(int(counts.sum())), at_least)
+        planned = list(batches)
+        if needed < total:
+            rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
+            count = -(-needed // size)
+            planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
+        self._planned = deque(planned)
+        self.rows += total
+        self.rows_skipped += total - needed
+        self.passes_avoided += planned.count(None)
+
+    def next(self) -> Batch | None:
+        """Return the next micro-batch, or `None` where nothing is computed."""
+        return self._planned.popleft()
+
+    def fill_gradients(self, model: torch.nn.Module) -> None:
+        """Give a zero gradient to the parameters that computing the other rows would have given one."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self._reached.add(parameter)
+            elif parameter in self._reached:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rows": self.rows, "rows_skipped": self.rows_skipped, "passes_avoided": self.passes_avoided}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.rows, self.rows_skipped = state["rows"], state["rows_skipped"]
+        self.passes_avoided = state["passes_avoided"]
+
+
+# The checkpoint of a generation batch.
+
+
+@dataclass
+class Rollouts:
+    """
+    Where a run stands in its generation batch. TRL keeps this in memory alone, and generates anew after a resume.
+
+    Attributes:
+        step (`int`): Micro-batches trained on, from which TRL counts where it is in the generation batch.
+        batches (`list[Batch]`): The micro-batches of the generation batch; empty where the next step generates.
+        values (`dict`): JSON values beside them.
+    """
+
+    step: int
+    batches: list[Batch]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file, with the values that are no tensors in its header."""
+        tensors, plain = {}, []
+        for index, batch in enumerate(self.batches):
+            held = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            tensors |= {f"{index}.{name}": value.detach().cpu().clone() for name, value in held.items()}
+            plain.append({name: value for name, value in batch.items() if name not in held})
+        state = {"step": self.step, "plain": plain, "values": self.values}
+        save_file(tensors, path, metadata={"rollouts": json.dumps(state)})
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Rollouts:
+        """Read what [`save`] wrote."""
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            state = json.loads(file.metadata()["rollouts"])
+            batches = [dict(plain) for plain in state["plain"]]
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
+                index, _, name = key.partition(".")
+                batches[int(index)][name] = file.get_tensor(key)
+        return cls(state["step"], batches, state["values"])
+
+
+# Configs.
+
+_NEED_NO_LEAPS = {
+    "enable_predict", "preset", "muon_lr_scale", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at",
+    "guard_checkpoint_at",
+}  # fmt: skip
+_NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
+
+
+@dataclass
+class RolloutConfigBase(HybridConfigBase):
+    """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
+
+    enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
+    exact_skips: Literal["auto", "off"] = option(
+        "auto",
+        "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
+        "auto: where the update stays TRL's; elsewhere every row is computed, and the log says why. off: never.",
+    )
+
+    def __post_init__(self):
+        self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
+        choose_bf16(self)
+        super().__post_init__()
+        if self.enable_predict:
+            raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
+        for name, default in ((known.name, known.default) for known in fields(HybridArguments)):
+            given = getattr(self, name)
+            if given != default and given != "off" and name not in _NEED_NO_LEAPS:
+                raise ValueError(
+                    f"`{name}={given}` does not work with completions that are generated in training: it belongs to "
+                    "leaps or to streamed layers. Leave it out."
+                )
+
+
+@dataclass
+class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
+    """
+    [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
+    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory` and the guard. One default of the former
+    differs, `bf16`, as in [`HybridSFTConfig`].
+
+    Raises:
+        ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.
+    """
+
+
+@dataclass
+class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
+    """[`~trl.RLOOConfig`] with the options of [`HybridGRPOConfig`], and the same checks."""
+
+
+# Trainers.
+
+
+class _RolloutTrainerMixin(TRLTrainerMixin):
+    """
+    Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own, and keeps TRL's
+    place in the generation batch in checkpoints.
+    """
+
+    can_leap = False
+    cannot_repeat = (
+        "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
+        "`gradient_accumulation_steps`."
+    )
+
+    def __init__(self, *args, **kwargs):
+        for name in ("probe_dataset", "direction"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
+        super().__init__(*args, **kwargs)
+        self._skips = self._new_skips()
+        self._skips_exactly = False
+        self._every_row_because: str | None = None
+        self._window_begins_at = 0
+        self._before_window: Rollouts | None = None
+        self._sampler: Any = None
+
+    def _new_skips(self) -> ExactSkips:
+        return ExactSkips(self._mean, self._rows_that_count, self._agree)
+
+    def _agree(self, count: int) -> int:
+        if self.accelerator.num_processes == 1:
+            return count
+        return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
+
+    # A run begins.
+
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        self._skips, self._every_row_because = self._new_skips(), None
+        self._skips_exactly = getattr(self.args, "exact_skips", "auto") == "auto"
+        if self._skips_exactly and (reason := self._why_every_row()) is not None:
+            self._compute_every_row(reason)
+        if self._resumed_from is not None:
+            self._restore_rollouts(self._resumed_from)
+
+    def _why_every_row(self) -> str | None:
+        """Return why leaving rows out would change the update, or `None` if it would not."""
+        own = type(self)._compute_loss is _RolloutTrainerMixin._compute_loss
+        if not own or type(self).compute_loss is not _RolloutTrainerMixin.compute_loss:
+            return f"`{type(self).__name__}` has a loss of its own"
+        if (sharding := sharding_of(self.args)) is not None:
+            return f"`{sharding}` counts the backward passes of a step"
+        if steps_in_backward(optimizer_name(self.args)):
+            return f"`optim={optimizer_name(self.args)}` steps inside the backward pass"
+        if self.aux_loss_enabled:
+            return "the router's loss (`router_aux_loss_coef`) counts every row"
+        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+            return "batch normalisation mixes rows"
+        if draws_random_numbers(self.accelerator.unwrap_model(self.model), self.args.device):
+            return "the model draws random numbers in training (set `disable_dropout=True`, and `lora_dropout=0`)"
+        return None
+
+    def _compute_every_row(self, reason: str) -> None:
+        self._skips_exactly, self._every_row_because = False, reason
+        if self.is_world_process_zero():
+            logger.warning("Every row is computed, also those without advantage: %s.", reason)
+
+    # A window.
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._skips.begin_window()
+        self._window_begins_at, self._before_window = self._step, self._rollouts()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._skips_exactly and self.accelerator.sync_gradients:
+            self._skips.fill_gradients(self.model)
+        return loss
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)  # generates if it is time to
+        if not (self._skips_exactly and self.model.training):
+            return inputs
+        if "num_images" in inputs:
+            self._compute_every_row("tensors of images do not have one row per completion")
+            return inputs
+        if not self._skips.is_planned:
+            self._plan()
+        return self._skips.next()
+
+    def _plan(self) -> None:
+        """Plan the micro-batches up to the end of the window or of the generation batch."""
+        per_generation = self.args.steps_per_generation
+        window_ends_at = self._window_begins_at + self.current_gradient_accumulation_steps
+        generates_at = self._step - self._step % (per_generation * self.num_iterations)
+        generates_at += per_generation * self.num_iterations
+        coming = range(self._step, min(window_ends_at, generates_at))
+        self._skips.plan(
+            [self._buffered_inputs[step % per_generation] for step in coming],
+            ends_window=coming.stop == window_ends_at,
+            processes=self.accelerator.num_processes,
+        )
+
+    def _compute_loss(self, model, inputs):
+        if inputs is None:
+            return torch.zeros((), device=self.args.device, requires_grad=True)
+        return super()._compute_loss(model, inputs)
+
+    # Checkpoints.
+
+    def _rollouts(self) -> Rollouts:
+        """Return where the run is in its generation batch."""
+        generates = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        values = {
+            "layout": self._layout(),
+            "counts": self._skips.state_dict(),
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+        }
+        return Rollouts(self._step, [] if generates else self._buffered_inputs, values)
+
+    def _layout(self) -> dict[str, int]:
+        """Return the options that decide which rows a micro-batch has."""
+        names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "num_generations")
+        return {**{name: getattr(self.args, name) for name in names}, "processes": self.accelerator.num_processes}
+
+    def _rollouts_file(self, folder: str) -> Path:
+        return Path(folder) / f"generation_batch_{self.args.process_index}.safetensors"
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        # Inside a step a checkpoint holds the state before the step.
+        rollouts = self._rollouts() if self._begun is None else self._before_window
+        rollouts.save(self._rollouts_file(output_dir))
+
+    def _restore_rollouts(self, checkpoint: str) -> None:
+        path = self._rollouts_file(checkpoint)
+        found = Rollouts.load(path, self.args.device) if path.is_file() else None
+        if found is None or found.values["layout"] != self._layout():
+            logger.warning(
+                "`%s` %s: completions are generated anew, as TRL does after a resume.",
+                checkpoint,
+                f"holds no `{path.name}`" if found is None else "was saved with another division of generation batches",
+            )
+            return
+        self._step, self._buffered_inputs = found.step, found.batches or None
+        self._metrics["train"].update(found.values["metrics"])
+        self._skips.load_state_dict(found.values["counts"])
+        # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
+        for _ in range(int(self.state.epoch or 0)):
+            next(iter(self._sampler), None)
+
+    def _get_train_sampler(self, dataset=None):
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
+    def hybrid_summary(self) -> HybridSummary:
+        """
+        Return what [`HybridTrainer.hybrid_summary`] does, and what was left out: `rows` and `rows_skipped` (on this
+        process), `backward_passes_avoided_exactly`, and `every_row_because`: why no row was left out, or `None`.
+        """
+        found = self._skips
+        return HybridSummary(
+            {
+                **super().hybrid_summary(),
+                "rows": found.rows,
+                "rows_skipped": found.rows_skipped,
+                "backward_passes_avoided_exactly": found.passes_avoided,
+                "every_row_because": self._every_row_because,
+            }
+        )
+
+
+class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
+    """
+    Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero.
+
+    Weights, losses and schedule are those of TRL's trainer up to rounding, and completions, rewards and advantages are
+    TRL's code. There are no leaps.
+
+    Args:
+        model, reward_funcs, args, positional, kwargs:
+            As [`~trl.GRPOTrainer`]; `args` is best a [`HybridGRPOConfig`].
+
+    Raises:
+        TypeError: If `args` is a hybrid config without TRL's options.
+        ValueError: As [`HybridTrainerMixin`], and for `probe_dataset` and `direction`, which are for leaps.
+
+    Example:
+
+    ```python
+    from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
+
+    trainer = HybridGRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward, HybridGRPOConfig("out"), train_dataset=prompts)
+    trainer.train()
+    print(trainer.hybrid_summary()["backward_passes_avoided_exactly"])
+    ```
+    """
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        check_config(args, HybridGRPOConfig, GRPOConfig)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    @property
+    def _mean(self) -> Mean:
+        return MEAN_OF_LOSS.get(self.loss_type, "items")
+
+    _rows_that_count = staticmethod(rows_that_count)
+
+    def _why_every_row(self) -> str | None:
+        if self.loss_type not in MEAN_OF_LOSS:
+            return f"nothing is known of `loss_type={self.loss_type}`"
+        if self.beta != 0.0:
+            return f"with `beta={self.beta}` every row has a loss, its distance from the reference"
+        if self._entropy_bonus_enabled:
+            return "the entropy bonus (`entropy_coef`, `use_adaptive_entropy`) counts every row"
+        if self.top_entropy_quantile < 1.0:
+            return f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
+        return super()._why_every_row()
+
+
+class HybridRLOOTrainer(_RolloutTrainerMixin, RLOOTrainer):
+    """
+    Drop-in for [`~trl.RLOOTrainer`] that leaves out rows without advantage, see [`HybridGRPOTrainer`].
+
+    RLOO takes `beta` times the distance from the reference off the rewards, and its default `beta` is not zero. As soon
+    as the model has moved, hardly any advantage is then exactly zero, and hardly any row can be left out.
+
+    Arguments are those of [`~trl.RLOOTrainer`], with a [`HybridRLOOConfig`] as `args`.
+    """
+
+    _mean: Mean = "rows"
+
+    def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
+        check_config(args, HybridRLOOConfig, RLOOConfig)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    @staticmethod
+    def _rows_that_count(batch: Batch) -> Tensor:
+        # A row without a token in the loss has no gradient either, but TRL logs its loss, which is minus its advantage.
+        return batch["advantages"].ne(0)
