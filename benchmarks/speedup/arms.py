@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import importlib
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.speedup.tasks import BATCH, SEQUENCE, Task, TextAndModels, training_arguments
+from benchmarks.speedup.tasks import Task, training_arguments
 
 NINO = "nino_mlp.pt"
 """The published checkpoint, MIT licence, from github.com/SamsungSAILMontreal/nino; looked for in `--nino_folder`."""
@@ -82,6 +83,12 @@ ARMS = {
         Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
         # Directions.
         Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
+        Arm("orthogonal", "leaps along orthogonalised gradients", {"direction": "orthogonal"}),
+        Arm(
+            "orthogonal-often",
+            "the same as often as with large batches, whatever their arithmetic costs",
+            {"direction": "orthogonal", "leap_budget": 100.0},
+        ),
         Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),
         Arm("drift", "leaps along the drift", {}, direction=_direction("directions.drift", "Drift")),
         Arm("linear", "leaps along fitted lines", {}, direction=_direction("directions.extrapolation", "Linear")),
@@ -125,53 +132,58 @@ DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
 """Arms of the tasks that start from the default learning rate."""
 
 
-def train(
-    arm: Arm, task: Task, sources: TextAndModels, *, steps: int, rate: float, seed: int, nino: str | None = None
-) -> dict:
-    """Train once and evaluate. Returns the final loss, the seconds, and what was computed."""
-    from transformers import Trainer, TrainingArguments
+def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, nino: str | None = None) -> dict:
+    """
+    Train once and evaluate. Returns the final loss, the seconds, and what was computed; for tasks that start from a
+    pretrained model also what a token of other text costs before and after, and the accuracy of preferences.
 
-    import hf_hybrid
-
+    `sources` is a `TextAndModels`, or a `DocstringsAndSmolLM2` for pretrained tasks.
+    """
+    hybrid = arm.config is not None
     data, model = sources.split(task.text), sources.model(task, seed)
-    common = {"train_dataset": data["train"], "eval_dataset": data["test"]}
+    kind, config_kind, common = sources.trainer(task, hybrid)
+    common |= {"train_dataset": data["train"], "eval_dataset": data["test"]}
+    found = {"other_loss_before": sources.other_loss(model)} if task.pretrained else {}
     with tempfile.TemporaryDirectory() as folder:
         values = training_arguments(task, steps=steps, rate=rate, seed=seed, folder=folder) | arm.arguments
         if arm.optimizer is not None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             common["optimizers"] = (arm.optimizer(parameters, rate, steps), None)
-        if arm.config is None:
-            trainer = Trainer(model, TrainingArguments(**values), **common)
-        else:
-            config = dict(arm.config)
+        if hybrid:
+            values |= arm.config
             if task.tuned is True:
-                config.setdefault("lr_rescue", "off")
+                values.setdefault("lr_rescue", "off")
             if arm.direction is not None:
                 common["direction"] = arm.direction()
             if arm.needs_nino:
                 from benchmarks.directions.nino import Nowcaster
 
                 common["direction"] = functools.partial(common["direction"], network=Nowcaster.load(nino))
-            args = hf_hybrid.HybridConfig(**(values | config))
             common["probe_dataset"] = data["probe"] if arm.probe_set else None
-            trainer = hf_hybrid.HybridTrainer(model, args, **common)
+        trainer = kind(model, args=config_kind(**values), **common)
+        started = time.process_time()
         seconds = trainer.train().metrics["train_runtime"]
-        loss = trainer.evaluate()["eval_loss"]
-    summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
+        found |= {"seconds": seconds, "cpu_seconds": time.process_time() - started}
+        measured = trainer.evaluate()
+    if task.pretrained:
+        found["other_loss"] = sources.other_loss(trainer.model)
+    if task.preference:
+        found["accuracy"] = measured["eval_rewards/accuracies"]
+    summary = trainer.hybrid_summary() if hybrid else {}
     if not summary.get("steps"):
         summary = {"backward_passes": steps, "probe_cost_steps": 0.0, "leap_cost_steps": 0.0}
-    summary["optimizer_cost_steps"] = summary["backward_passes"] * muon_cost_steps(trainer)
-    return {"eval_loss": loss, "seconds": seconds, "summary": {k: summary[k] for k in KEPT if k in summary}}
+    summary["optimizer_cost_steps"] = summary["backward_passes"] * muon_cost_steps(trainer, task)
+    return {"eval_loss": measured["eval_loss"], **found, "summary": {k: summary[k] for k in KEPT if k in summary}}
 
 
-def muon_cost_steps(trainer) -> float:
+def muon_cost_steps(trainer, task: Task) -> float:
     """Arithmetic of Muon's iteration over that of a step; 0 for other optimizers."""
     from hf_hybrid.leaps.directions.preconditioners import orthogonalisation_flops
 
     groups = trainer.optimizer.param_groups
     matrices = [p for group in groups if group.get("algorithm") == "muon" for p in group["params"]]
     weights = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
-    step = BATCH * SEQUENCE * sum(4 * count + 2 * count * trained for count, trained in weights)
+    step = task.batch * task.sequence * sum(4 * count + 2 * count * trained for count, trained in weights)
     return sum(orthogonalisation_flops(p.shape) for p in matrices) / step
 
 

@@ -3,6 +3,7 @@ Loss-matched speed-up of HybridTrainer, its directions and planners, controls an
 
     python -m benchmarks.speedup.run --workers 2        # everything, for many hours; goes on where it stopped
     python -m benchmarks.speedup.run --task code --arm adamw hybrid fast --minutes 60
+    python -m benchmarks.speedup.run --task smol-full --arm adamw hybrid --rate 1e-4 --workers 1    # these runs alone
     python -m benchmarks.speedup.run --report           # tables and plots from what is there
 
 S is the number of backward passes that plain `Trainer` (AdamW at its best learning rate) needs, with a complete
@@ -10,12 +11,14 @@ schedule of its own, for the final held-out loss of a run, over the backward pas
 forward passes of probes, a third of a step per batch, and the arithmetic of leaps. Training, probe and
 evaluation sequences are disjoint; all arms see the same training sequences in the same order.
 
-The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint (`--nino_folder`).
+Tasks that start from SmolLM2 (`smol-*`) run only if they are named; pretrained.py says how to get it. The peers want
+`pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint (`--nino_folder`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -29,7 +32,7 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.arms import ARMS, nino_path, train
 from benchmarks.speedup.report import plot_curves, plot_speedups, print_table, table_of
 from benchmarks.speedup.search import KEY, Run, Search
-from benchmarks.speedup.tasks import BASE, BASE_RATE, BASE_STEPS, TASKS, TextAndModels, training_arguments
+from benchmarks.speedup.tasks import BASE, BASE_RATE, BASE_STEPS, TASKS, Task, TextAndModels, training_arguments
 
 HERE = Path(__file__).resolve().parent
 
@@ -37,8 +40,12 @@ HERE = Path(__file__).resolve().parent
 # What happens in a worker, which lives for many runs.
 
 
+def sources_of(task: Task):
+    return _sources(task.pretrained)
+
+
 @functools.cache
-def sources() -> TextAndModels:
+def _sources(pretrained: bool):
     import datasets
     import torch
     from transformers.utils import logging
@@ -46,12 +53,17 @@ def sources() -> TextAndModels:
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ["HYBRID_BENCHMARK_THREADS"]))
-    return TextAndModels()
+    if not pretrained:
+        return TextAndModels()
+    from benchmarks.speedup.pretrained import DocstringsAndSmolLM2
+
+    return DocstringsAndSmolLM2()
 
 
 def make(run: Run) -> dict:
     nino = nino_path(os.environ.get("HYBRID_BENCHMARK_NINO") or None)
-    return train(ARMS[run.arm], TASKS[run.task], sources(), steps=run.steps, rate=run.rate, seed=run.seed, nino=nino)
+    task = TASKS[run.task]
+    return train(ARMS[run.arm], task, sources_of(task), steps=run.steps, rate=run.rate, seed=run.seed, nino=nino)
 
 
 def make_base() -> None:
@@ -60,8 +72,9 @@ def make_base() -> None:
 
     task = TASKS["code"]
     values = training_arguments(task, steps=BASE_STEPS, rate=BASE_RATE, seed=1234, folder=f"{BASE}.run")
-    model = sources().model(task, 1234)
-    Trainer(model, TrainingArguments(**values), train_dataset=sources().split("code")["train"]).train()
+    sources = sources_of(task)
+    model = sources.model(task, 1234)
+    Trainer(model, TrainingArguments(**values), train_dataset=sources.split("code")["train"]).train()
     model.save_pretrained(BASE)
     shutil.rmtree(f"{BASE}.run", ignore_errors=True)
 
@@ -80,11 +93,12 @@ def run_all(args, arms: list[str], search: Search) -> None:
     left = args.max_runs or math.inf
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
-        if any(not TASKS[task].scratch for task in args.task) and not BASE.is_dir():
+        if any(not (TASKS[task].scratch or TASKS[task].pretrained) for task in args.task) and not BASE.is_dir():
             pool.submit(make_base).result()
         under_way, failed = {}, set()
         while True:
-            wanted = [run for run in search.wanted(args.task, arms, args.seeds) if run not in failed]
+            wanted = named(args, arms) or search.wanted(args.task, arms, args.seeds)
+            wanted = [run for run in wanted if run not in failed and search.loss(run) is None]
             free = [run for run in wanted if run not in under_way.values()]
             while free and left > 0 and len(under_way) < args.workers and time.monotonic() < until:
                 run = free.pop(0)
@@ -102,11 +116,20 @@ def run_all(args, arms: list[str], search: Search) -> None:
                 print(f"{run}: {search.loss(run):.4f}", flush=True)
 
 
+def named(args, arms: list[str]) -> list[Run]:
+    """The runs that `--rate` names, the first seed of every arm before the second."""
+    runs = itertools.product(args.task, args.seeds, arms, args.rate)
+    return [Run(task, arm, args.steps or TASKS[task].steps, rate, seed) for task, seed, arm, rate in runs]
+
+
 def main() -> None:
     parser = command_line(__doc__, HERE)
-    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    own = [name for name, task in TASKS.items() if not task.pretrained]
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=own, help="By default all but `smol-*`.")
     parser.add_argument("--arm", nargs="+", help=f"Of {', '.join(ARMS)}; all by default.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
+    parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")
+    parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
     parser.add_argument("--minutes", type=float, default=0.0, help="Start no run after that many; 0 for no limit.")
@@ -126,7 +149,7 @@ def main() -> None:
     tables = [table for task in args.task if (table := table_of(results, task, args.arm, args.seeds))]
     for table in tables:
         print_table(table)
-    if set(args.task) == set(TASKS) and not args.arm:
+    if args.task == own and not args.arm:
         tuned = [table for table in tables if TASKS[table["task"]].tuned is True]
         plot_curves(tuned, args.results.parent / "curves.png")
         plot_speedups(tuned, args.results.parent / "speedups.png")

