@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from hf_hybrid.arguments import PRESETS, HybridArguments, in_words
+from hf_hybrid.arguments import PRESETS, ExactSkipArguments, HybridArguments, in_words
 from hf_hybrid.leaps.directions import DIRECTIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -21,8 +21,9 @@ INTRODUCTION = """\
 
 `HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
 takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
-`HybridDPOConfig` add the same options to TRL's configs. An option has the same name in Python, on the command line and
-in YAML:
+`HybridDPOConfig` add the same options to TRL's configs. `HybridGRPOConfig` and `HybridRLOOConfig` have options of their
+own and refuse those of leaps and of streamed layers ([exact skips](exact_skips.md#what-is-refused)). An option has the
+same name in Python, on the command line and in YAML:
 
 ```python
 from hf_hybrid import HybridConfig
@@ -72,12 +73,14 @@ def table(heading: list[str], rows: list[list[object]]) -> str:
 
 def page() -> str:
     """The whole page."""
-    hints, parts = get_type_hints(HybridArguments), [INTRODUCTION]
-    for option in fields(HybridArguments):
-        if option.metadata["help"].group:
-            head = "| option | values | default | |\n|---|---|---|---|"
-            parts.append(f"## {option.metadata['help'].group}\n\n{head}\n")
-        parts[-1] += row(option, hints[option.name]) + "\n"
+    parts = [INTRODUCTION]
+    for options in (HybridArguments, ExactSkipArguments):
+        hints = get_type_hints(options)
+        for option in fields(options):
+            if option.metadata["help"].group:
+                head = "| option | values | default | |\n|---|---|---|---|"
+                parts.append(f"## {option.metadata['help'].group}\n\n{head}\n")
+            parts[-1] += row(option, hints[option.name]) + "\n"
     names = list(next(iter(PRESETS.values())))
     presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
     parts.append(

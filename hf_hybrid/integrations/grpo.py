@@ -57,9 +57,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_hybrid.arguments import HybridArguments, as_declared, option
+from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, as_declared, option
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16
+from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.report.summary import HybridSummary
@@ -291,15 +291,10 @@ _NO_LEAPS = "a leap is verified on batches that training has not reached, and he
 
 
 @dataclass
-class RolloutConfigBase(HybridConfigBase):
+class RolloutConfigBase(ExactSkipArguments, HybridConfigBase):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
-    exact_skips: Literal["auto", "off"] = option(
-        "auto",
-        "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
-        "auto: where the update stays TRL's; elsewhere every row is computed, and the log says why. off: never.",
-    )
 
     def __post_init__(self):
         self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
@@ -535,6 +530,7 @@ class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         check_config(args, HybridGRPOConfig, GRPOConfig)
+        args = HybridGRPOConfig(default_folder(model, "GRPO")) if args is None else args
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @property
@@ -569,6 +565,7 @@ class HybridRLOOTrainer(_RolloutTrainerMixin, RLOOTrainer):
 
     def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
         check_config(args, HybridRLOOConfig, RLOOConfig)
+        args = HybridRLOOConfig(default_folder(model, "RLOO")) if args is None else args
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @staticmethod

@@ -219,6 +219,12 @@ def check_config(args: Any, expected: type, plain: type) -> None:
         )
 
 
+def default_folder(model: Any, method: str) -> str:
+    """Return the output folder of a trainer that was given no config: TRL's, `Qwen2-0.5B-GRPO` for example."""
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    return f"{name.split('/')[-1]}-{method}"
+
+
 class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
     """
     Drop-in for [`~trl.SFTTrainer`] that trains in phases, as [`HybridTrainer`] does.

@@ -54,6 +54,14 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
+    "docs/exact_skips.md": [
+        ('"Qwen/Qwen2-0.5B-Instruct"', "TINY"),
+        ('load_dataset("trl-lib/DeepMath-103K", split="train")', "conversations.select([0]).map(lambda _: PROBLEM)"),
+        (
+            "from trl.rewards import accuracy_reward",
+            "accuracy_reward = lambda prompts, **_: [1.0] * len(prompts)",
+        ),
+    ],
     "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
     # Real pushes, to a local Hub, are in tests/report/test_card_and_hub.py: a process fixes its endpoint when it starts
     "docs/hub.md": [
@@ -96,6 +104,7 @@ def names_of(page: str, tiny: str) -> dict:
         "dataset": ByteText(40),
         "train_dataset": ByteText(100),
         "eval_dataset": ByteText(8, offset=200),
+        "PROBLEM": {"prompt": [{"role": "user", "content": "Two and two?"}]},
         "conversations": Dataset.from_dict({"messages": [dialogue] * 40}),
     }
     if page == "docs/hub.md":
@@ -119,7 +128,7 @@ def names_of(page: str, tiny: str) -> dict:
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=page_name)
 def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
     page = page_name(path)
-    if "HybridSFT" in "".join(blocks(path, "python")):
+    if re.search("Hybrid(SFT|GRPO)", "".join(blocks(path, "python"))):
         pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     Path("my_texts.txt").write_text("\n\n".join(["Some words that are learned.", "And some more of them."] * 30))

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"06_lora": "peft", "07_sft_trl": "trl", "08_dpo_trl": "trl"}
+NEEDS = {"06_lora": "peft", "07_sft_trl": "trl", "08_dpo_trl": "trl", "12_grpo_trl": "trl"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -102,14 +102,28 @@ def test_dpo(base, monkeypatch, capsys, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+def test_grpo(base, monkeypatch, capsys, tmp_path):
+    arguments = "--max_steps 2 --max_completion_length 4 --num_generations 4 --gradient_accumulation_steps 4".split()
+    arguments += ["--model_name_or_path", base, "--logging_steps", "1", "--disable_tqdm", "True", "--output_dir", "out"]
+    out = start("12_grpo_trl", *arguments, monkeypatch=monkeypatch, capsys=capsys, folder=tmp_path)
+    rows, left_out, done, avoided = map(int, re.findall(r"(\d+) (?:generated|left out|done|avoided)", out))
+    assert rows == 64 > left_out and done + avoided == 8
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("name", NEEDS)
 def test_help_lists_our_options_and_theirs(name, monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
         start(name, "--help", monkeypatch=monkeypatch, capsys=capsys, folder=tmp_path)
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    own = {"06_lora": "--four_bits", "07_sft_trl": "--packing", "08_dpo_trl": "--loss_type"}[name]
-    assert all(option in text for option in ("--enable_predict", "--model_name_or_path", "--learning_rate", own))
+    own = {
+        "06_lora": "--four_bits",
+        "07_sft_trl": "--packing",
+        "08_dpo_trl": "--loss_type",
+        "12_grpo_trl": "--exact_skips",
+    }
+    assert all(option in text for option in ("--enable_predict", "--model_name_or_path", "--learning_rate", own[name]))
 
 
 @pytest.mark.slow
@@ -122,5 +136,6 @@ def test_default_run(name, tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    before, after = map(float, re.search(r"evaluation loss\s+(\d+\.\d+) -> (\d+\.\d+)", result.stdout).groups())
-    assert after < before
+    measured = r"(evaluation loss|mean reward)\s+(\d+\.\d+) -> (\d+\.\d+)"
+    what, before, after = re.search(measured, result.stdout).groups()
+    assert float(after) < float(before) if what == "evaluation loss" else float(after) > float(before)

@@ -12,6 +12,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `launched.py` | the runs that two processes of `accelerate launch` make |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `pages.py` | a page of HTML taken apart |
+| `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |

@@ -1,0 +1,478 @@
+"""GRPO and RLOO without rows that teach nothing: the weights of TRL's trainers, with fewer backward passes."""
+
+import inspect
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_same_weights, tiny_model, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+
+from hf_hybrid import (  # noqa: E402
+    HybridConfig,
+    HybridGRPOConfig,
+    HybridGRPOTrainer,
+    HybridRLOOTrainer,
+    UnrecoveredMemoryError,
+)
+from hf_hybrid.integrations.grpo import MEAN_OF_LOSS, rebin, rows_that_count  # noqa: E402
+
+LOSSES = sorted(MEAN_OF_LOSS)
+SHARES = (0.0, 0.3, 0.7, 1.0)
+CLOCKS = ("step_time", "runtime", "per_second")
+OF_COMPUTED_ROWS = ("entropy", "clip_ratio", "vespo")
+
+
+def train(trainer_class, folder, share, **options):
+    trainer = build(trainer_class, folder, share, **options)
+    trainer.train()
+    return trainer
+
+
+def largest_difference(first, second) -> float:
+    first, second = weights(first.model), weights(second.model)
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def history(trainer) -> list[dict]:
+    """Everything logged but for clocks and what is measured on the computed rows."""
+    left_out = (*CLOCKS, *OF_COMPUTED_ROWS)
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in left_out)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+def check_equal(theirs, ours, share: float) -> None:
+    assert ours.hybrid_summary()["every_row_because"] is None
+    assert largest_difference(theirs, ours) <= 1e-7
+    for first, second in itertools.zip_longest(history(theirs), history(ours)):
+        assert first == pytest.approx(second, abs=2e-6, rel=1e-5)
+    found = ours.hybrid_summary()
+    assert found["rows"] == 8 * ours.args.gradient_accumulation_steps * ours.args.per_device_train_batch_size
+    if share == 0.7:
+        assert found["backward_passes_avoided_exactly"] > 0
+    if share == 1:
+        assert found["rows_skipped"] == found["rows"] - 1  # one shows which parameters get gradients
+
+
+# The weights after eight steps.
+
+DIVISIONS = {
+    "one generation per step": {},
+    "two steps per generation": {"steps_per_generation": 4},
+    "two generations per step": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
+    "two iterations": {"num_iterations": 2},
+    "across windows": {"steps_per_generation": 3, "num_iterations": 2, "gradient_accumulation_steps": 4},
+}
+CASES = [
+    ("dapo", 0.7, "two iterations"),
+    ("bnpo", 0.3, "across windows"),
+    ("grpo", 1.0, "one generation per step"),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "share", "division"), CASES)
+def test_weights_are_those_of_trl(loss_type, share, division, tmp_path):
+    options = {"loss_type": loss_type, "mask_truncated_completions": True, **DIVISIONS[division]}
+    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
+    check_equal(theirs, ours, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_weights_of_every_loss(loss_type, share, division, tmp_path):
+    options = {"loss_type": loss_type, **DIVISIONS[division]}
+    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
+    check_equal(theirs, ours, share)
+
+
+@pytest.mark.parametrize("share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.3, 1.0))])
+def test_weights_of_rloo(share, tmp_path):
+    options = {"mask_truncated_completions": True, "num_iterations": 2}
+    theirs, ours = (train(cls, tmp_path, share, **options) for cls in (RLOOTrainer, HybridRLOOTrainer))
+    check_equal(theirs, ours, share)
+
+
+def test_weights_of_adapters(tmp_path):
+    theirs, ours = (
+        train(cls, tmp_path, 0.7, peft_config=lora(), learning_rate=1.0) for cls in (GRPOTrainer, HybridGRPOTrainer)
+    )
+    check_equal(theirs, ours, 0.7)
+
+
+def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
+    """AdamW divides by its averages of the gradients, so that only exact zeros give the same bits."""
+    options = {"optim": "adamw_torch", "optim_args": None, "weight_decay": 0.1, "learning_rate": 1e-2}
+    theirs, ours = (train(cls, tmp_path, 1.0, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    assert largest_difference(ours, build(GRPOTrainer, tmp_path)) > 1e-4
+    steps = [entry for entry in ours.state.log_history if "grad_norm" in entry]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0.0, 0.0)] * 8
+
+
+def test_nothing_to_leave_out_gives_the_same_bits(tmp_path):
+    theirs, ours = (train(cls, tmp_path, 0.0, max_steps=3) for cls in (GRPOTrainer, HybridGRPOTrainer))
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    assert ours.hybrid_summary()["rows_skipped"] == 0
+
+
+def test_rows_become_forward_passes(tmp_path):
+    trainer, seen = build(HybridGRPOTrainer, tmp_path, 0.7, max_steps=4, gradient_accumulation_steps=4), []
+    trainer.model.register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append(len(kwargs["input_ids"])) if "labels" in kwargs else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    found = trainer.hybrid_summary()
+    assert sum(seen) == found["rows"] - found["rows_skipped"] < 0.5 * found["rows"]
+    assert len(seen) == 16 - found["backward_passes_avoided_exactly"] < 9
+    assert "rows skipped" in str(found)
+
+
+# The gradient of one window, in settings that a tiny run does not reach.
+
+SETTINGS = {
+    "plain": {},
+    "two-sided clipping": {"delta": 1.1},
+    "sequence ratios": {"importance_sampling_level": "sequence"},
+    "off-policy mask": {"off_policy_mask_threshold": 0.3},
+    "advantages of tokens": {"batch": "advantages"},
+    "tools": {"batch": "tool_mask"},
+    "ratios of vLLM": {"batch": "importance_sampling_ratio"},
+}
+
+
+def micro_batches(share, kind=None, count=4, size=4, length=5):
+    """Micro-batches as TRL buffers them, with log-probabilities of another policy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    rows = count * size
+    ends = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(length) < ends).long()
+    mask[2] = 0  # a truncated completion
+    advantages = (random(rows) - 0.5) * (random(rows) >= share)
+    whole = {
+        "prompt_ids": torch.randint(2, 90, (rows, 4), generator=generator),
+        "prompt_mask": torch.ones(rows, 4, dtype=torch.long),
+        "completion_ids": torch.randint(2, 90, (rows, length), generator=generator),
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": -4.7 + 0.4 * random(rows, length),
+    }
+    if kind == "tool_mask":
+        whole["tool_mask"] = (random(rows, length) < 0.7).long()
+    if kind == "importance_sampling_ratio":
+        whole["importance_sampling_ratio"] = 0.5 + random(rows, length)
+    if kind == "advantages":
+        whole["advantages"] = advantages.unsqueeze(1) * (random(rows, length) - 0.3)
+    items = mask.sum()
+    parts = [{name: value[first : first + size] for name, value in whole.items()} for first in range(0, rows, size)]
+    return [{**part, "num_items_in_batch": items} for part in parts]
+
+
+def gradient_of(trainer, batches):
+    trainer.model.zero_grad()
+    loss = sum(trainer._compute_loss(trainer.model, batch) for batch in batches)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory):
+    trainer = build(GRPOTrainer, tmp_path_factory.mktemp("window"), gradient_accumulation_steps=4)
+    trainer.current_gradient_accumulation_steps = 4
+    return trainer
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_gradient_of_a_window_is_that_of_trl(loss_type, trl):
+    for (setting, options), share in zip(SETTINGS.items(), itertools.cycle((0.8, 0.3))):
+        trl.loss_type, trl.args.delta = loss_type, options.get("delta")
+        trl.importance_sampling_level = options.get("importance_sampling_level", "token")
+        trl.off_policy_mask_threshold = options.get("off_policy_mask_threshold")
+        trl.use_vllm = options.get("batch") == "importance_sampling_ratio"
+        batches = micro_batches(share, options.get("batch"))
+        rows = torch.cat([rows_that_count(batch) for batch in batches]).nonzero().flatten()
+        fewer = rebin(batches, rows, -(-len(rows) // 4), MEAN_OF_LOSS[loss_type])
+        (loss, gradient), (ours, found) = gradient_of(trl, batches), gradient_of(trl, fewer)
+        where = f"{setting}, {share}: {len(rows)} rows"
+        assert len(fewer) < 4 or share == 0.3, where
+        assert ours.item() == pytest.approx(loss.item(), abs=1e-6), where
+        for one, other in zip(gradient, found, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-4, msg=where)
+
+
+# Where leaving rows out would change the update.
+
+
+def mixtral():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, output_router_logits=True,
+        router_aux_loss_coef=0.1, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+class OwnLoss(HybridGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+EVERY_ROW = {
+    "beta": ({"beta": 0.1, "peft_config": lora}, "`beta=0.1`"),
+    "entropy bonus": ({"entropy_coef": 0.01}, "entropy bonus"),
+    "adaptive entropy": ({"use_adaptive_entropy": True}, "entropy bonus"),
+    "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`"),
+    "dropout": ({"model": lambda: policy(attention_dropout=0.1)}, "random numbers"),
+    "dropout of an adapter": ({"peft_config": lambda: lora(lora_dropout=0.1)}, "random numbers"),
+    "router": ({"model": mixtral}, "router"),
+    "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_ROW)
+def test_every_row_is_computed_and_the_log_says_why(name, tmp_path, caplog):
+    given, reason = EVERY_ROW[name]
+    options = {key: value() if key in ("model", "peft_config") else value for key, value in given.items()}
+    cls = options.pop("trainer", HybridGRPOTrainer)
+    if cls is OwnLoss:
+        from rig import rollouts
+
+        rollouts.CONFIGS[OwnLoss] = HybridGRPOConfig
+    trainer = train(cls, tmp_path, 1.0, max_steps=2, **options)
+    found = trainer.hybrid_summary()
+    assert found["rows_skipped"] == found["backward_passes_avoided_exactly"] == 0
+    assert reason in found["every_row_because"]
+    assert sum(reason in record.message for record in caplog.records) == 1
+
+
+def test_dropout_gives_the_same_bits_as_trl(tmp_path):
+    theirs, ours = (
+        train(cls, tmp_path, 0.7, max_steps=3, model=policy(attention_dropout=0.1))
+        for cls in (GRPOTrainer, HybridGRPOTrainer)
+    )
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+
+
+def test_off_computes_every_row_without_a_word(tmp_path, caplog):
+    trainer = train(HybridGRPOTrainer, tmp_path, 1.0, max_steps=2, exact_skips="off")
+    assert trainer.hybrid_summary()["rows_skipped"] == 0
+    assert not [record for record in caplog.records if "row" in record.message]
+
+
+# Resume.
+
+
+class Stop(TrainerCallback):
+    """Ends a run after a step, as if it had been killed."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+MIDDLE = {"steps_per_generation": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.mark.parametrize("stop", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_resume_in_the_middle_of_a_generation_batch(stop, tmp_path):
+    whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.5, **MIDDLE)
+    train(HybridGRPOTrainer, tmp_path / "cut", 0.5, callbacks=[Stop(stop)], **MIDDLE)
+    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, **MIDDLE)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    assert history(whole)[:-1] == history(resumed)[:-1]
+    counts = ("rows", "rows_skipped", "backward_passes_avoided_exactly")
+    assert [whole.hybrid_summary()[key] for key in counts] == [resumed.hybrid_summary()[key] for key in counts]
+
+
+def test_resume_in_a_later_epoch(tmp_path):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 32,
+    }
+    whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.9, **{**options, "max_steps": 4})
+    train(HybridGRPOTrainer, tmp_path / "cut", 0.9, callbacks=[Stop(3)], **{**options, "max_steps": 4})
+    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.9, **{**options, "max_steps": 4})
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.state.epoch >= 2
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+
+
+def test_save_inside_a_step(tmp_path):
+    class Save(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                self.trainer._save_checkpoint(self.trainer.model, trial=None)
+                control.should_training_stop = True
+
+    whole = train(HybridGRPOTrainer, tmp_path / "whole", 0.5, **{**MIDDLE, "save_strategy": "no"})
+    save = Save()
+    cut = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, callbacks=[save], **{**MIDDLE, "save_strategy": "no"})
+    save.trainer = cut
+    cut.train()
+    resumed = build(HybridGRPOTrainer, tmp_path / "cut", 0.5, **{**MIDDLE, "save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+
+
+def test_checkpoint_of_trl_is_taken_with_a_warning(tmp_path, caplog):
+    train(GRPOTrainer, tmp_path, 0.5, callbacks=[Stop(3)], **MIDDLE)
+    resumed = build(HybridGRPOTrainer, tmp_path, 0.5, **MIDDLE)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 8
+    assert any("completions are generated anew" in record.message for record in caplog.records)
+
+
+RIG = Path(__file__).parents[1] / "rig" / "rollouts.py"
+
+
+def child(trainer: str, folder: Path, *launcher: str, **options) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    command = [*(launcher or (sys.executable,)), str(RIG), trainer, str(folder), json.dumps(options)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_generation_batch(tmp_path):
+    """Killed at the first checkpoint that is not at the begin of a generation batch, and again later."""
+    options = {**MIDDLE, "share": 0.5, "max_steps": 16, "save_steps": 1}
+    whole = build(HybridGRPOTrainer, tmp_path / "whole", **options)
+    whole.train()
+    kills = 0
+    for step in (3, 6, 9):
+        process = child("HybridGRPOTrainer", tmp_path / "killed", **options)
+        while (
+            process.poll() is None
+            and not (tmp_path / "killed" / f"checkpoint-{step}" / "hybrid_manifest.json").exists()
+        ):
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills == 3
+    assert child("HybridGRPOTrainer", tmp_path / "killed", **options).wait() == 0
+    found = torch.load(tmp_path / "killed" / "weights.pt")
+    assert max((found[name] - weight).abs().max() for name, weight in weights(whole.model).items()) <= 1e-7
+    assert json.loads((tmp_path / "killed" / "summary.json").read_text())["rows"] == 16 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo"])
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_two_processes(loss_type, share, tmp_path):
+    """Processes with different numbers of rows exchange gradients and metrics as TRL's do."""
+    launcher = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    )
+    options = {"share": share, "loss_type": loss_type, "num_iterations": 2, "gradient_accumulation_steps": 4}
+    for name in ("GRPOTrainer", "HybridGRPOTrainer"):
+        assert child(name, tmp_path / name, *launcher, **options).wait(timeout=300) == 0
+    first, second = (torch.load(tmp_path / name / "weights.pt") for name in ("GRPOTrainer", "HybridGRPOTrainer"))
+    assert max((first[name] - second[name]).abs().max() for name in first) <= 1e-7
+    assert json.loads((tmp_path / "HybridGRPOTrainer" / "summary.json").read_text())["rows_skipped"] > 0
+
+
+# What is refused.
+
+REFUSED = {
+    "leaps": ({"enable_predict": True}, "`enable_predict=True` does not work here"),
+    "a gain": ({"leap_gain": 2.0}, "`leap_gain=2.0` does not work"),
+    "rescue": ({"lr_rescue": "on"}, "`lr_rescue=on` does not work"),
+    "streaming": ({"memory": "stream"}, "`memory=stream` does not work"),
+    "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` does not work"),
+    "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_config_refuses(name, tmp_path):
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        HybridGRPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize("name", ["probe_dataset", "direction"])
+def test_what_is_for_leaps_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}` is for leaps"):
+        HybridGRPOTrainer(tiny_model(), None, HybridGRPOConfig(str(tmp_path), use_cpu=True), **{name: object()})
+
+
+def test_other_configs(tmp_path):
+    with pytest.raises(TypeError, match="Make it a `HybridGRPOConfig`"):
+        HybridGRPOTrainer(tiny_model(), None, HybridConfig(str(tmp_path), use_cpu=True))
+    values = vars(build(GRPOTrainer, tmp_path).args)
+    plain = build(HybridGRPOTrainer, tmp_path)
+    assert not plain.hybrid_args.enable_predict and values["learning_rate"] == plain.args.learning_rate
+
+
+def test_muon_works(tmp_path):
+    trainer = train(HybridGRPOTrainer, tmp_path, 0.7, max_steps=2, optim="muon", optim_args=None, learning_rate=1e-2)
+    assert type(trainer.optimizer.optimizer).__name__ == "MuonAdamW"
+    assert trainer.hybrid_summary()["rows_skipped"] > 0
+
+
+def test_out_of_memory_is_not_tried_again(tmp_path, monkeypatch):
+    trainer = build(HybridGRPOTrainer, tmp_path, 0.0)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(trainer.accelerator, "backward", full)
+    with pytest.raises(UnrecoveredMemoryError, match="not generated twice. Lower `per_device_train_batch_size`"):
+        trainer.train()
+
+
+def test_what_is_used_of_trl_is_there(tmp_path):
+    """CONTRIBUTING.md lists it: read TRL's new code before this test is changed."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Hooks of TRL")[1]
+    named = re.findall(r"`(_\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", text.split("\n## ")[0], re.M)))
+    theirs = build(GRPOTrainer, tmp_path)
+    assert len(named) == 7 and all(hasattr(theirs, name) for name in named)
+    taken = {name: list(inspect.signature(getattr(theirs, name)).parameters) for name in named[:3]}
+    assert taken == {
+        "_prepare_inputs": ["generation_batch"],
+        "_compute_loss": ["model", "inputs"],
+        "_get_train_sampler": ["dataset"],
+    }

@@ -1,0 +1,96 @@
+"""
+Tiny GRPO and RLOO trainings in which a chosen share of the prompts gives no advantage, and a process that makes one.
+
+    PYTHONPATH=tests [accelerate launch --cpu --num_processes 2] tests/rig/rollouts.py TRAINER FOLDER JSON
+
+trains in `FOLDER`, goes on from its newest checkpoint if there is one, and writes the weights to `weights.pt` there.
+"""
+
+import json
+import string
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import config_values, tiny_model, weights
+
+from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer
+
+CONFIGS = {
+    GRPOTrainer: GRPOConfig,
+    HybridGRPOTrainer: HybridGRPOConfig,
+    RLOOTrainer: RLOOConfig,
+    HybridRLOOTrainer: HybridRLOOConfig,
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {text: index for index, text in enumerate(["<pad>", "<eos>", *string.printable])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+TOKENIZER = make_tokenizer()
+
+
+def policy(**overrides):
+    """A model one seventh of whose tokens end a completion, so that lengths differ."""
+    model = tiny_model(vocab_size=len(TOKENIZER), eos_token_id=1, pad_token_id=0, bos_token_id=None, **overrides)
+    model.generation_config.eos_token_id = [1, *range(30, 45)]
+    return model
+
+
+def prompts(share: float) -> Dataset:
+    """Prompts of which a `share`, evenly spread, is so easy that every completion is right."""
+    easy = [int((index + 1) * share) > int(index * share) for index in range(64)]
+    return Dataset.from_dict({"prompt": [f"{'easy' if e else 'hard'} {index}" for index, e in enumerate(easy)]})
+
+
+def reward(prompts, completions, **_) -> list[float]:
+    return [
+        1.0 if prompt.startswith("easy") else sum(map(ord, completion)) % 7 / 7
+        for prompt, completion in zip(prompts, completions)
+    ]
+
+
+def build(trainer_class, folder, share=0.5, *, model=None, callbacks=None, peft_config=None, **options):
+    """Make a trainer whose optimizer is SGD with momentum and weight decay: AdamW would magnify rounding."""
+    model = model or policy()
+    values = {
+        "max_steps": 8, "gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 6,
+        "learning_rate": 0.1, "optim": "sgd", "optim_args": "momentum=0.9", "weight_decay": 0.01, "bf16": False,
+        "beta": 0.0, "shuffle_dataset": True,
+    }  # fmt: skip
+    args = CONFIGS[trainer_class](**config_values(folder, **{**values, **options}))
+    return trainer_class(
+        model,
+        reward,
+        args,
+        train_dataset=prompts(share),
+        processing_class=TOKENIZER,
+        callbacks=callbacks,
+        peft_config=peft_config,
+    )
+
+
+def main() -> None:
+    name, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    trainer = build(next(cls for cls in CONFIGS if cls.__name__ == name), folder, **options)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+    if trainer.is_world_process_zero():
+        torch.save(weights(trainer.model), folder / "weights.pt")
+        summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
+        (folder / "summary.json").write_text(json.dumps({key: summary.get(key) for key in ("rows", "rows_skipped")}))
+
+
+if __name__ == "__main__":
+    main()
