@@ -11,7 +11,8 @@ Python's documentation. With a model from the Hub and your own text:
     python examples/06_lora.py --model_name_or_path Qwen/Qwen2.5-0.5B --text_file my.txt --block_size 512 --bf16 True \\
         --learning_rate 2e-4 --num_train_epochs 1 --max_steps -1
 
-Only the adapters are trained, so only their weights leap. docs/peft_and_trl.md says whether that pays.
+With adapters no leaps are made by default, because they did not pay (docs/peft_and_trl.md). `--direction orthogonal`
+makes them: then the weights of the adapters leap, and the base stays.
 
 With `--four_bits True` bitsandbytes quantises the base to nf4, on CPUs too. Create the trainer before you evaluate or
 generate with such a model. On some CPUs bitsandbytes packs 4-bit weights at the first evaluation, and packed weights

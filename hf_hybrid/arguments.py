@@ -109,9 +109,11 @@ class HybridArguments:
         None, "Most steps that one leap may replace. Default: 5%% of the run, 1 to 10.", at_least=1
     )
 
-    direction: Literal["orthogonal", "gradient_memory", "none"] = option(
-        "orthogonal",
-        "Where a leap goes. orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
+    direction: Literal["auto", "orthogonal", "gradient_memory", "none"] = option(
+        "auto",
+        "Where a leap goes. auto: orthogonal, and no leaps where they did not pay in docs/evaluation.md: with adapters "
+        "and on a pretrained model, whose first training loss is below half the logarithm of the vocabulary. "
+        "orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
         "as Muon does. gradient_memory: along a long average of the gradients, through the optimizer's own "
         "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison). "
         "HybridTrainer(direction=...) takes your own.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -50,6 +51,12 @@ STRETCH_STEPS, MOST_STRETCHES = 10, 300
 START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
 MAX_RATE_SCALE = 512.0
 """Largest factor of the rescue on the learning rate, which raises 5e-5 to 2.5e-2."""
+PRETRAINED_SHARE = 0.5
+"""
+A model counts as pretrained if its first training loss is below this share of the loss of a model that knows nothing,
+the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.37, where they paid 0.62 and above
+(docs/evaluation.md); nothing in between was measured. A preference loss begins at log 2, far below.
+"""
 
 # The run.
 
@@ -93,6 +100,8 @@ def _build_run(trainer) -> LeapRun:
         probe=_probe(trainer, feed),
         feed=feed,
         rescue=LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=max_steps) if rescue else None,
+        no_leaps=why_no_leaps(trainer),
+        pretrained_below=pretrained_below(trainer),
         stretches=StretchCounter(stride),
         leap_budget=options.leap_budget,
         correct_gain=options.correct_gain,
@@ -167,16 +176,42 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
     return args.learning_rate == default
 
 
+def leaps_are_automatic(trainer) -> bool:
+    """Whether nobody asked for leaps: the model and what is trained of it then decide whether there are any."""
+    return trainer.custom_direction is None and trainer.hybrid_args.direction == "auto"
+
+
+def why_no_leaps(trainer) -> str | None:
+    """Return why the run makes no leaps, as far as that is known before it begins."""
+    adapted = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    return "adapters are trained" if adapted and leaps_are_automatic(trainer) else None
+
+
+def pretrained_below(trainer) -> float:
+    """
+    Return the first training loss below which the model counts as pretrained and no leaps are made; 0 if they are
+    made in any case, or if the size of the vocabulary is not known.
+    """
+    config = getattr(trainer.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(config, "vocab_size", None)
+    return PRETRAINED_SHARE * math.log(words) if words and leaps_are_automatic(trainer) else 0.0
+
+
+def chosen_direction(trainer) -> DirectionFactory:
+    """Return the user's own direction, or else the direction that the options name."""
+    name = trainer.hybrid_args.direction
+    return trainer.custom_direction or DIRECTIONS["orthogonal" if name == "auto" else name]
+
+
 def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
     """
-    Return the user's own direction, or else the direction that the options name.
+    Return the chosen direction, if it suits the parameters and the optimizer.
 
     `gradient_memory` takes the place of `orthogonal` where nothing can be orthogonalised: no hidden matrices are
     trained, or no learning rate of the optimizer is of Adam's scale.
     """
-    if trainer.custom_direction is not None:
-        return trainer.custom_direction
-    chosen = DIRECTIONS[trainer.hybrid_args.direction]
+    chosen = chosen_direction(trainer)
     suits = matrices and any(Orthogonal.suits(group) for group in trainer.optimizer.param_groups)
     return GradientMemory if chosen is Orthogonal and not suits else chosen
 
@@ -360,7 +395,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     """
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
     hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
-    direction = direction_class(trainer.custom_direction or DIRECTIONS[options.direction])
+    direction = direction_class(chosen_direction(trainer))
     orthogonalises = muon or issubclass(direction, Orthogonal)
     shape = _shape(model, device_map, muon=hidden if muon else (), leaps=hidden if orthogonalises else ())
     on_gpu = args.device.type != "cpu"  # of any kind: all are planned by the rules of CUDA

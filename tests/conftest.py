@@ -90,6 +90,7 @@ def hybrid_config(output_dir, **overrides) -> HybridConfig:
         "correct_phase_steps": 2,
         "max_predict_steps": 3,
         "leap_worth": 0.5,
+        "direction": "orthogonal",
     }
     return HybridConfig(**config_values(output_dir, **{**phases, **overrides}))
 

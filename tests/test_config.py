@@ -38,7 +38,7 @@ def test_command_line_and_yaml(tmp_path):
     "option, value, message",
     [
         ("preset", "bold", "`preset` must be one of conservative, balanced, aggressive, fast, got `bold`"),
-        ("direction", "up", "`direction` must be one of orthogonal, gradient_memory, none, got `up`"),
+        ("direction", "up", "`direction` must be one of auto, orthogonal, gradient_memory, none, got `up`"),
         ("lr_rescue", "yes", "`lr_rescue` must be one of auto, on, off, got `yes`"),
         ("max_predict_steps", 0, "`max_predict_steps` must be at least 1, got 0. To train without leaps set"),
         ("full_phase_steps", -1, "`full_phase_steps` must be at least 1, got -1"),

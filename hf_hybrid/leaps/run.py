@@ -23,6 +23,11 @@ halved until it lowers the loss, at most five times, and then undone. Few leaps 
 probes cost. Every leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss
 with the trend before the leap, and the snapshot is there until then.
 
+Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where leaps
+pay, most of them do not lower the loss at once either. So, unless leaps were asked for, none are made with adapters,
+and none if the very first training loss says that the model is pretrained. The run is then plain `Trainer`'s, with the
+divergence monitor and, where it is on, the learning-rate rescue.
+
 Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
 level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
 
@@ -181,6 +186,8 @@ class LeapRun:
         stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
         leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
+        no_leaps (`str`, *optional*): Why no leaps are made in this run, if that is known.
+        pretrained_below (`float`): No leaps are made if the first training loss is below this.
         max_steps (`int`): Length of the run.
         max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
         on_phase_change (`Callable[[Phase, Phase], None]`): Told before the first step of a new phase.
@@ -214,6 +221,8 @@ class LeapRun:
         correct_gain: bool,
         max_steps: int,
         max_grad_norm: float,
+        no_leaps: str | None = None,
+        pretrained_below: float = 0.0,
         on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
         survive: Callable[[Exception, str], None] = survive_nothing,
         log: Callable[[dict], None] = lambda entry: None,
@@ -227,6 +236,11 @@ class LeapRun:
         self.record, self.feed = RunRecord(), feed
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.credit = 0.0
+        self.first_loss: float | None = None
+        """Training loss of the run's first real step, before any update."""
+        self.no_leaps: str | None = None
+        """Why no leaps are made, or `None` if they are."""
+        self.pretrained_below = pretrained_below
         self.leap_cost: float | None = None
         """Arithmetic of a leap in real steps; `None` until the first step was counted."""
         self.linearity = 0.0
@@ -241,6 +255,14 @@ class LeapRun:
         self._real: _RealStep | None = None
         self._new: Leap | None = None
         self._started = time.perf_counter()
+        if no_leaps is not None:
+            self._make_no_leaps(no_leaps)
+
+    def _make_no_leaps(self, why: str) -> None:
+        """Make no leaps from now on."""
+        self.no_leaps = why
+        if self.rescue is None:  # which asks the direction for its average where the optimizer keeps none
+            self.trajectory.stand_still()
 
     @property
     def rate_scale(self) -> float:
@@ -440,6 +462,8 @@ class LeapRun:
         Raises:
             TrainingDivergedError: If the monitor's action is to abort.
         """
+        if self.first_loss is None and math.isfinite(loss):
+            self._look_at_first_loss(loss)
         verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.trajectory.open is not None)
         if self.controller.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
             verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
@@ -454,13 +478,21 @@ class LeapRun:
             self.survive(error, "predictor missed a gradient")
         return True
 
+    def _look_at_first_loss(self, loss: float) -> None:
+        """Decide whether the model is pretrained, and say it if no leaps follow."""
+        self.first_loss = loss
+        if loss < self.pretrained_below and self.no_leaps is None:
+            self._make_no_leaps(f"the model is pretrained (first training loss {loss:.3g})")
+        if self.no_leaps is not None:
+            logger.warning("No leaps are made: %s. Name a `direction` to make them all the same.", self.no_leaps)
+
     def _observe_gradients(self) -> None:
         if self.rescue is not None:
             self._real.cosine = self.trajectory.step_cosine()
         if self.trajectory.open is not None:
             self.residuals.observe_gradients()
         self.trajectory.observe_gradients()
-        if self.trajectory.clock.steps_seen % self.STATISTICS_EVERY == 1:
+        if self.no_leaps is None and self.trajectory.clock.steps_seen % self.STATISTICS_EVERY == 1:
             self._real.statistics = self.trajectory.gradient_statistics()
 
     def after_update(self, learning_rates: list[float]) -> None:
@@ -510,7 +542,9 @@ class LeapRun:
             steps.count(real=phase is not Phase.PREDICT)
 
     def _may_leap(self, step: int) -> bool:
-        if self.trajectory.clock.steps_in_block < self.shortest_block or self.gains.peak <= 0:
+        if self.no_leaps is not None or self.trajectory.clock.steps_in_block < self.shortest_block:
+            return False
+        if self.gains.peak <= 0:
             return False
         return self.trust.allows_leap(step, self.probe)
 
@@ -662,6 +696,7 @@ class LeapRun:
         return {
             **self.record.summary(),
             "direction": self.trajectory.direction.name,
+            "no_leaps": self.no_leaps,
             "learning_rate_scale": self.rate_scale,
             "planner": self.gains.summary(),
             "buffer_bytes": self.trajectory.bytes_held(),
@@ -704,7 +739,7 @@ class LeapRun:
 
     _PARTS = ("controller", "monitor", "signals", "record", "stretches")
     _OPTIONAL = ("probe", "rescue", "correction")
-    _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap")
+    _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap", "first_loss")
     _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
 
     def state_dict(self) -> tuple[dict, dict]:
@@ -720,6 +755,7 @@ class LeapRun:
             "trust": {name: getattr(self.trust, name) for name in self._TRUST},
             "announced": self.announced.value,
             "leap_is_new": self._new is not None,
+            "no_leaps": self.no_leaps,
             "open_leap": None if self.trajectory.open is None else self.record.leaps.index(self.trajectory.open),
             **{name: getattr(self, name).state_dict() for name in self._PARTS},
             **{name: None if part is None else part.state_dict() for name, part in optional.items()},
@@ -743,6 +779,8 @@ class LeapRun:
             setattr(self, name, values[name])
         for name in self._TRUST:
             setattr(self.trust, name, values["trust"][name])
+        if values["no_leaps"] is not None and self.pretrained_below > 0:
+            self._make_no_leaps(values["no_leaps"])
         leap = None if values["open_leap"] is None else self.record.leaps[values["open_leap"]]
         of_trajectory = {k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains."))}
         self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)

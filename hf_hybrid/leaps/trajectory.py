@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.leaps import sums
-from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
+from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory, NoDirection
 from hf_hybrid.leaps.directions.preconditioners import last_step
 from hf_hybrid.leaps.record import Leap
 
@@ -182,6 +182,10 @@ class Trajectory:
         self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
+
+    def stand_still(self) -> None:
+        """Drop the direction with its buffers, because no leap will be made."""
+        self.direction = NoDirection(self.context)
 
     # A leap.
 

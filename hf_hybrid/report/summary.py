@@ -114,7 +114,9 @@ class HybridSummary(dict):
             rows.append(("divergence events", str(self["divergence_events_seen"])))
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
-        if "direction" in self:
+        if self.get("no_leaps"):
+            rows.append(("no leaps", self["no_leaps"]))
+        elif "direction" in self:
             rows.append(("direction", str(self["direction"])))
         if self.get("learning_rate_scale", 1.0) != 1.0:
             rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))

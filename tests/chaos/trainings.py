@@ -22,6 +22,7 @@ from hf_hybrid import HybridTrainer
 
 STEPS = 18
 OPTIONS = {
+    "direction": "orthogonal",
     "max_steps": STEPS,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,

@@ -35,6 +35,7 @@ def base(tmp_path_factory):
 
 
 SHORT = {
+    "--direction": "orthogonal",
     "--max_steps": "12",
     "--per_device_train_batch_size": "2",
     "--learning_rate": "1e-3",

@@ -50,6 +50,7 @@ PAIRS = Dataset.from_list(
     ]
 )
 PHASES = {
+    "direction": "orthogonal",
     "warmup_phase_steps": 4,
     "full_phase_steps": 3,
     "correct_phase_steps": 2,

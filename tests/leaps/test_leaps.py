@@ -1,12 +1,13 @@
 """Leaps in whole trainings: what is written down, what moves the weights and puts them back, and how they resume."""
 
+import copy
 import math
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, finite, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, losses, tiny_model, weights
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.gains import GainPlanner
@@ -327,3 +328,59 @@ def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
     assert before and finite(trainer.model)
     assert any(all(torch.equal(a, b) for a, b in zip(before, state)) for state in restored)
     assert "rolled_back" in trainer.hybrid_summary()["leaps_by_verdict"]
+
+
+# Where nobody asks for leaps: none with adapters, none on a pretrained model.
+
+
+class OfFewWords(ByteText):
+    """Text of eight different words, so that a tiny model soon knows the most of it."""
+
+    def __getitem__(self, index):
+        ids = self.blocks[index] % 8
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A model whose loss is below half of the logarithm of its vocabulary."""
+    args = TrainingArguments(**config_values(tmp_path_factory.mktemp("base"), max_steps=25, learning_rate=1e-2))
+    trainer = Trainer(tiny_model(), args, train_dataset=OfFewWords(200))
+    trainer.train()
+    assert losses(trainer)[-1] < math.log(256) / 2 < losses(trainer)[0]
+    return trainer.model
+
+
+def without_being_asked(model, folder, resume=None, **options):
+    values = {"direction": "auto", "leap_budget": 100.0, "logging_steps": 1, **options}
+    trainer = HybridTrainer(copy.deepcopy(model), hybrid_config(folder, **values), train_dataset=OfFewWords(200))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("kind, why", [("pretrained", "the model is pretrained"), ("adapters", "adapters are trained")])
+def test_runs_where_leaps_did_not_pay_are_plain_trainers(kind, why, pretrained, tmp_path, caplog):
+    model = pretrained if kind == "pretrained" else lora()
+    hybrid = without_being_asked(model, tmp_path / "hybrid", save_strategy="steps", save_steps=5)
+    summary = hybrid.hybrid_summary()
+    assert summary["leaps_made"] == 0 and why in summary["no_leaps"] and why in str(summary)
+    assert sum(summary["buffer_bytes"].values()) == 0
+    assert [why in record.getMessage() for record in caplog.records] == [True]
+
+    plain = Trainer(
+        copy.deepcopy(model), TrainingArguments(**config_values(tmp_path / "plain")), train_dataset=OfFewWords(200)
+    )
+    plain.train()
+    assert losses(hybrid) == losses(plain)
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+    resumed = without_being_asked(model, tmp_path / "resumed", resume=f"{hybrid.args.output_dir}/checkpoint-15")
+    assert resumed.hybrid_summary()["leaps_made"] == 0
+    assert_same_weights(weights(resumed.model), weights(plain.model))
+
+
+def test_a_model_that_knows_little_leaps_without_being_asked_and_others_when_they_are(pretrained, tmp_path):
+    runs = {"fresh": (tiny_model(), "auto"), "pretrained": (pretrained, "orthogonal"), "adapters": (lora(), "none")}
+    for name, (model, direction) in runs.items():
+        summary = without_being_asked(model, tmp_path / name, direction=direction, max_steps=15).hybrid_summary()
+        assert summary["leaps_made"] > 0 and summary["no_leaps"] is None, name
