@@ -370,7 +370,9 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
         self._skips, self._every_row_because = self._new_skips(), None
         self._skips_exactly = getattr(self.args, "exact_skips", "auto") == "auto"
         if self._skips_exactly and (reason := self._why_every_row()) is not None:
-            self._compute_every_row(reason)
+            self._skips_exactly, self._every_row_because = False, reason
+            if self.is_world_process_zero():
+                logger.warning("Every row is computed, also those without advantage: %s.", reason)
         if self._resumed_from is not None:
             self._restore_rollouts(self._resumed_from)
 
@@ -381,6 +383,8 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
             return f"`{type(self).__name__}` has a loss of its own"
         if (sharding := sharding_of(self.args)) is not None:
             return f"`{sharding}` counts the backward passes of a step"
+        if self._is_vlm:
+            return "tensors of images do not have one row per completion"
         if steps_in_backward(optimizer_name(self.args)):
             return f"`optim={optimizer_name(self.args)}` steps inside the backward pass"
         if self.aux_loss_enabled:
@@ -390,11 +394,6 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
         if draws_random_numbers(self.accelerator.unwrap_model(self.model), self.args.device):
             return "the model draws random numbers in training (set `disable_dropout=True`, and `lora_dropout=0`)"
         return None
-
-    def _compute_every_row(self, reason: str) -> None:
-        self._skips_exactly, self._every_row_because = False, reason
-        if self.is_world_process_zero():
-            logger.warning("Every row is computed, also those without advantage: %s.", reason)
 
     # A window.
 
@@ -412,9 +411,6 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)  # generates if it is time to
         if not (self._skips_exactly and self.model.training):
-            return inputs
-        if "num_images" in inputs:
-            self._compute_every_row("tensors of images do not have one row per completion")
             return inputs
         if not self._skips.is_planned:
             self._plan()
@@ -478,7 +474,7 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
         self._metrics["train"].update(found.values["metrics"])
         self._skips.load_state_dict(found.values["counts"])
         # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
-        for _ in range(int(self.state.epoch or 0)):
+        for _ in range(int(self.state.epoch or 0) if self._sampler is not None else 0):
             next(iter(self._sampler), None)
 
     def _get_train_sampler(self, dataset=None):

@@ -149,7 +149,9 @@ def test_rows_become_forward_passes(tmp_path):
     found = trainer.hybrid_summary()
     assert sum(seen) == found["rows"] - found["rows_skipped"] < 0.5 * found["rows"]
     assert len(seen) == 16 - found["backward_passes_avoided_exactly"] < 9
-    assert "rows skipped" in str(found)
+    assert "rows skipped: 40" in str(found)
+    trainer.create_model_card()
+    assert "40 of 64 rows had an advantage of zero" in (tmp_path / "README.md").read_text()
 
 
 # The gradient of one window, in settings that a tiny run does not reach.
