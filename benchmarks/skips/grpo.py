@@ -82,7 +82,7 @@ def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[
 
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
-    parser.add_argument("--steps", type=int, default=3, help="Steps of a run.")
+    parser.add_argument("--steps", type=int, default=2, help="Steps of a run.")
     parser.add_argument("--rounds", type=int, default=3, help="Pairs of runs per share.")
     parser.add_argument("--tokens", type=int, default=64, help="Length of a completion.")
     args = parser.parse_args()
