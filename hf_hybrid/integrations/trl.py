@@ -12,6 +12,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.integrations.shared_prompts import SharedPromptsArguments, SharedPromptsMixin
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import native_bf16
 from hf_hybrid.phases import PluginList
@@ -46,10 +47,10 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
 
 
 @dataclass
-class HybridDPOConfig(HybridConfigBase, DPOConfig):
+class HybridDPOConfig(SharedPromptsArguments, HybridConfigBase, DPOConfig):
     """
-    [`~trl.DPOConfig`] with the options of [`HybridArguments`]. One default of the former differs, `bf16`, as in
-    [`HybridSFTConfig`].
+    [`~trl.DPOConfig`] with the options of [`HybridArguments`] and `share_prompt`. One default of the former differs,
+    `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], for streamed layers, and for leaps with `sync_ref_model=True`.
@@ -266,9 +267,10 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
         return self._prepare_dataset(dataset, *options, "probe")
 
 
-class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):
+class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
     """
-    Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does.
+    Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does. It computes a prompt once for both
+    of its completions (`share_prompt`).
 
     A leap is verified on the preference loss of the next pairs, with the reference that TRL trains against.
 
@@ -289,7 +291,16 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         check_config(args, HybridDPOConfig, DPOConfig)
+        self._share_prompts(args)
         super().__init__(model, ref_model, args, *positional, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        with self.shared_prompts.on(self.model, self.ref_model):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def compute_ref_log_probs(self, model, inputs):
+        with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
+            return super().compute_ref_log_probs(model, inputs)
 
     def _prepare_probe_set(self, dataset):
         dataset = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")

@@ -153,7 +153,8 @@ def test_dpo_disabled_equals_trl(case, tmp_path):
     options |= {"lora": {"peft_config": lora}, "reference": {}}[case]
     plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", **made(options))
     plain.train()
-    hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", enable_predict=False, **made(options))
+    exact = {"enable_predict": False, "share_prompt": "off"}
+    hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **exact, **made(options))
     hybrid.train()
     assert "rewards/margins" in history(plain)[0]
     assert history(hybrid) == history(plain)
@@ -190,7 +191,8 @@ def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, p
         return leap(trajectory, gain)
 
     monkeypatch.setattr(Trajectory, "leap", far)
-    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **options, **PHASES)
+    exact = {"share_prompt": "off"} if build is dpo else {}
+    trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **exact, **options, **PHASES)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["leaps_by_verdict"].keys() == {"rejected"} and summary["forward_only_passes"] >= 6

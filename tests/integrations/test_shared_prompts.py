@@ -1,0 +1,444 @@
+"""A prompt that several completions share is computed once, and nothing that TRL computes from it changes."""
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CHECKPOINTING, config_values, weights
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from trl import DPOConfig, DPOTrainer  # noqa: E402
+
+from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
+from hf_hybrid.integrations.shared_prompts import (  # noqa: E402
+    IGNORED,
+    Batch,
+    arrange,
+    assemble,
+    bundle,
+    read,
+    same_prompts,
+    spread,
+    visible,
+)
+
+WORDS = 61
+
+
+def tokenizer():
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, WORDS)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+TOKENIZER = tokenizer()
+
+
+def preferences(rows=24, seed=0):
+    """Pairs with prompts and completions of different lengths, prompts twice as long as completions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(least, most):
+        count = int(torch.randint(least, most, (), generator=generator))
+        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (count,), generator=generator).tolist())
+
+    return Dataset.from_list(
+        [{"prompt": words(8, 20), "chosen": " " + words(3, 10), "rejected": " " + words(3, 10)} for _ in range(rows)]
+    )
+
+
+PAIRS = preferences()
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
+    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
+    "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SIZES, **o)),
+    "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
+    "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
+    "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
+}
+
+
+def build(architecture, seed=0, **options):
+    torch.manual_seed(seed)
+    return ARCHITECTURES[architecture](**options)
+
+
+def dpo(trainer, config, folder, model=None, reference=True, **options):
+    arguments = {"max_length": None, "bf16": False, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3, **options}
+    extra = {name: arguments.pop(name) for name in ("peft_config", "eval_dataset") if name in arguments}
+    model = model or build("llama")
+    if config is HybridDPOConfig:
+        arguments.setdefault("enable_predict", False)
+    return trainer(
+        model,
+        build("llama", seed=1) if reference is True else reference,
+        config(**config_values(folder, **arguments)),
+        train_dataset=PAIRS,
+        processing_class=TOKENIZER,
+        **extra,
+    )
+
+
+def gradients(trainer, batch):
+    trainer.model.train()
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def apart(first, second):
+    """The largest relative difference of two sets of tensors."""
+    assert first.keys() == second.keys()
+    return max(((first[name] - second[name]).norm() / first[name].norm().clamp(min=1e-30)).item() for name in first)
+
+
+def warnings_of(caplog):
+    return [
+        r.getMessage() for r in caplog.records if r.name.endswith("shared_prompts") and r.levelno == logging.WARNING
+    ]
+
+
+# Rows.
+
+
+def batch_of(rows, left=False):
+    """A batch of `(prompt, completion)`, padded on the right as for DPO, or on both sides as for GRPO."""
+    longest = [max(len(row[part]) for row in rows) for part in (0, 1)]
+    length = sum(longest) if left else max(len(prompt) + len(completion) for prompt, completion in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask, labels = ids.clone(), torch.full_like(ids, IGNORED)
+    for row, (prompt, completion) in enumerate(rows):
+        begin = longest[0] - len(prompt) if left else 0
+        middle, end = begin + len(prompt), begin + len(prompt) + len(completion)
+        ids[row, begin:end] = torch.tensor([*prompt, *completion])
+        mask[row, begin:end] = 1
+        labels[row, middle:end] = torch.tensor(completion)
+    return Batch.of(ids, mask, labels)
+
+
+def test_one_row_of_a_prompt_and_two_completions():
+    batch = batch_of([([5, 6, 7], [8, 9]), ([5, 6, 7], [3, 2, 4])])
+    rows = assemble(batch, [[bundle(batch, [0, 1])]])
+    assert rows.ids.tolist() == [[5, 6, 7, 8, 7, 3, 2]]
+    assert rows.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
+    assert rows.labels.tolist() == [[IGNORED, IGNORED, 8, 9, 3, 2, 4]]
+    assert visible(rows.group, rows.part)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 1, 1, 1],
+    ]
+    found = read(torch.tensor([[0.0, 1, 2, 3, 4, 5, 6]]), rows)
+    assert found.tolist() == [[0, 0, 2, 3, 0], [0, 0, 4, 5, 6]] and rows.tokens == 7
+
+
+def test_completions_that_begin_alike_share_that_too():
+    batch = batch_of([([5, 6], [8, 9, 3]), ([5, 6], [8, 9, 4]), ([5, 6], [8, 9, 4])])
+    rows = assemble(batch, [[bundle(batch, [0, 1, 2])]])
+    assert rows.ids.tolist() == [[5, 6, 8, 9, 9, 9]]
+    assert assemble(batch, [[bundle(batch, [1, 2])]]).ids.tolist() == [[5, 6, 8, 9]]
+
+
+def test_rows_are_grouped_by_their_prompt_wherever_it_stands():
+    rows = [([5, 6], [8]), ([4, 5, 6], [8]), ([5, 6], [7, 7]), ([5, 6], [9]), ([4, 5, 6], [])]
+    for left in (False, True):
+        assert sorted(same_prompts(batch_of(rows, left))) == [[0, 2, 3], [1]]  # the last row has nothing to predict
+
+
+def test_positions_are_those_of_the_padded_row():
+    batch = batch_of([([5, 6], [8, 9]), ([4, 5, 6], [8]), ([5, 6], [7, 7])], left=True)
+    rows = assemble(batch, [[bundle(batch, [0, 2])], [bundle(batch, [1])]])
+    assert rows.positions.tolist() == [[1, 2, 3, 2, 3], [0, 1, 2, 0, 0]]
+    assert rows.ids[1, :3].tolist() == [4, 5, 6] and rows.group[1].tolist()[3:] == [-1, -1]
+
+
+def test_rows_are_filled_evenly():
+    assert spread([5, 1, 4, 2, 3], 2) == ([[0, 3, 1], [2, 4]], 8)
+
+
+def test_an_arrangement_is_chosen_by_its_cost():
+    long = [(list(range(2, 12)), [20 + number] * 40) for number in range(8)]
+    assert len(arrange(batch_of(long), even=1e6)[0][0].rows) == 8
+    split = arrange(batch_of(long), even=400)  # a row of 330 tokens would cost more attention than prompts
+    assert {len(bundle.rows) for row in split for bundle in row} == {2} and len(split) == 4
+    assert arrange(batch_of(long), even=5) is None
+    pairs = [(list(range(2, 2 + size)), [40 + number]) for size in (10, 20, 30, 15) for number in range(2)]
+    assert len(arrange(batch_of(pairs), even=1e6)) == 1  # no padding
+    assert len(arrange(batch_of(pairs), even=20)) > 1
+    assert max(sum(b.length for b in row) for row in arrange(batch_of(pairs), even=1e6, window=40)) <= 40
+    assert arrange(batch_of(pairs), even=1e6, window=20) is None
+
+
+def test_nothing_is_shared_where_nothing_is_saved():
+    assert arrange(batch_of([([5, 6, 7], [8]), ([6, 6, 7], [8])]), even=1e6) is None
+    assert arrange(batch_of([([5, 6, 7], []), ([5, 6, 7], [])]), even=1e6) is None
+
+
+# Models.
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
+    found = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        model = build(architecture, attn_implementation=attention)
+        reference = build(architecture, seed=1, attn_implementation=attention)
+        built = dpo(trainer, config, tmp_path, model=model, reference=reference)
+        batch = built.data_collator([built.train_dataset[index] for index in range(4)])
+        found.append(gradients(built, batch))
+    (plain_loss, plain), (loss, shared) = found
+    assert loss == pytest.approx(plain_loss, rel=1e-6) and apart(plain, shared) < 1e-5
+    summary = built.hybrid_summary()
+    assert summary["plain_prompts_because"] is None
+    # Two passes, of policy and reference; a prompt is two thirds of a row, and half of them are shared.
+    assert summary["tokens"] == 2 * batch["attention_mask"].sum()
+    assert 0.25 < summary["tokens_shared"] / summary["tokens"] < 0.5
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+CASES = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "adapters": {"peft_config": lora, "reference": None},
+    "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
+    "checkpointing": {CHECKPOINTING: True},
+    "truncated": {"max_length": 18},
+    "truncated at the beginning": {"max_length": 18, "truncation_mode": "keep_end"},
+    "multiple": {"pad_to_multiple_of": 16},
+}
+
+
+def history(trainer):
+    left_out = ("runtime", "per_second", "hybrid/", "step_time")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in left_out)}
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in ("accumulation", "adapters") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_training_is_that_of_trl(case, tmp_path):
+    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 2, **CASES[case]}
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
+        trained[-1].train()
+    plain, shared = trained
+    assert shared.shared_prompts.tokens_shared > (0 if "beginning" in case else 0.2 * shared.shared_prompts.tokens)
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-5
+    for theirs, ours in zip(history(plain), history(shared), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+LOSSES = [
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+
+
+def test_every_loss_is_that_of_trl(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, label_smoothing=0.1)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+
+    def compare():
+        trainer.shared_prompts.off = True
+        plain_loss, plain = gradients(trainer, batch)
+        trainer.shared_prompts.off = False
+        loss, shared = gradients(trainer, batch)
+        assert loss == pytest.approx(plain_loss, rel=1e-5) and apart(plain, shared) < 1e-5
+
+    for loss in LOSSES:
+        trainer.loss_types = [loss]
+        compare()
+    trainer.loss_types, trainer.loss_weights, trainer.ld_alpha = ["sigmoid", "sft"], [0.8, 0.2], 0.5
+    compare()
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, use_weighting=True, f_divergence_type="js_divergence")
+    compare()
+    assert trainer.shared_prompts.tokens_shared > 0
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
+def test_in_half_precision_prompts_are_shared(options, tmp_path):
+    model = build("llama").to(options.get("dtype", torch.float32))
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=model, bf16=options.get("bf16", False))
+    trainer.train()
+    assert trainer.hybrid_summary()["tokens_shared"] > 0.25 * trainer.hybrid_summary()["tokens"]
+
+
+@pytest.mark.slow
+def test_leaps_and_probes_share_prompts(tmp_path):
+    phases = {
+        "warmup_phase_steps": 3, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2,
+        "leap_worth": 0.5, "leap_budget": 10.0, "probe_budget": 1.0,
+    }  # fmt: skip
+    trainer = dpo(
+        HybridDPOTrainer, HybridDPOConfig, tmp_path, max_steps=14, enable_predict=True, optim="adamw_torch", **phases
+    )
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["forward_only_passes"] > 0 and summary["tokens_shared"] > 0.25 * summary["tokens"]
+
+
+# What is not shared.
+
+
+def gemma3(**options):
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, **options))
+
+
+def mamba():
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
+    return MambaForCausalLM(MambaConfig(**sizes, eos_token_id=1, bos_token_id=None))
+
+
+def bloom():
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "eos_token_id": 1}
+    return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
+
+
+class Counted(LlamaForCausalLM):
+    """A model whose layers know the place of a token in its row, which is found only by looking."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].register_forward_hook(self._count)
+
+    @staticmethod
+    def _count(layer, args, output):
+        return output + torch.linspace(0, 1, output.shape[1])[:, None]
+
+
+PLAIN = {
+    "window of all layers": (lambda: build("mistral", sliding_window=8), "layers look back 8 tokens"),
+    "window of some layers": (lambda: gemma3(sliding_window=8), "layers look back 8 tokens"),
+    "state-space layers": (mamba, "layers with a state that runs along the row"),
+    "ALiBi": (bloom, r"the model does not take them \(\w+Error"),
+    "router": (mixtral, "the router loss counts every token"),
+    "dropout": (lambda: build("llama", attention_dropout=0.1), r"dropout \(0.1\) would be drawn once"),
+    "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "log-probabilities of the first batch are .* away"),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_where_a_prompt_cannot_be_shared_training_is_trls_to_the_last_bit(case, tmp_path, caplog):
+    build_model, why = PLAIN[case]
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        torch.manual_seed(0)
+        models = {"model": build_model(), "reference": build_model()}
+        trained.append(dpo(trainer, config, tmp_path / trainer.__name__, max_steps=2, **models))
+        trained[-1].train()
+    plain, shared = trained
+    assert apart(weights(plain.model), weights(shared.model)) == 0.0
+    assert shared.hybrid_summary()["tokens_shared"] == 0 < shared.hybrid_summary()["tokens"]
+    (told,) = (text for text in warnings_of(caplog) if "once per completion" in text)
+    assert re.search(why, told) and re.search(why, shared.hybrid_summary()["plain_prompts_because"])
+
+
+def test_a_window_that_a_row_fits_into_does_not_matter(tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=40))
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    _, shared = gradients(trainer, batch)
+    assert trainer.shared_prompts.tokens_shared > 0
+    trainer.shared_prompts.off = True
+    assert apart(gradients(trainer, batch)[1], shared) < 1e-5
+
+
+def test_off_is_trl_to_the_last_bit(tmp_path):
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain")
+    plain.train()
+    off = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_prompt="off")
+    off.train()
+    assert apart(weights(plain.model), weights(off.model)) == 0.0
+    assert off.hybrid_summary()["tokens"] == 0 and not list((tmp_path / "off").rglob("shared_prompts.json"))
+
+
+def test_the_option_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="`share_prompt` must be one of auto, off, got `on`"):
+        HybridDPOConfig(**config_values(tmp_path, bf16=False), share_prompt="on")
+
+
+def test_compiled_and_sharded_runs_compute_trls_rows():
+    for option in ("torch_compile", "fsdp"):
+        trainer = HybridDPOTrainer.__new__(HybridDPOTrainer)
+        trainer._share_prompts(SimpleNamespace(**{option: True}))
+        assert f"`{option}" in trainer.shared_prompts.why_plain
+
+
+# Counters.
+
+
+@pytest.mark.parametrize("phases", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "leaps"])
+def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp_path):
+    options = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "enable_predict": phases,
+        "optim": "adamw_torch",
+    }
+    whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    whole.train()
+    resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert apart(weights(whole.model), weights(resumed.model)) == 0.0
+    first, second = whole.hybrid_summary(), resumed.hybrid_summary()
+    assert [first[name] for name in ("tokens", "tokens_shared")] == [
+        second[name] for name in ("tokens", "tokens_shared")
+    ]
+    whole.args.max_steps = 1
+    whole.train()
+    assert whole.hybrid_summary()["tokens"] < first["tokens"] / 3
