@@ -5,8 +5,9 @@ Train on preferences (DPO) with TRL, in phases (about a minute on two CPU cores)
     python examples/08_dpo_trl.py
     python examples/08_dpo_trl.py --loss_type ipo --lora_rank 8
 
-Nothing is downloaded. The preferred text is a passage of Python's documentation, and the rejected text has its words in
-another order. The model is the small Llama of 06_lora.py. With a model and a data set from the Hub:
+Nothing is downloaded. The prompt is the beginning of a passage of Python's documentation. The preferred completion is
+the rest of it, and the rejected one has its words in another order. The prompt is computed once for both. The model is
+the small Llama of 06_lora.py. With a model and a data set from the Hub:
 
     python examples/08_dpo_trl.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 --num_train_epochs 1 --max_steps -1 \\
@@ -49,15 +50,17 @@ class ScriptArguments:
 
 
 def preferences(seed: int = 0) -> Dataset:
-    """Make preferences. Passages of Python's documentation are preferred to the same words in random order."""
+    """Make preferences. How passages of Python's documentation go on is preferred to the same words in random order."""
     shuffle, rows = random.Random(seed).shuffle, []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n")[:12]:
             words = paragraph.split()[:40]
             if len(words) > 12:
-                mixed = list(words)
+                half = len(words) // 2
+                prompt, chosen = " ".join([f"{topic}\n\n", *words[:half]]), words[half:]
+                mixed = list(chosen)
                 shuffle(mixed)
-                rows.append({"prompt": f"{topic}\n\n", "chosen": " ".join(words), "rejected": " ".join(mixed)})
+                rows.append({"prompt": prompt, "chosen": " " + " ".join(chosen), "rejected": " " + " ".join(mixed)})
     return Dataset.from_list(rows)
 
 
@@ -96,6 +99,9 @@ def main() -> None:
     print(
         f"held-out pairs      {accuracy:.0%} in the preferred order (50% is chance), margin of the rewards {margin:.3f}"
     )
+    summary = trainer.hybrid_summary()
+    tokens, shared = summary["tokens"], summary["tokens_shared"]
+    print(f"tokens              {tokens:,} in TRL's rows, {shared:,} of them shared and not computed again")
     print(f"model               {args.output_dir}")
 
 

@@ -307,6 +307,19 @@ class HybridArguments:
 
 
 @dataclass
+class SharedPromptArguments:
+    """Option of trainers that compute several completions of a prompt, beside those of [`HybridArguments`]."""
+
+    share_prompt: Literal["auto", "off"] = option(
+        "auto",
+        "Compute a prompt once for all of its completions. auto: where this gives the log-probabilities of TRL's rows, "
+        "which the first batch is compared with; elsewhere once per completion, and the log says why. off: once per "
+        "completion.",
+        group="DPO, GRPO and RLOO",
+    )
+
+
+@dataclass
 class ExactSkipArguments:
     """Options of trainers that sample completions and compare their rewards, beside those of [`HybridArguments`]."""
 

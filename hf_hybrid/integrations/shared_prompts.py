@@ -49,12 +49,11 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.arguments import as_declared, option
 from hf_hybrid.checkpoint import write_json
 from hf_hybrid.machine import mixed_precision_of, sharding_of
 from hf_hybrid.recovery import is_out_of_memory
@@ -508,21 +507,6 @@ class SharedPrompts:
 
 
 # Trainers.
-
-
-@dataclass
-class SharedPromptsArguments:
-    """The option of trainers that share prompts. Put it before the other bases of a config."""
-
-    share_prompt: Literal["auto", "off"] = option(
-        "auto",
-        "Compute a prompt once for all of its completions. auto: where log-probabilities of the first batch are those "
-        "of TRL's rows up to rounding; elsewhere once per completion, and the log says why. off: once per completion.",
-    )
-
-    def __post_init__(self):
-        self.share_prompt = as_declared("share_prompt", self.share_prompt, Literal["auto", "off"])
-        super().__post_init__()
 
 
 class SharedPromptsMixin:

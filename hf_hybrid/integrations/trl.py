@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_declared
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.shared_prompts import SharedPromptsArguments, SharedPromptsMixin
+from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import native_bf16
 from hf_hybrid.phases import PluginList
@@ -47,7 +47,7 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
 
 
 @dataclass
-class HybridDPOConfig(SharedPromptsArguments, HybridConfigBase, DPOConfig):
+class HybridDPOConfig(SharedPromptArguments, HybridConfigBase, DPOConfig):
     """
     [`~trl.DPOConfig`] with the options of [`HybridArguments`] and `share_prompt`. One default of the former differs,
     `bf16`, as in [`HybridSFTConfig`].
@@ -58,6 +58,7 @@ class HybridDPOConfig(SharedPromptsArguments, HybridConfigBase, DPOConfig):
 
     def __post_init__(self):
         choose_bf16(self)
+        self.share_prompt = as_declared("share_prompt", self.share_prompt, Literal["auto", "off"])
         super().__post_init__()
         check_head_options(self)
         if self.memory != "off":
@@ -291,6 +292,7 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         check_config(args, HybridDPOConfig, DPOConfig)
+        args = HybridDPOConfig(default_folder(model, "DPO")) if args is None else args
         self._share_prompts(args)
         super().__init__(model, ref_model, args, *positional, **kwargs)
 

@@ -90,7 +90,8 @@ class HybridSummary(dict):
 
     _TOTALS = (
         "real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
-        "skipped batches", "roll-backs", "rows", "rows skipped", "backward passes avoided exactly",
+        "skipped batches", "roll-backs", "tokens", "tokens shared", "rows", "rows skipped",
+        "backward passes avoided exactly",
     )  # fmt: skip
 
     def phase_rows(self) -> list[tuple[str, str, str]]:

@@ -55,6 +55,8 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/exact_skips.md": [
+        ('"Qwen/Qwen3-0.6B"', "TINY"),
+        ('load_dataset("trl-lib/ultrafeedback_binarized", split="train")', "preferences"),
         ('"Qwen/Qwen2-0.5B-Instruct"', "TINY"),
         ('load_dataset("trl-lib/DeepMath-103K", split="train")', "conversations.select([0]).map(lambda _: PROBLEM)"),
         (
@@ -104,6 +106,7 @@ def names_of(page: str, tiny: str) -> dict:
         "dataset": ByteText(40),
         "train_dataset": ByteText(100),
         "eval_dataset": ByteText(8, offset=200),
+        "preferences": Dataset.from_dict({"prompt": ["Why?"] * 4, "chosen": ["Because."] * 4, "rejected": ["No."] * 4}),
         "PROBLEM": {"prompt": [{"role": "user", "content": "Two and two?"}]},
         "conversations": Dataset.from_dict({"messages": [dialogue] * 40}),
     }
@@ -128,7 +131,7 @@ def names_of(page: str, tiny: str) -> dict:
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=page_name)
 def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
     page = page_name(path)
-    if re.search("Hybrid(SFT|GRPO)", "".join(blocks(path, "python"))):
+    if re.search("Hybrid(SFT|DPO|GRPO)", "".join(blocks(path, "python"))):
         pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     Path("my_texts.txt").write_text("\n\n".join(["Some words that are learned.", "And some more of them."] * 30))
