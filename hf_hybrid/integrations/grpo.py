@@ -304,7 +304,8 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase):
             raise ValueError(f"`enable_predict=True` does not work here: {_NO_LEAPS}. Leave it out.")
         for name, default in ((known.name, known.default) for known in fields(HybridArguments)):
             given = getattr(self, name)
-            if given != default and given != "off" and name not in _NEED_NO_LEAPS:
+            works = name in _NEED_NO_LEAPS and given not in ("conservative", "aggressive")
+            if given != default and given != "off" and not works:
                 raise ValueError(
                     f"`{name}={given}` does not work with completions that are generated in training: it belongs to "
                     "leaps or to streamed layers. Leave it out."
@@ -391,7 +392,8 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
             return "the router's loss (`router_aux_loss_coef`) counts every row"
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return "batch normalisation mixes rows"
-        if draws_random_numbers(self.accelerator.unwrap_model(self.model), self.args.device):
+        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if draws_random_numbers(bare, self.args.device):
             return "the model draws random numbers in training (set `disable_dropout=True`, and `lora_dropout=0`)"
         return None
 
@@ -463,7 +465,8 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
     def _restore_rollouts(self, checkpoint: str) -> None:
         path = self._rollouts_file(checkpoint)
         found = Rollouts.load(path, self.args.device) if path.is_file() else None
-        if found is None or found.values["layout"] != self._layout():
+        usable = found is not None and found.values["layout"] == self._layout()
+        if self._agree(int(not usable)):  # on any process
             logger.warning(
                 "`%s` %s: completions are generated anew, as TRL does after a resume.",
                 checkpoint,
