@@ -2,12 +2,14 @@
 What hybrid training costs when it gains nothing, on the quickstart's model. About five minutes; one thread.
 
     python -m benchmarks.speedup.overhead          # on an otherwise idle machine
+    python -m benchmarks.speedup.overhead --pretrained --steps 10        # on SmolLM2; pretrained.py says how to get it
 
 - `disabled` (`enable_predict=False`) against plain Trainer: median CPU seconds of a step, in short runs in turn.
 - `rejected`: a run whose leaps are all turned uphill, so that probes refuse them. What memory, signals, probes,
   snapshots and roll-backs take is clocked where it happens and put over the rest of the same run, which is what plain
   Trainer does too. A machine whose speed drifts between runs does not blur that.
 - `hybrid`: the same for a default run. Predicted steps are not subtracted.
+- `pretrained`: the same for a default run on a pretrained model, in which no leaps are made.
 
 The bytes of the buffers are exact.
 """
@@ -25,7 +27,7 @@ from transformers.utils import logging
 
 import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.tasks import TASKS, TextAndModels
+from benchmarks.speedup.tasks import TASKS, TextAndModels, training_arguments
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.run import LeapRun
@@ -58,7 +60,13 @@ class Uphill(Orthogonal):
         return None if own is None else own.mul_(-1e6)
 
 
-def build(arm: str, sources: TextAndModels, steps: int, folder: str, clock: StepClock):
+def build(arm: str, sources, steps: int, folder: str, clock: StepClock):
+    if arm == "pretrained":
+        task = TASKS["smol-full"]
+        trainer, config, common = sources.trainer(task, hybrid=True)
+        values = training_arguments(task, steps=steps, rate=1e-4, seed=0, folder=folder)
+        common |= {"train_dataset": sources.split(task.text)["train"], "callbacks": [clock]}
+        return trainer(sources.model(task, 0), config(**values), **common)
     data = sources.split("code")
     values = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 2e-3, "per_device_train_batch_size": 8,
@@ -103,15 +111,22 @@ def own_share(arm: str, sources, steps: int, folder: str) -> dict:
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--rounds", type=int, default=15, help="Pairs of a disabled and a plain run.")
-    parser.add_argument("--steps", type=int, default=300, help="Of the rejected and hybrid runs.")
+    parser.add_argument("--steps", type=int, default=300, help="Of the runs but for the disabled ones.")
+    parser.add_argument("--pretrained", action="store_true", help="Only the run on SmolLM2.")
     args = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    results, sources = Results(args.results, "overhead", ("arm",)), TextAndModels()
+    results = Results(args.results, "overhead", ("arm",))
+    if args.pretrained:
+        from benchmarks.speedup.pretrained import DocstringsAndSmolLM2
+
+    sources = DocstringsAndSmolLM2() if args.pretrained else TextAndModels()
     with tempfile.TemporaryDirectory() as folder:
-        for arm in ("rejected", "hybrid"):
+        for arm in ("pretrained",) if args.pretrained else ("rejected", "hybrid"):
             row = {"arm": arm, **own_share(arm, sources, args.steps, folder)}
             print(json.dumps(results.add({**row, **provenance(1)})), flush=True)
+        if args.pretrained:
+            return
         row = {"arm": "disabled", **disabled_against_plain(sources, args.rounds, folder)}
         print(json.dumps(results.add({**row, **provenance(1)})))
 

@@ -23,10 +23,10 @@ halved until it lowers the loss, at most five times, and then undone. Few leaps 
 probes cost. Every leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss
 with the trend before the leap, and the snapshot is there until then.
 
-Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where leaps
-pay, most of them do not lower the loss at once either. So, unless leaps were asked for, none are made with adapters,
-and none if the very first training loss says that the model is pretrained. The run is then plain `Trainer`'s, with the
-divergence monitor and, where it is on, the learning-rate rescue.
+Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
+pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made with
+adapters, and none if the very first training loss says that the model is pretrained. The run is then plain `Trainer`'s,
+with the divergence monitor and, where it is on, the learning-rate rescue.
 
 Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
 level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
