@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import skip_first_batches
 
+from hf_hybrid.leaps.directions.base import NoDirection
 from hf_hybrid.leaps.divergence import (
     FORECAST_WINDOW,
     NORMAL,
@@ -261,7 +262,7 @@ class LeapRun:
     def _make_no_leaps(self, why: str) -> None:
         """Make no leaps from now on."""
         self.no_leaps = why
-        if self.rescue is None:  # which asks the direction for its average where the optimizer keeps none
+        if self.rescue is None:
             self.trajectory.stand_still()
 
     @property
@@ -498,6 +499,8 @@ class LeapRun:
     def after_update(self, learning_rates: list[float]) -> None:
         """Record a step of the optimizer with these learning rates (one per parameter group)."""
         self.trajectory.observe_step(learning_rates)
+        if self.no_leaps is not None and self.trajectory.optimizer_remembers:
+            self.trajectory.stand_still()  # otherwise the rescue asks the direction for its average
 
     # After a step.
 
@@ -781,6 +784,8 @@ class LeapRun:
             setattr(self.trust, name, values["trust"][name])
         if values["no_leaps"] is not None and self.pretrained_below > 0:
             self._make_no_leaps(values["no_leaps"])
+        if self.no_leaps is not None and values["trajectory"]["direction"] == NoDirection.name:
+            self.trajectory.stand_still()
         leap = None if values["open_leap"] is None else self.record.leaps[values["open_leap"]]
         of_trajectory = {k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains."))}
         self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory, NoDirection
-from hf_hybrid.leaps.directions.preconditioners import last_step
+from hf_hybrid.leaps.directions.preconditioners import keeps_last_step, last_step
 from hf_hybrid.leaps.record import Leap
 
 
@@ -182,6 +182,11 @@ class Trajectory:
         self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
+
+    @property
+    def optimizer_remembers(self) -> bool:
+        """Whether the optimizer keeps the last direction of every parameter, so that [`step_cosine`] needs no other."""
+        return all(keeps_last_step(self.context.state(index)) for index in range(len(self.parameters)))
 
     def stand_still(self) -> None:
         """Drop the direction with its buffers, because no leap will be made."""

@@ -379,6 +379,17 @@ def test_runs_where_leaps_did_not_pay_are_plain_trainers(kind, why, pretrained, 
     assert_same_weights(weights(resumed.model), weights(plain.model))
 
 
+def test_the_rescue_goes_on_without_leaps_and_without_buffers(pretrained, tmp_path):
+    options = {"lr_rescue": "on", "learning_rate": 1e-5}
+    whole = without_being_asked(pretrained, tmp_path / "whole", save_strategy="steps", save_steps=15, **options)
+    summary = whole.hybrid_summary()
+    assert summary["leaps_made"] == summary["buffer_bytes"]["memory"] == 0 and summary["learning_rate_scale"] > 1.5
+    at = f"{whole.args.output_dir}/checkpoint-15"
+    resumed = without_being_asked(pretrained, tmp_path / "resumed", resume=at, **options)
+    assert resumed.hybrid_summary()["resumed"]["warnings"] == []
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
 def test_a_model_that_knows_little_leaps_without_being_asked_and_others_when_they_are(pretrained, tmp_path):
     runs = {"fresh": (tiny_model(), "auto"), "pretrained": (pretrained, "orthogonal"), "adapters": (lora(), "none")}
     for name, (model, direction) in runs.items():
