@@ -12,10 +12,11 @@ without a token in the loss (a truncated completion with `mask_truncated_complet
 
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
 accumulation window for each optimizer step. Here the rows that count are taken out of the micro-batches of a window and
-put into as few new ones as they fill. The other calls of `training_step` return a loss of zero and compute nothing. A
-row never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
-`num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before
-its first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.
+put into as few new ones as they fill. Rows of the same prompt stand together, so that the prompt can be computed once
+(shared_prompts.py). The other calls of `training_step` return a loss of zero and compute nothing. A row never leaves
+its window, so each row contributes to the same optimizer step as in TRL, also with several `num_iterations` or a
+`steps_per_generation` of its own. A window may need completions that are not generated before its first micro-batch is
+over; then each part of the window that shares a generation batch is planned by itself.
 
     TRL's window             advantages: ( 0 0 a b ) ( 0 0 0 0 ) ( c 0 0 0 ) ( 0 d e 0 )      4 backward passes
     this one                 zero loss   zero loss   ( a b c ) ( d e )                       2 backward passes
@@ -57,8 +58,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, as_declared, option
+from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, SharedPromptArguments, as_declared, option
 from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
 from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
@@ -118,6 +120,11 @@ def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
         return torch.cat([batch[name] for batch in batches])[rows]
 
     return {name: taken(name, value) for name, value in batches[0].items()}
+
+
+def prompt_numbers(batches: list[Batch]) -> Tensor:
+    """Return a number for the prompt of each row, counted through all micro-batches: the same where prompts are."""
+    return torch.cat([batch["prompt_ids"] for batch in batches]).unique(dim=0, return_inverse=True)[1]
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -194,7 +201,9 @@ class ExactSkips:
         """Whether the next micro-batch is planned."""
         return bool(self._planned)
 
-    def plan(self, batches: list[Batch], *, ends_window: bool, processes: int) -> None:
+    def plan(
+        self, batches: list[Batch], *, ends_window: bool, processes: int, leave_out: bool, by_prompt: bool
+    ) -> None:
         """
         Plan the next micro-batches.
 
@@ -206,14 +215,19 @@ class ExactSkips:
             batches (`list[Batch]`): TRL's micro-batches, of one generation batch and one window.
             ends_window (`bool`): Whether the window ends with them.
             processes (`int`): Number of processes.
+            leave_out (`bool`): Whether rows that do not count are left out.
+            by_prompt (`bool`): Whether rows of the same prompt are put together.
         """
         counts = torch.cat([self.counts(batch) for batch in batches])
+        counts = counts if leave_out else torch.ones_like(counts)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
         planned = list(batches)
-        if needed < total:
+        if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
+            if by_prompt:
+                rows = rows[prompt_numbers(batches)[rows].argsort(stable=True)]
             count = -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
@@ -291,13 +305,14 @@ _NO_LEAPS = "a leap is verified on batches that training has not reached, and he
 
 
 @dataclass
-class RolloutConfigBase(ExactSkipArguments, HybridConfigBase):
+class RolloutConfigBase(ExactSkipArguments, SharedPromptArguments, HybridConfigBase):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
 
     def __post_init__(self):
-        self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
+        for name in ("exact_skips", "share_prompt"):
+            setattr(self, name, as_declared(name, getattr(self, name), Literal["auto", "off"]))
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -332,7 +347,7 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
-class _RolloutTrainerMixin(TRLTrainerMixin):
+class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
     """
     Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own, and keeps TRL's
     place in the generation batch in checkpoints.
@@ -350,7 +365,7 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
                 raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
         super().__init__(*args, **kwargs)
         self._skips = self._new_skips()
-        self._skips_exactly = False
+        self._skips_exactly = self._by_prompt = False
         self._every_row_because: str | None = None
         self._window_begins_at = 0
         self._before_window: Rollouts | None = None
@@ -374,11 +389,17 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
             self._skips_exactly, self._every_row_because = False, reason
             if self.is_world_process_zero():
                 logger.warning("Every row is computed, also those without advantage: %s.", reason)
+        may_move = self._skips_exactly or (self._mean != "tokens" and self._why_rows_stay() is None)
+        self._by_prompt = may_move and self.shared_prompts.may_share
         if self._resumed_from is not None:
             self._restore_rollouts(self._resumed_from)
 
     def _why_every_row(self) -> str | None:
         """Return why leaving rows out would change the update, or `None` if it would not."""
+        return self._why_rows_stay()
+
+    def _why_rows_stay(self) -> str | None:
+        """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         own = type(self)._compute_loss is _RolloutTrainerMixin._compute_loss
         if not own or type(self).compute_loss is not _RolloutTrainerMixin.compute_loss:
             return f"`{type(self).__name__}` has a loss of its own"
@@ -412,7 +433,7 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
 
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)  # generates if it is time to
-        if not (self._skips_exactly and self.model.training):
+        if not (self._skips_exactly or self._by_prompt) or not self.model.training:
             return inputs
         if not self._skips.is_planned:
             self._plan()
@@ -429,7 +450,13 @@ class _RolloutTrainerMixin(TRLTrainerMixin):
             [self._buffered_inputs[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
             processes=self.accelerator.num_processes,
+            leave_out=self._skips_exactly,
+            by_prompt=self._by_prompt,
         )
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         if inputs is None:
@@ -530,6 +557,7 @@ class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         check_config(args, HybridGRPOConfig, GRPOConfig)
         args = HybridGRPOConfig(default_folder(model, "GRPO")) if args is None else args
+        self._share_prompts(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @property
@@ -539,15 +567,18 @@ class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
     _rows_that_count = staticmethod(rows_that_count)
 
     def _why_every_row(self) -> str | None:
-        if self.loss_type not in MEAN_OF_LOSS:
-            return f"nothing is known of `loss_type={self.loss_type}`"
         if self.beta != 0.0:
             return f"with `beta={self.beta}` every row has a loss, its distance from the reference"
+        return super()._why_every_row()
+
+    def _why_rows_stay(self) -> str | None:
+        if self.loss_type not in MEAN_OF_LOSS:
+            return f"nothing is known of `loss_type={self.loss_type}`"
         if self._entropy_bonus_enabled:
             return "the entropy bonus (`entropy_coef`, `use_adaptive_entropy`) counts every row"
         if self.top_entropy_quantile < 1.0:
             return f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
-        return super()._why_every_row()
+        return super()._why_rows_stay()
 
 
 class HybridRLOOTrainer(_RolloutTrainerMixin, RLOOTrainer):
@@ -565,6 +596,7 @@ class HybridRLOOTrainer(_RolloutTrainerMixin, RLOOTrainer):
     def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
         check_config(args, HybridRLOOConfig, RLOOConfig)
         args = HybridRLOOConfig(default_folder(model, "RLOO")) if args is None else args
+        self._share_prompts(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @staticmethod

@@ -401,6 +401,11 @@ class SharedPrompts:
         self._rows: SharedRows | None = None
         self._comparing = False
 
+    @property
+    def may_share(self) -> bool:
+        """Whether prompts may be shared, as far as is known."""
+        return not self.off and self.why_plain is None
+
     @contextlib.contextmanager
     def on(self, *models: nn.Module | None) -> Iterator[None]:
         """Share the prompts of the batches that models get inside the context."""

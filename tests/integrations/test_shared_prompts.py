@@ -35,10 +35,11 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from datasets import Dataset  # noqa: E402
+from rig import rollouts  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from trl import DPOConfig, DPOTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer  # noqa: E402
 
-from hf_hybrid import HybridDPOConfig, HybridDPOTrainer  # noqa: E402
+from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.integrations.shared_prompts import (  # noqa: E402
     IGNORED,
     Batch,
@@ -326,6 +327,55 @@ def test_leaps_and_probes_share_prompts(tmp_path):
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["forward_only_passes"] > 0 and summary["tokens_shared"] > 0.25 * summary["tokens"]
+
+
+# Completions that are generated.
+
+REWARDED = {
+    "dapo": {},
+    "window of several steps": {"num_iterations": 2, "steps_per_generation": 4},
+    "adapters and reference": {"beta": 0.1, "peft_config": lora},
+    "reference": {"beta": 0.1, "loss_type": "grpo"},
+    "tokens": {"loss_type": "bnpo"},
+    "tokens and reference": {"loss_type": "bnpo", "beta": 0.1},
+    "every row": {"exact_skips": "off"},
+    "entropy": {"entropy_coef": 0.1},
+}
+
+
+def compare_rollouts(theirs, ours, folder, share, **options):
+    made = {name: value() if callable(value) else value for name, value in options.items()}
+    hybrid = {name: made.pop(name) for name in ("exact_skips",) if name in made}
+    rollouts.policy().save_pretrained(folder / "base")  # from where TRL takes the reference
+    trained = []
+    for trainer, extra in ((theirs, {}), (ours, {"share_prompt": "auto", **hybrid})):
+        model = LlamaForCausalLM.from_pretrained(folder / "base")
+        trained.append(
+            rollouts.build(trainer, folder / trainer.__name__, share, model=model, max_steps=4, **made, **extra)
+        )
+        trained[-1].train()
+    plain, shared = trained
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-5
+    return shared
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if c in ("dapo", "adapters and reference") else pytest.param(c, marks=pytest.mark.slow) for c in REWARDED],
+)
+def test_updates_by_rewards_are_those_of_trl(case, tmp_path):
+    """Prompts are shared among the rows that exact skips leave, in passes of policy, old policy and reference."""
+    shared = compare_rollouts(GRPOTrainer, HybridGRPOTrainer, tmp_path, 0.5, **REWARDED[case])
+    summary = shared.hybrid_summary()
+    together = case not in ("tokens and reference", "entropy")  # there the rows of a prompt stay where TRL put them
+    assert summary["plain_prompts_because"] is None
+    assert summary["tokens_shared"] > (0.3 if together else 0.05) * summary["tokens"]
+
+
+@pytest.mark.slow
+def test_rloo_shares_prompts(tmp_path):
+    shared = compare_rollouts(RLOOTrainer, HybridRLOOTrainer, tmp_path, 0.5, beta=0.05)
+    assert shared.hybrid_summary()["tokens_shared"] > 0.3 * shared.hybrid_summary()["tokens"]
 
 
 # What is not shared.
