@@ -221,9 +221,10 @@ class HybridTrainerMixin(PublishingMixin):
         Return the run so far as plain values: `steps_by_phase`, `real_steps`, `predicted_steps`, `backward_passes`,
         `forward_only_passes`, `leaps_made`, `leaps_by_verdict`, `seconds_by_phase` and more; all zero with
         `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
-        `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `memory` is [`memory_summary`];
-        `out_of_memory` lists what was done each time that memory ran out; `resumed` says what a checkpoint brought back
-        and what it did not, and is `None` for a run that began anew.
+        `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
+        made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
+        time that memory ran out; `resumed` says what a checkpoint brought back and what it did not, and is `None` for a
+        run that began anew.
         """
         events = list(self.recovery.events)
         found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}
@@ -694,7 +695,8 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
     """
     Drop-in for [`~transformers.Trainer`] that trains in phases: Warmup, Full, Predict, Correct.
 
-    In Predict the weights leap along a predicted displacement, and the steps that the leap is worth are skipped. With
+    In Predict the weights leap along a predicted displacement, and the steps that the leap is worth are skipped. By
+    default there are no leaps with adapters and on pretrained models, where they did not pay. With
     `enable_predict=False` it is bit-identical to `Trainer`.
 
     Args:
