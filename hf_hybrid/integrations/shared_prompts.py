@@ -9,7 +9,7 @@ one row per completion, so the model computes the prompt twice, or G times:
     2 (P + C) tokens                               P + 2 C tokens
 
 In a causal transformer the result is the same. A token sees the tokens before it and nothing else, so the hidden
-states of a prompt do not depend on what follows, and three things make one row of the tokens right:
+states of a prompt do not depend on what follows. The row needs three things:
 
 - **Positions restart.** Every completion goes on where the prompt ended: a token keeps the position that it has in
   TRL's row.
@@ -24,17 +24,17 @@ and metrics work as before. Gradients are those of TRL up to rounding, about 1e-
 
 More is shared than the prompt if completions begin alike: the shared part of a group is its longest common beginning.
 
-**How many completions share a row, and how many prompts.** The linear layers of a model cost the same per token. A
-dense mask costs the square of a row's width, masked or not. Long completions in one row would cost more attention than
-the prompt saves. `arrange` therefore compares the cost of TRL's rows with that of several arrangements: up to 2, 4, ...
-completions per prompt, and those bundles spread over 1, 2, 4, ... rows. Where several lengths meet, a row that holds
-several prompts has less padding. It takes the cheapest. Where nothing is saved, TRL's rows are used.
+**How many completions share a row, and how many prompts.** The linear layers of a model cost the same per token.
+Attention under a mask costs the square of a row's width, whatever the mask hides. Long completions in one row would
+therefore cost more attention than the prompt saves. On the other hand, prompts of different lengths that share a row
+need less padding than rows of their own. `arrange` compares several arrangements with TRL's rows: up to 2, 4, ...
+completions per prompt in a bundle, and the bundles spread over 1, 2, 4, ... rows. The cheapest is used.
 
-**What it is not for.** Layers that mix tokens along the row otherwise (state-space models, convolutions) would let the
-completions see each other. A window of attention counts tokens of the row, so that a row must fit into it. ALiBi,
-flash attention and others take no such mask. Dropout would be drawn once for what TRL draws twice. `SharedPrompts`
-knows reasons like these, and it compares the first batch of each model with TRL's rows. On a mismatch TRL's rows are
-used from then on, and a warning says why.
+**Where it does not work.** State-space layers and convolutions mix the tokens of a row in their own way, so completions
+would see each other. A window of attention counts tokens of the row, so a row must fit into it. ALiBi and flash
+attention take no such mask. Dropout would be drawn once where TRL draws it for each completion. `SharedPrompts` knows
+reasons like these, and it compares the first batch of each model with TRL's rows. After a mismatch TRL's rows are used,
+and a warning says why.
 
 See "Accelerating Direct Preference Optimization with Prefix Sharing" (https://arxiv.org/abs/2410.20305).
 """
@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 COUNTS_NAME = "shared_prompts.json"
 IGNORED = -100
 """Label of a token that nobody has to predict."""
+WORTH = 0.95
+"""TRL's rows are exchanged for rows that cost less than this share of them."""
 
 
 # The batch, as TRL made it.
@@ -187,7 +189,7 @@ def arrange(batch: Batch, even: float, window: float = float("inf")) -> list[lis
             Most tokens of a row.
 
     Returns:
-        The bundles of each row; `None` if TRL's rows cost no more.
+        The bundles of each row; `None` if nothing saves enough, see `WORTH`.
     """
 
     def cost(rows: int, width: int) -> float:
@@ -197,7 +199,7 @@ def arrange(batch: Batch, even: float, window: float = float("inf")) -> list[lis
         return None  # a completion without a prompt, predicted from padding
     groups = same_prompts(batch)
     largest = max(map(len, groups), default=0)
-    best, cheapest = None, cost(*batch.ids.shape)
+    best, cheapest = None, WORTH * cost(*batch.ids.shape)
     for most in doubling(largest)[1:]:
         found = bundles(batch, groups, most)
         lengths = [bundle.length for bundle in found]
@@ -315,7 +317,7 @@ def window_of(model: nn.Module) -> float:
     return min((size for name in names if isinstance(size := getattr(config, name, None), int)), default=float("inf"))
 
 
-def why_plain(model: nn.Module) -> str | None:
+def why_not(model: nn.Module) -> str | None:
     """Return why a model cannot share prompts, if that is known without running it."""
     config = model.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
@@ -329,9 +331,7 @@ def why_plain(model: nn.Module) -> str | None:
     if config.is_encoder_decoder:
         return "the model has an encoder"
     if getattr(model, "_is_stateful", False) or kinds:
-        return "it has layers with a state that runs along the row" + (
-            f" ({', '.join(sorted(kinds))})" if kinds else ""
-        )
+        return f"it has layers with a state that runs along the row ({', '.join(sorted(kinds)) or config.model_type})"
     if config._attn_implementation not in ("eager", "sdpa"):
         return f'`attn_implementation="{config._attn_implementation}"` takes no mask of four dimensions (`"sdpa"` does)'
     if config.model_type in _FROM_MASK:
@@ -371,8 +371,11 @@ class _Known:
 
     @classmethod
     def of(cls, model: nn.Module) -> _Known:
-        why = why_plain(model)
-        return cls(why) if why else cls(None, even_width(model), window_of(model))
+        try:
+            why = why_not(model)
+            return cls(why) if why else cls(None, even_width(model), window_of(model))
+        except (AttributeError, TypeError) as error:  # of a model with a config of its own
+            return cls(f"its config does not tell how large attention is ({error})")
 
 
 class SharedPrompts:
@@ -410,7 +413,9 @@ class SharedPrompts:
     def on(self, *models: nn.Module | None) -> Iterator[None]:
         """Share the prompts of the batches that models get inside the context."""
         handles = []
-        for model in () if self.off else filter(None, models):
+        for model in models:
+            if model is None or self.off:
+                continue
             handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
             handles.append(model.register_forward_hook(self._after))
         try:
@@ -431,11 +436,11 @@ class SharedPrompts:
 
     def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
         """Exchange TRL's rows for shared ones."""
-        if self._comparing or not inputs.get("fused_lm_head"):
+        if self._comparing or not inputs.get("fused_lm_head") or any(inputs.get(name) is None for name in _BATCH):
             return None
         tokens = int(inputs["attention_mask"].sum())
         self.tokens += tokens
-        why = self._why_plain(model, inputs)
+        why = self._why_not(model, inputs)
         if why is None:
             rows, why = self._share(model, inputs)
         if why is not None:
@@ -453,12 +458,11 @@ class SharedPrompts:
         rows, self._rows = self._rows, None
         return type(outputs)(**{name: read(values, rows) for name, values in outputs.items() if values.dim() == 2})
 
-    def _why_plain(self, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+    def _why_not(self, model: nn.Module, inputs: dict[str, Any]) -> str | None:
         """Return why the batch at hand is computed in TRL's rows, if that is known beforehand."""
-        others = [name for name, value in inputs.items() if torch.is_tensor(value) and name not in _BATCH]
         if self.why_plain is not None:
             return self.why_plain
-        if others:
+        if others := [name for name, value in inputs.items() if torch.is_tensor(value) and name not in _BATCH]:
             return f"a batch holds `{others[0]}` beside tokens"
         if inputs.get("output_router_logits"):
             return _ROUTER

@@ -200,7 +200,7 @@ def test_rows_are_filled_evenly():
 
 
 def test_an_arrangement_is_chosen_by_its_cost():
-    long = [(list(range(2, 12)), [20 + number] * 40) for number in range(8)]
+    long = [(list(range(2, 16)), [20 + number] * 40) for number in range(8)]
     assert len(arrange(batch_of(long), even=1e6)[0][0].rows) == 8
     split = arrange(batch_of(long), even=400)  # a row of 330 tokens would cost more attention than prompts
     assert {len(bundle.rows) for row in split for bundle in row} == {2} and len(split) == 4
