@@ -1,7 +1,7 @@
 """
 Tiny GRPO and RLOO trainings in which a chosen share of the prompts gives no advantage, and a process that makes one.
 
-    PYTHONPATH=tests [accelerate launch --cpu --num_processes 2] tests/rig/rollouts.py TRAINER FOLDER JSON
+    PYTHONPATH=tests [accelerate launch --config_file FILE] tests/rig/rollouts.py TRAINER FOLDER JSON
 
 trains in `FOLDER`, goes on from its newest checkpoint if there is one, and writes the weights to `weights.pt` there.
 """
@@ -92,7 +92,9 @@ def main() -> None:
     if trainer.is_world_process_zero():
         torch.save(weights(trainer.model), folder / "weights.pt")
         summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
-        (folder / "summary.json").write_text(json.dumps({key: summary.get(key) for key in ("rows", "rows_skipped")}))
+        found = {key: summary.get(key) for key in ("rows", "rows_skipped")}
+        found["processes"] = trainer.accelerator.num_processes
+        (folder / "summary.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
