@@ -281,17 +281,18 @@ class Rollouts:
             tensors |= {f"{index}.{name}": value.detach().cpu().clone() for name, value in held.items()}
             plain.append({name: value for name, value in batch.items() if name not in held})
         state = {"step": self.step, "plain": plain, "values": self.values}
+        path.parent.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
         save_file(tensors, path, metadata={"rollouts": json.dumps(state)})
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> Rollouts:
         """Read what [`save`] wrote."""
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             state = json.loads(file.metadata()["rollouts"])
             batches = [dict(plain) for plain in state["plain"]]
             for key in file.keys():  # noqa: SIM118 - not a dictionary
                 index, _, name = key.partition(".")
-                batches[int(index)][name] = file.get_tensor(key)
+                batches[int(index)][name] = file.get_tensor(key).to(device)
         return cls(state["step"], batches, state["values"])
 
 
