@@ -416,7 +416,10 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
             return "batch normalisation mixes rows"
         bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if draws_random_numbers(bare, self.args.device):
-            return "the model draws random numbers in training (set `disable_dropout=True`, and `lora_dropout=0`)"
+            return (
+                "the model draws random numbers in training (set `disable_dropout=True`; if that does not help, set "
+                "`attention_dropout` of the model's config to 0)"
+            )
         return None
 
     # A window.
