@@ -3,11 +3,9 @@
 import json
 import logging
 import math
-import os
+import multiprocessing
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -72,19 +70,18 @@ def uninterrupted(tmp_path_factory):
 
 
 def die_at(folder: Path, step: int, **options) -> None:
-    """Train in a process of its own and kill it as soon as the checkpoint of `step` is whole."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint; " + (
-        f"test_checkpoint.build({str(folder)!r}, **{options!r}).train()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    """Train in a forked process and kill it as soon as the checkpoint of `step` is whole."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: build(folder, **options).train())
+    process.start()
     deadline = time.time() + 300
     while not is_sealed(folder / f"checkpoint-{step}"):
-        if process.poll() is not None or time.time() > deadline:
+        if not process.is_alive() or time.time() > deadline:
             process.kill()
-            pytest.fail(f"training ended before it could be killed: {process.stderr.read().decode()[-2000:]}")
+            pytest.fail("training ended before it could be killed")
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def comparable(summary):

@@ -631,9 +631,10 @@ OUT_OF_MEMORY = {"max_steps": 200, "gradient_accumulation_steps": 1, "lr_schedul
 
 
 class Fault(TrainerCallback):
-    """Lets memory end in every step, ten allocations later than in the step before, until no step has so many."""
+    """Lets memory end in every step, `every` allocations later than in the step before, until no step has so many."""
 
-    def __init__(self, at: int, patience: int):
+    def __init__(self, at: int, every: int, patience: int):
+        self.every = every
         self.at, self.count, self.now, self.fired, self.ended = at, 0, False, False, False
         self.patience = patience
         self.too_short = 0
@@ -656,13 +657,13 @@ class Fault(TrainerCallback):
         self.count += self.now
         if self.now and not self.fired and self.count > self.at:
             self.fired = True
-            self.at += 10
+            self.at += self.every
             return True
         return False
 
 
-def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
-    """Memory ends at every tenth allocation of a step; where that ends the training, another one goes on from there."""
+def out_of_memory(place: Place, every: int = 10, **options) -> dict[str, Tensor]:
+    """Memory ends at every `every`-th allocation of a step. Where that ends the training, another one goes on."""
     if not place.on_device:
         return {}
     options = {**OUT_OF_MEMORY, **options}
@@ -670,7 +671,7 @@ def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
     undisturbed.train()
     at, errors, logs, caught = 0, [], [], 0
     while len(errors) < 40:
-        fault = Fault(at, 10 if "leap_worth" in options else 2)  # some steps are skipped, and few have a leap
+        fault = Fault(at, every, 10 if "leap_worth" in options else 2)  # some steps are skipped, and few have a leap
         trainer = fault.trainer = trainer_of(place, model(layers=2), callbacks=[fault], **options)
         place.simulator.fault = fault
         try:
@@ -686,7 +687,8 @@ def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
             break
     right = {entry["step"]: entry["loss"] for entry in undisturbed.state.log_history if "loss" in entry}
     place.facts |= {
-        "tried": at // 10,
+        "tried": at // every,
+        "allocations": at,
         "caught": caught,
         "errors": errors,
         "off": max(abs(right[step] - loss) for step, loss in logs if step in right),
@@ -698,6 +700,7 @@ def out_of_memory(place: Place, **options) -> dict[str, Tensor]:
 for _name, _options in {
     "streamed": STREAM,
     "streamed_eight_bit": {**STREAM, "optimizer_states": "8bit"},
+    "seldom": {**STREAM, "optimizer_states": "8bit", "every": 50},
     "resident": {},
     "leaps": {**STREAM, **LEAPS, "max_steps": 200},
 }.items():
@@ -945,9 +948,10 @@ SLOW = (
     "eight_bit_by_micro_batch", "ends_streamed_tied", "fast_streamed", "fetched_far_ahead", "leaps_bf16",
     "leaps_by_micro_batch", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_planned", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
-    "out_of_memory_streamed", "parked_uneven", "profiled_resident", "registered_lora_int8", "rescued_rate",
-    "resident_leaps_host_buffers", "resident_leaps_planned", "saves_eight_bit", "sft_streamed", "sgd",
-    "states_eight_bit", "states_on_host", "states_pinned", "trained_twice", "uneven_by_micro_batch",
+    "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
+    "registered_lora_int8", "rescued_rate", "resident_leaps_host_buffers", "resident_leaps_planned",
+    "saves_eight_bit", "sft_streamed", "sgd", "states_eight_bit", "states_on_host", "states_pinned", "trained_twice",
+    "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
 

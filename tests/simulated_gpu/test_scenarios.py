@@ -134,10 +134,10 @@ def test_an_evaluation_alone_is_right(results):
 
 
 @pytest.mark.parametrize("name", marked(name for name in SCENARIOS if name.startswith("out_of_memory")))
-def test_memory_may_end_at_every_tenth_allocation(name, results):
+def test_memory_may_end_at_any_allocation(name, results):
     """Most often the work is repeated to the same loss; otherwise the training ends with the error, and not a race."""
     facts = results.of(name)["facts"]
-    assert facts["ended"] and facts["tried"] > 25
+    assert facts["ended"] and facts["allocations"] > 250
     assert facts["caught"] + len(facts["errors"]) >= facts["tried"]
     assert len(facts["errors"]) <= facts["tried"] // 3  # a step of the optimizer that was cut short is no step
     if "leaps" not in name:  # a leap that does not fit is not made
