@@ -3,8 +3,9 @@ Random options: every option of `HybridConfig` through Python, and command lines
 
 An option takes a usual value, an extreme one or one of a wrong type. What is accepted has to train. What is refused has
 to be refused by name: with a `ValueError`, `TypeError` or `ImportError` at construction, whose message names an option
-or argument in backticks; on the command line with one message and exit status 2. What plain `Trainer` cannot train
-either, for options of its own, counts as refused.
+or argument in backticks; on the command line with one message and exit status 2. Data that can never make a step are
+refused when training begins, as an evaluation needs none. What plain `Trainer` cannot train either, for options of its
+own, counts as refused.
 """
 
 from __future__ import annotations
@@ -188,7 +189,9 @@ def _construct(made: dict[str, str], drawn: dict[str, Any], folder: Path) -> tup
         trainer.train()
     except TrainingDivergedError as error:
         return "refused", str(error)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ValueError) and "`train_dataset`" in str(error) and trainer.state.global_step == 0:
+            return "refused", str(error)
         trace = traceback.format_exc()
         return ("refused", f"as Trainer does: {trace}") if _fails(plain) else ("traceback", trace)
     state = trainer.state
