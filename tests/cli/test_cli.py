@@ -389,6 +389,7 @@ def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeyp
     assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_are_launched(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):

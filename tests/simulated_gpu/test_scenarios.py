@@ -88,11 +88,20 @@ def test_leaps_are_made_kept_and_undone(results):
         assert "rejected" in results.of(name)["facts"]["leaps"]
 
 
-@needs("leaps", "leaps_deeper", "leaps_probed", "leaps_probed_deeper")
+@needs("leaps", "leaps_deeper")
 def test_leaps_stop_the_host_no_oftener_in_deeper_models(results):
-    for name in ("leaps", "leaps_probed"):
-        few, many = (results.of(n)["facts"]["stops_at_leaps"]["hf_hybrid"] for n in (name, f"{name}_deeper"))
-        assert few == many, results.of(f"{name}_deeper")["stop_sites"]
+    stops_as_often_at_leaps("leaps", "leaps_deeper", results)
+
+
+@pytest.mark.slow
+@needs("leaps_probed", "leaps_probed_deeper")
+def test_probed_leaps_stop_the_host_no_oftener_in_deeper_models(results):
+    stops_as_often_at_leaps("leaps_probed", "leaps_probed_deeper", results)
+
+
+def stops_as_often_at_leaps(name, deeper, results):
+    few, many = (results.of(n)["facts"]["stops_at_leaps"]["hf_hybrid"] for n in (name, deeper))
+    assert few == many, results.of(deeper)["stop_sites"]
 
 
 @needs("by_micro_batch", "by_micro_batch_more", "by_layer", "by_layer_more", "eight_bit", "eight_bit_more")
