@@ -25,7 +25,7 @@ from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
-from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue, RecentWeights
 from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -89,7 +89,7 @@ def build_run(trainer) -> LeapRun:
 def _build_run(trainer) -> LeapRun:
     args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
     trajectory, stride = _trajectory(trainer), max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
-    rescue, feed = rescue_is_on(args, options), BatchFeed()
+    feed = BatchFeed()
     return LeapRun(
         controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
@@ -99,7 +99,7 @@ def _build_run(trainer) -> LeapRun:
         signals=SignalObserver(),
         probe=_probe(trainer, feed),
         feed=feed,
-        rescue=LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=max_steps) if rescue else None,
+        rescue=_rescue(trainer, trajectory),
         no_leaps=why_no_leaps(trainer),
         pretrained_below=pretrained_below(trainer),
         stretches=StretchCounter(stride),
@@ -174,6 +174,16 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
         return options.lr_rescue == "on"
     default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
     return args.learning_rate == default
+
+
+def _rescue(trainer, trajectory: Trajectory) -> LearningRateRescue | AdapterRateSearch | None:
+    """Return what raises the learning rate. The search of adapters takes weights back, which leaps could not bear."""
+    if not rescue_is_on(trainer.args, trainer.hybrid_args):
+        return None
+    if why_no_leaps(trainer) is None or not trainer.args.learning_rate > 0:
+        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
+    recent = RecentWeights(trajectory.parameters, trajectory.optimizer, AdapterRateSearch.KEPT)
+    return AdapterRateSearch(trainer.args.learning_rate, recent)
 
 
 def leaps_are_automatic(trainer) -> bool:

@@ -62,7 +62,7 @@ from hf_hybrid.leaps.divergence import (
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Probe, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.record import Leap, RunRecord
-from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue
 from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
 from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -182,7 +182,7 @@ class LeapRun:
     Args:
         controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
             (`DivergenceMonitor`), signals (`SignalObserver`): The parts.
-        probe (`Probe`, *optional*), rescue (`LearningRateRescue`, *optional*): More of them.
+        probe (`Probe`, *optional*), rescue (`LearningRateRescue` or `AdapterRateSearch`, *optional*): More of them.
         feed (`BatchFeed`): The batches.
         stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
         leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
@@ -216,7 +216,7 @@ class LeapRun:
         signals: SignalObserver,
         probe: Probe | None,
         feed: BatchFeed,
-        rescue: LearningRateRescue | None,
+        rescue: LearningRateRescue | AdapterRateSearch | None,
         stretches: StretchCounter,
         leap_budget: float,
         correct_gain: bool,
@@ -509,12 +509,12 @@ class LeapRun:
         self.feed.close()
         phase, verdict = self.controller.phase, NORMAL
         real, self._real = self._real, None
+        if real is not None and self.rescue is not None:
+            self._observe_rate(step, real)
         if real is not None and real.skipped:
             real = None
         if real is not None:
             verdict = self._judge(real, phase)
-            if self.rescue is not None:
-                self._observe_rate(step, real)
         self._observe_signals(step, phase, real)
         self.trust.observe_step(verdict.level)
         self.steps_since_leap += 1
@@ -646,7 +646,8 @@ class LeapRun:
         self._log_leap(step, leap)
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
-        self.rescue.observe(real.loss, real.cosine)
+        loss = math.inf if real.skipped else real.loss
+        self.rescue.observe(loss, real.cosine, self.learning_rate)
         self.record.add_scale(step + 1, self.rate_scale)
 
     def _observe_signals(self, step: int, phase: Phase, real: _RealStep | None) -> None:
@@ -748,7 +749,11 @@ class LeapRun:
     def state_dict(self) -> tuple[dict, dict]:
         """Return the tensors and JSON values from which a resumed run continues bit for bit."""
         tensors, trajectory = self.trajectory.state_dict()
-        for part, found in (("residuals", self.residuals.tensors()), ("gains", self.gains.tensors())):
+        for part, found in (
+            ("residuals", self.residuals.tensors()),
+            ("gains", self.gains.tensors()),
+            ("rescue", {} if self.rescue is None else self.rescue.tensors()),
+        ):
             tensors.update({f"{part}.{name}": tensor.contiguous() for name, tensor in found.items()})
         optional = {name: getattr(self, name) for name in self._OPTIONAL}
         values = {
@@ -777,7 +782,8 @@ class LeapRun:
         for name in self._OPTIONAL:
             part = getattr(self, name)
             if part is not None and values[name] is not None:
-                part.load_state_dict(values[name])
+                more = [part_of(name)] if name == "rescue" else []
+                part.load_state_dict(values[name], *more)
         for name in self._VALUES:
             setattr(self, name, values[name])
         for name in self._TRUST:
@@ -787,7 +793,9 @@ class LeapRun:
         if self.no_leaps is not None and values["trajectory"]["direction"] == NoDirection.name:
             self.trajectory.stand_still()
         leap = None if values["open_leap"] is None else self.record.leaps[values["open_leap"]]
-        of_trajectory = {k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains."))}
+        of_trajectory = {
+            k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains.", "rescue."))
+        }
         self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)
         self.residuals.load_state_dict(part_of("residuals"), values["residuals"])
         self.gains.load_state_dict(part_of("gains"), values["gains"])

@@ -5,10 +5,12 @@ import math
 import random
 
 import pytest
-from conftest import ByteText, config_values, tiny_model
+import torch
+from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.leaps.rescue import LearningRateRescue
+from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue, RecentWeights
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
@@ -16,7 +18,7 @@ def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda
     rng, scales = random.Random(seed), []
     for t in range(steps):
         cosine = amplitude * math.tanh(edge - rescue.log_scale) + rng.gauss(0, noise)
-        rescue.observe(loss(t) + rng.gauss(0, 0.1), cosine if t else None)
+        rescue.observe(loss(t) + rng.gauss(0, 0.1), cosine if t else None, 1.0)
         scales.append(rescue.scale)
     return scales
 
@@ -96,3 +98,84 @@ def test_the_scheduler_never_sees_the_scale(tmp_path):
     trainer, _ = run(tmp_path, learning_rate=5e-5, lr_scheduler_type="cosine")
     assert trainer.lr_scheduler.base_lrs == [5e-5, 5e-5]
     assert all(group["lr"] <= 5e-5 for group in trainer.optimizer.param_groups)
+
+
+# Adapters.
+
+
+class Diverges:
+    """A made-up training: the loss leaves its range two steps after the log scale has passed `edge`."""
+
+    PEAK = 1e-6
+
+    def __init__(self, edge: float, *, seed: int, noise: float = 0.1, good: bool = False):
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.AdamW([self.weight], lr=self.PEAK)
+        self.search = AdapterRateSearch(self.PEAK, RecentWeights([self.weight], optimizer, AdapterRateSearch.KEPT))
+        self.edge, self.noise, self.good, self.rng = edge, noise, good, random.Random(seed)
+
+    def steps(self, count: int, share: float = 1.0) -> list[float]:
+        """Make steps at this share of the peak learning rate; return the scales."""
+        scales, beyond = [], 0.0
+        for _ in range(count):
+            loss = 5.0 + beyond + self.rng.gauss(0, self.noise)
+            cosine = self.rng.gauss(0.2 if self.search.log_scale < self.edge - 2 and not self.good else -0.03, 0.05)
+            used = self.search.log_scale + math.log(share)
+            beyond = 2.0 * max(0.0, used - self.edge + 0.3) if not self.search.holding else 0.0
+            with torch.no_grad():
+                self.weight.fill_(used)  # what a step leaves
+            self.search.observe(loss, cosine, self.PEAK * share)
+            scales.append(self.search.scale)
+        return scales
+
+
+@pytest.mark.parametrize("edge", [2.0, 5.0, 8.0])
+def test_adapters_get_a_fifth_of_the_rate_at_which_training_diverges(edge):
+    for seed in range(10):
+        training = Diverges(edge, seed=seed)
+        scales = training.steps(40)
+        held = math.log(scales[-1])
+        assert edge - 2.5 < held < edge - 0.5 and scales[25:] == scales[-1:] * 15
+        assert training.weight[0] <= held + AdapterRateSearch.SLOW or edge == 2.0  # weights from before
+
+
+def test_adapters_at_a_good_rate_are_left_alone():
+    assert all(set(Diverges(5.0, seed=seed, good=True).steps(40)) == {1.0} for seed in range(10))
+
+
+def test_the_schedule_is_counted_in():
+    """Divergence was seen at half of the peak rate: the factor on the peak is half of what it was then."""
+    late, early = (math.log(Diverges(6.0, seed=0).steps(40, share)[-1]) for share in (1.0, 0.5))
+    assert late == pytest.approx(early, abs=0.8)
+
+
+def test_losses_that_vary_a_lot_do_not_end_the_search():
+    found = [math.log(Diverges(5.0, seed=seed, noise=0.4).steps(40)[-1]) for seed in range(30)]
+    assert sorted(found)[4] > 2.0
+
+
+def adapted(tmp_path, **overrides):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
+    args = HybridConfig(**config_values(tmp_path, **{"max_steps": 60, "learning_rate": 2e-5, **overrides}))
+    return HybridTrainer(model, args, train_dataset=ByteText(800), eval_dataset=ByteText(64, offset=900))
+
+
+def test_adapters_are_rescued_from_the_default_rate(tmp_path):
+    rescued, left = (adapted(tmp_path / mode, lr_rescue=mode) for mode in ("on", "off"))
+    for trainer in (rescued, left):
+        trainer.train()
+    assert 50 < rescued.hybrid_summary()["learning_rate_scale"]
+    assert rescued.evaluate()["eval_loss"] < left.evaluate()["eval_loss"] - 0.05
+
+
+def test_a_resume_inside_of_the_search_goes_back_to_the_same_weights(tmp_path):
+    options = {"lr_rescue": "on", "max_steps": 24, "save_strategy": "steps", "save_steps": 1}
+    whole = adapted(tmp_path, **options)
+    whole.train()
+    scales = {entry["step"]: entry["scale"] for entry in whole.hybrid_summary()["learning_rate_scales"]}
+    ends = max(step for step, scale in scales.items() if scale == whole.hybrid_summary()["learning_rate_scale"])
+    for step in (ends - 4, ends - 1):
+        resumed = adapted(tmp_path / str(step), **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert_same_weights(weights(resumed.model), weights(whole.model))
