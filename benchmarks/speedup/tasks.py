@@ -129,6 +129,18 @@ TASKS = {
             options={},
         ),
         Task(
+            "lora-default",
+            "`lora` with every option of `Trainer` at its default",
+            "docs",
+            200,
+            (200,),
+            (DEFAULT_RATE,),
+            scratch=False,
+            lora=True,
+            tuned="lora",
+            options={},
+        ),
+        Task(
             "smol-full",
             "full fine-tuning of SmolLM2-135M-Instruct, source to docstring",
             "docstrings",

@@ -216,14 +216,14 @@ class RecentWeights:
 
     @torch.no_grad()
     def go_back(self, mark: float) -> None:
-        """Restore the latest weights whose mark is at most `mark`, or else the oldest, and keep none."""
+        """Restore the latest weights whose mark is at most `mark`, or else the oldest, and keep these alone."""
         if not self._kept:
             return
-        _, copies = next((kept for kept in reversed(self._kept) if kept[0] <= mark), self._kept[0])
-        for parameter, copy in zip(self.parameters, copies, strict=True):
+        found = next((kept for kept in reversed(self._kept) if kept[0] <= mark), self._kept[0])
+        for parameter, copy in zip(self.parameters, found[1], strict=True):
             parameter.copy_(copy)
             self.optimizer.state.pop(parameter, None)
-        self.clear()
+        self._kept = [found]
 
     def clear(self) -> None:
         """Keep none."""
@@ -249,11 +249,12 @@ class AdapterRateSearch:
 
     The search begins if the first cosines are all positive. At a good rate they are not, and it stays. Growth is fast
     while the cosine is near its peak, and slower beyond. Two losses in a row outside of the range of the last ones end
-    it; after the first the scale waits. A search from 2e-5 takes about 18 steps.
+    it; after the first the scale waits. If the rate that is held diverges within the next steps too, the weights go
+    back again and it is halved. A search from 2e-5 takes about 20 steps.
 
     Args:
         learning_rate (`float`): The peak of the schedule.
-        recent (`RecentWeights`): Keeps the weights of the last steps while the scale grows.
+        recent (`RecentWeights`): Keeps the weights of the last steps until a rate is found.
     """
 
     FAST, SLOW = 0.8, 0.4
@@ -272,15 +273,16 @@ class AdapterRateSearch:
     LoRA of SmolLM2.
     """
     HIGHEST = 0.1
-    """Rate that counts as diverging whatever the loss is: the norms of a model can hide that adapters do nothing good."""
+    """Rate that counts as diverging whatever the loss is. The norms of a model can hide that adapters do no good."""
     KEPT = 6
     """Steps whose weights are kept: as many as the scale takes from the rate that is held to divergence."""
 
     def __init__(self, learning_rate: float, recent: RecentWeights):
         self.learning_rate, self.recent = learning_rate, recent
+        self.state = "waiting"
+        """Or "growing", "confirming" (a rate that was found), "held"."""
         self.log_scale = self.used = self.peak = self.suspected_at = 0.0
-        self.steps = self.suspicious = self.held_since = 0
-        self.growing = self.holding = False
+        self.steps = self.suspicious = self.since = 0
         self.losses: list[float] = []
         self.average = _Average()
 
@@ -300,11 +302,11 @@ class AdapterRateSearch:
             rate (`float`): The scheduled learning rate of the step.
         """
         self.steps += 1
-        if self.holding:
+        if self.state == "held":
             return
         # The loss is from before this step's update, so what it tells is about the update of the step before.
         caused_by, self.used = self.used, self.log_scale + math.log(max(rate / self.learning_rate, 1e-9))
-        if self.growing and not self._is_usual(loss):
+        if self.state != "waiting" and not self._is_usual(loss):
             self.suspicious += 1
             if self.suspicious == 1:
                 self.suspected_at = caused_by
@@ -313,7 +315,10 @@ class AdapterRateSearch:
             return
         self.suspicious = 0
         self.losses = [*self.losses, loss][-self.WINDOW :]
-        if cosine is not None and math.isfinite(cosine):
+        if self.state == "confirming":
+            if self.steps == self.since + self.WINDOW:
+                self._hold()
+        elif cosine is not None and math.isfinite(cosine):
             self._grow(cosine)
 
     def _is_usual(self, loss: float) -> bool:
@@ -327,31 +332,42 @@ class AdapterRateSearch:
     def _grow(self, cosine: float) -> None:
         self.average.add(cosine, self.log_scale, LearningRateRescue.DECAY_GROWING)
         self.peak = max(self.peak, self.average.mean)
-        self.growing = self.growing or (cosine > 0 and self.average.count == self.FIRST)
-        self.holding = cosine <= 0 and not self.growing
-        if self.growing:
-            self.recent.add(self.used)
-            self.log_scale += self.FAST if self.average.mean > self.NEAR_PEAK * self.peak else self.SLOW
-            if self.scale * self.learning_rate > self.HIGHEST:
-                self.suspected_at = self.log_scale
-                self._go_back()
+        if self.state == "waiting":
+            if cosine <= 0:
+                return self._hold()
+            if self.average.count < self.FIRST:
+                return
+            self.state = "growing"
+        self.recent.add(self.used)
+        highest = max(0.0, math.log(self.HIGHEST / self.learning_rate))
+        if self.log_scale >= highest:
+            self.suspected_at = highest
+            return self._go_back()
+        near = min(cosine, self.average.mean) > self.NEAR_PEAK * self.peak
+        self.log_scale = min(highest, self.log_scale + (self.FAST if near else self.SLOW))
 
     def _go_back(self) -> None:
-        self.log_scale = max(0.0, self.suspected_at + self.BACK)
+        if self.state == "growing":
+            self.log_scale = max(0.0, self.suspected_at + self.BACK)
+        else:
+            self.log_scale = max(0.0, self.log_scale - math.log(2))
         self.recent.go_back(self.log_scale + self.SLOW / 2)
-        self.growing, self.holding, self.held_since = False, True, self.steps
+        self.state, self.since, self.suspicious = "confirming", self.steps, 0
+
+    def _hold(self) -> None:
+        self.state, self.since = "held", self.steps
+        self.recent.clear()
 
     def back_off(self) -> None:
-        """After training went badly wrong: end the search, or else reduce the scale to a quarter."""
-        if self.growing:
+        """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
+        if self.state == "growing":
             self.suspected_at = self.suspected_at if self.suspicious else self.used
             self._go_back()
-        elif self.steps > self.held_since + self.WINDOW:  # before, it may still be the losses of the search
+        elif self.state == "held":
             self.log_scale = max(0.0, self.log_scale - math.log(4))
 
     _STATE = (
-        "log_scale", "used", "peak", "suspected_at", "steps", "suspicious", "held_since", "growing",
-        "holding", "losses",
+        "state", "log_scale", "used", "peak", "suspected_at", "steps", "suspicious", "since", "losses",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -363,6 +379,7 @@ class AdapterRateSearch:
         return {**found, "average": dict(vars(self.average)), "marks": self.recent.marks()}
 
     def load_state_dict(self, state: dict, tensors: dict[str, Tensor]) -> None:
+        """Take back what [`state_dict`] and [`tensors`] returned."""
         for name in self._STATE:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
