@@ -315,15 +315,15 @@ def test_in_half_precision_prompts_are_shared(options, tmp_path):
     assert trainer.hybrid_summary()["tokens_shared"] > 0.25 * trainer.hybrid_summary()["tokens"]
 
 
+PHASES = {
+    "max_steps": 14, "warmup_phase_steps": 3, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2,
+    "leap_worth": 0.5, "leap_budget": 10.0, "probe_budget": 1.0, "direction": "orthogonal", "enable_predict": True,
+}  # fmt: skip
+
+
 @pytest.mark.slow
 def test_leaps_and_probes_share_prompts(tmp_path):
-    phases = {
-        "warmup_phase_steps": 3, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2,
-        "leap_worth": 0.5, "leap_budget": 10.0, "probe_budget": 1.0,
-    }  # fmt: skip
-    trainer = dpo(
-        HybridDPOTrainer, HybridDPOConfig, tmp_path, max_steps=14, enable_predict=True, optim="adamw_torch", **phases
-    )
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, optim="adamw_torch", **PHASES)
     trainer.train()
     summary = trainer.hybrid_summary()
     assert summary["forward_only_passes"] > 0 and summary["tokens_shared"] > 0.25 * summary["tokens"]
@@ -473,17 +473,12 @@ def test_compiled_and_sharded_runs_compute_trls_rows():
 
 @pytest.mark.parametrize("phases", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "leaps"])
 def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp_path):
-    options = {
-        "max_steps": 6,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "enable_predict": phases,
-        "optim": "adamw_torch",
-    }
+    options = {"max_steps": 6, "save_strategy": "steps", "optim": "adamw_torch", **(PHASES if phases else {})}
+    options["save_steps"] = options["max_steps"] // 2
     whole = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
     whole.train()
     resumed = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{options['save_steps']}"))
     assert apart(weights(whole.model), weights(resumed.model)) == 0.0
     first, second = whole.hybrid_summary(), resumed.hybrid_summary()
     assert [first[name] for name in ("tokens", "tokens_shared")] == [
