@@ -378,6 +378,18 @@ def test_rloo_shares_prompts(tmp_path):
     assert shared.hybrid_summary()["tokens_shared"] > 0.3 * shared.hybrid_summary()["tokens"]
 
 
+@pytest.mark.slow
+def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weights(tmp_path):
+    options = {"share_prompt": "auto", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    whole = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
+    whole.train()
+    resumed = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert apart(weights(whole.model), weights(resumed.model)) == 0.0
+    for name in ("tokens", "tokens_shared", "rows", "rows_skipped"):
+        assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
 # What is not shared.
 
 
