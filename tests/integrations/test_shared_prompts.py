@@ -263,9 +263,7 @@ def history(trainer):
     ]
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in ("accumulation", "adapters") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_training_is_that_of_trl(case, tmp_path):
     options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 2, **CASES[case]}
     trained = []
