@@ -233,6 +233,11 @@ class SharedRows(NamedTuple):
     slots: Tensor
     predicted: Tensor
 
+    def readable_on(self, device: torch.device) -> SharedRows:
+        """Return the same with the last two on a device, where values of the model are read."""
+        slots, predicted = (tensor.to(device, non_blocking=True) for tensor in (self.slots, self.predicted))
+        return self._replace(slots=slots, predicted=predicted)
+
     @property
     def tokens(self) -> int:
         """Number of tokens that are computed."""
@@ -352,7 +357,7 @@ def dropout_of(model: nn.Module) -> float:
 
 def inputs_of(model: nn.Module, rows: SharedRows, device: torch.device) -> dict[str, Tensor | None]:
     """Return what a model takes for shared rows, in place of `input_ids`, `attention_mask` and `labels`."""
-    ids, positions, labels, group, part = torch.stack(rows[:5]).to(device)
+    ids, positions, labels, group, part = torch.stack(rows[:5]).to(device, non_blocking=True)
     mask = visible(group, part)
     if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask
         hidden = torch.finfo(model.dtype).min
@@ -402,6 +407,7 @@ class SharedPrompts:
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
         self._rows: SharedRows | None = None
+        self._copied: tuple[list[weakref.ref[Tensor]], Batch] | None = None
         self._comparing = False
 
     @property
@@ -438,18 +444,26 @@ class SharedPrompts:
         """Exchange TRL's rows for shared ones."""
         if self._comparing or not inputs.get("fused_lm_head") or any(inputs.get(name) is None for name in _BATCH):
             return None
-        tokens = int(inputs["attention_mask"].sum())
+        batch = self._on_host(inputs)
+        tokens = int(batch.mask.sum())
         self.tokens += tokens
         why = self._why_not(model, inputs)
         if why is None:
-            rows, why = self._share(model, inputs)
+            rows, why = self._share(model, batch, inputs)
         if why is not None:
             self._tell(why)
         if why is not None or rows is None:
             return None
         self.tokens_shared += tokens - rows.tokens
-        self._rows = rows
+        self._rows = rows = rows.readable_on(inputs["input_ids"].device)
         return args, {**inputs, **inputs_of(model, rows, inputs["input_ids"].device)}
+
+    def _on_host(self, inputs: dict[str, Any]) -> Batch:
+        """Copy a batch to the host, once for the passes of policy and reference: the host waits for the device."""
+        tensors = [inputs[name] for name in _BATCH]
+        if self._copied is None or any(seen() is not now for seen, now in zip(self._copied[0], tensors, strict=True)):
+            self._copied = [weakref.ref(tensor) for tensor in tensors], Batch.of(*tensors)
+        return self._copied[1]
 
     def _after(self, model: nn.Module, args: tuple, outputs):
         """Exchange the values of shared rows for those of TRL's."""
@@ -472,9 +486,9 @@ class SharedPrompts:
             self._known[model] = _Known.of(model)
         return self._known[model].why
 
-    def _share(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[SharedRows | None, str | None]:
+    def _share(self, model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> tuple[SharedRows | None, str | None]:
         """Return the shared rows of a batch, `None` if nothing is saved; or why there are none."""
-        known, batch = self._known[model], Batch.of(*(inputs[name] for name in _BATCH))
+        known = self._known[model]
         arrangement = arrange(batch, known.even, known.window)
         if arrangement is None:
             narrow = known.window < batch.ids.shape[1] and arrange(batch, known.even) is not None
