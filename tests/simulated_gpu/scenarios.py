@@ -700,7 +700,7 @@ def out_of_memory(place: Place, every: int = 10, **options) -> dict[str, Tensor]
 for _name, _options in {
     "streamed": STREAM,
     "streamed_eight_bit": {**STREAM, "optimizer_states": "8bit"},
-    "seldom": {**STREAM, "optimizer_states": "8bit", "every": 100},
+    "seldom": {**STREAM, "optimizer_states": "8bit", "every": 50},
     "resident": {},
     "leaps": {**STREAM, **LEAPS, "max_steps": 200},
 }.items():
