@@ -46,7 +46,7 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,8 +91,34 @@ class Batch(NamedTuple):
     def of(cls, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Batch:
         """Copy a batch to the host, in one transfer."""
         ids, mask, labels = torch.stack([input_ids, attention_mask.to(input_ids), labels]).cpu()
+        return cls.on_host(ids, mask, labels)
+
+    @classmethod
+    def on_host(cls, ids: Tensor, mask: Tensor, labels: Tensor) -> Batch:
+        """Make a batch of tensors on the host."""
         columns = torch.arange(1, ids.shape[1])
         return cls(ids, mask, labels, (columns * predicted(labels)).amax(1).tolist())
+
+
+_PAIRS = ("input_ids", "attention_mask", "completion_mask")
+
+
+def copied_together(batches: list[dict[str, Tensor]]) -> list[Batch]:
+    """
+    Copy preference pairs to the host, all of them in one transfer.
+
+    Args:
+        batches (`list[dict]`): With `input_ids`, `attention_mask` and `completion_mask`, each `[batch, length]`. TRL's
+            labels are the tokens that the last one marks.
+    """
+    tensors = [[batch[name].long() for name in _PAIRS] for batch in batches]
+    flat = torch.cat([tensor.flatten() for three in tensors for tensor in three]).cpu()
+    parts = iter(flat.split([tensor.numel() for three in tensors for tensor in three]))
+    made = []
+    for three in tensors:
+        ids, mask, completion = (next(parts).view(tensor.shape) for tensor in three)
+        made.append(Batch.on_host(ids, mask, ids.masked_fill(completion == 0, IGNORED)))
+    return made
 
 
 def predicted(labels: Tensor) -> Tensor:
@@ -407,7 +433,7 @@ class SharedPrompts:
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
         self._rows: SharedRows | None = None
-        self._copied: tuple[list[weakref.ref[Tensor]], Batch] | None = None
+        self._copied: list[tuple[weakref.ref[Tensor], Batch]] = []
         self._comparing = False
 
     @property
@@ -458,12 +484,26 @@ class SharedPrompts:
         self._rows = rows = rows.readable_on(inputs["input_ids"].device)
         return args, {**inputs, **inputs_of(model, rows, inputs["input_ids"].device)}
 
+    def copy_ahead(self, batches: list[Any]) -> None:
+        """Copy the preference pairs of a step to the host at once: the host waits for the device at every copy."""
+        pairs = [
+            batch
+            for batch in batches
+            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
+        ]
+        self._copied = []
+        if self.may_share and pairs:
+            copies = copied_together(pairs)
+            self._copied = [(weakref.ref(pair["input_ids"]), copy) for pair, copy in zip(pairs, copies, strict=True)]
+
     def _on_host(self, inputs: dict[str, Any]) -> Batch:
-        """Copy a batch to the host, once for the passes of policy and reference: the host waits for the device."""
-        tensors = [inputs[name] for name in _BATCH]
-        if self._copied is None or any(seen() is not now for seen, now in zip(self._copied[0], tensors, strict=True)):
-            self._copied = [weakref.ref(tensor) for tensor in tensors], Batch.of(*tensors)
-        return self._copied[1]
+        """Return a batch on the host: as it was copied ahead, or for another pass, or else copied now."""
+        for seen, batch in self._copied:
+            if seen() is inputs["input_ids"]:
+                return batch
+        batch = Batch.of(*(inputs[name] for name in _BATCH))
+        self._copied = [(weakref.ref(inputs["input_ids"]), batch)]
+        return batch
 
     def _after(self, model: nn.Module, args: tuple, outputs):
         """Exchange the values of shared rows for those of TRL's."""
@@ -558,7 +598,9 @@ class SharedPromptsMixin:
 
     def get_batch_samples(self, *args):
         self._counts_before = self.shared_prompts.state_dict()
-        return super().get_batch_samples(*args)
+        batches, items = super().get_batch_samples(*args)
+        self.shared_prompts.copy_ahead(batches)
+        return batches, items
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)

@@ -34,7 +34,6 @@ def rows_of(path: Path, benchmark: str) -> list[dict]:
     return [row for row in found if row["benchmark"] == benchmark]
 
 
-@pytest.mark.slow
 def test_scenarios_run_as_on_a_real_gpu():
     test = str(HERE / "test_on_a_gpu.py")
     chosen = ("-k", "[registered_lora_int8]")
