@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,19 +16,33 @@ from simulated_gpu.run_module import UNAVAILABLE
 HERE = Path(__file__).parent
 
 
-def run(*command: str, **environment: str) -> str:
-    """The output of `python -m COMMAND` on the simulated device."""
-    hidden = {name for name in os.environ if name.startswith(("PYTEST_", "HIDDEN_FROM_TESTS_"))}
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_module.py"), "-m", *command], cwd=TESTS.parent, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**inherited, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
-    if done.returncode == UNAVAILABLE:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The output of `python -m COMMAND` on a machine with the simulated device (see run_module.py)."""
+    folder = tmp_path_factory.mktemp("commands")
+    hidden = ("PYTEST_", "HIDDEN_FROM_TESTS_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    inherited["PYTHONPATH"] = str(TESTS.parent)
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, str(HERE / "run_module.py"), str(folder)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=inherited, start_new_session=True)
+    while process.poll() is None and not (folder / "python").exists():
+        time.sleep(0.02)
+    if process.returncode == UNAVAILABLE:
+        pytest.skip((folder / "log").read_text())
+    assert process.returncode is None, (folder / "log").read_text()
+
+    def run(*command: str, **environment: str) -> str:
+        done = subprocess.run(
+            [str(folder / "python"), "-m", *command], cwd=TESTS.parent, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**inherited, **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-6000:]
+        return done.stdout
+
+    yield run
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def rows_of(path: Path, benchmark: str) -> list[dict]:
@@ -34,14 +50,14 @@ def rows_of(path: Path, benchmark: str) -> list[dict]:
     return [row for row in found if row["benchmark"] == benchmark]
 
 
-def test_scenarios_run_as_on_a_real_gpu():
+def test_scenarios_run_as_on_a_real_gpu(run):
     test = str(HERE / "test_on_a_gpu.py")
     chosen = ("-k", "[registered_lora_int8]")
     output = run("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", test, *chosen, TORCH_CUDA_SANITIZER="1")
     assert "3 passed" in output, output[-6000:]
 
 
-def test_the_memory_benchmark_fills_its_table(tmp_path):
+def test_the_memory_benchmark_fills_its_table(run, tmp_path):
     results = tmp_path / "results.jsonl"
     asked = ("--models", "50b", "--modes", "lora-stream-int8", "--tokens", "2048", "--results", str(results))
     output = run("benchmarks.memory.peaks", "--gpu", "--smoke", *asked)
@@ -53,7 +69,7 @@ def test_the_memory_benchmark_fills_its_table(tmp_path):
     assert output.count("goal met") == 2, output
 
 
-def test_the_planning_benchmark_measures_the_allocator(tmp_path):
+def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     results = tmp_path / "results.jsonl"
     asked = ("--models", "llama", "--ways", "adamw", "--results", str(results))
     run("benchmarks.planning.accuracy", "--gpu", "--smoke", *asked)
