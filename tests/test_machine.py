@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.machine import warn_of_lone_process
-from hf_hybrid.manifest import last_checkpoint
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -36,22 +36,13 @@ RUNS = ("base", "resumed", "whole", "looked", "unseen", "muon", "lora", "iterabl
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where a run was killed."""
-    folder = tmp_path_factory.mktemp("launched")
-    ended = accelerate_launch(launched.__file__, folder, "killed", cwd=folder)
-    assert ended.returncode != 0 and "SIGKILL" in ended.stderr, ended.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(folder):
+def results(tmp_path_factory):
     """By name of the run, what each of the two processes says of it."""
-    survivor = last_checkpoint(folder / "killed")
-    assert survivor is not None and int(survivor.rpartition("-")[2]) <= launched.DIES_AT
+    folder = tmp_path_factory.mktemp("launched")
     ended = accelerate_launch(launched.__file__, folder, *RUNS, cwd=folder)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in RUNS}
+    names = ("killed", *RUNS)
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in names}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -83,6 +74,9 @@ def test_two_processes_are_one_with_twice_the_batch(results, tmp_path):
 
 
 def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(results):
+    survivor, killed = results["killed"]
+    assert killed["exitcode"] == -signal.SIGKILL and survivor["exitcode"] == 1
+    assert 0 < int(killed["checkpoint"].rpartition("-")[2]) <= launched.DIES_AT
     resumed, whole = results["resumed"][0], results["whole"][0]
     assert resumed["step"] == launched.STEPS
     assert resumed["digest"] == whole["digest"]

@@ -1,5 +1,5 @@
 """
-The runs of two processes that `tests/test_machine.py` launches: several in one start, as starting takes long.
+The runs of two processes that `tests/test_machine.py` launches: all in one start, as starting takes long.
 
     PYTHONPATH=tests accelerate launch tests/rig/launched.py FOLDER NAME...
 """
@@ -7,9 +7,11 @@ The runs of two processes that `tests/test_machine.py` launches: several in one 
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.manifest import last_checkpoint
 
 STEPS = 28
 # What leaps may cost is counted per process, which computes them whole and the step by half: not a limit here.
@@ -76,9 +79,20 @@ def result(trainer) -> dict:
     }
 
 
-def killed(folder: Path):
-    """Never ends."""
-    build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
+def killed(folder: Path) -> dict:
+    """
+    How a run ended whose second process is killed, and its last checkpoint.
+
+    Runs in a fork of each process, before that has a process group: the forks die, the processes go on.
+    """
+    die = multiprocessing.get_context("fork").Process(
+        target=lambda: build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
+    )
+    die.start()
+    die.join(300)
+    die.kill()
+    die.join()
+    return {"exitcode": die.exitcode, "checkpoint": last_checkpoint(folder / "killed")}
 
 
 def base(folder: Path):
@@ -170,6 +184,9 @@ def plain(folder: Path):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    (folder / f"killed-{os.environ['RANK']}.json").write_text(json.dumps(killed(folder)))
+    while not all((folder / f"killed-{rank}.json").exists() for rank in (0, 1)):
+        time.sleep(0.02)  # the fork of the first process holds the port that the next process group meets at
     for name in sys.argv[2:]:
         trainer = globals()[name](folder)
         file = folder / f"{name}-{trainer.args.process_index}.json"
