@@ -465,7 +465,8 @@ class HybridTrainerMixin(PublishingMixin):
         if run.tokens is not None:
             run.observe_compute(self._step_flops(run.tokens))
         try:
-            used = run.before_update(self.state.global_step, loss.item(), float(self._gradient_norm))
+            norm, accuracy = float(self._gradient_norm), self.accuracy_of_step()
+            used = run.before_update(self.state.global_step, loss.item(), norm, accuracy)
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -563,6 +564,10 @@ class HybridTrainerMixin(PublishingMixin):
             return compute()
         with chunked.active(inputs):
             return compute()
+
+    def accuracy_of_step(self) -> float | None:
+        """Return the share of the preference pairs of the step under way, of all processes, that are ranked right."""
+        return None
 
     @property
     def loss_in_chunks(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_declared
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
-from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
+from hf_hybrid.leaps.probe import PairLoss, SequenceLosses, check_probe_set
 from hf_hybrid.machine import native_bf16
 from hf_hybrid.phases import PluginList
 from hf_hybrid.recovery import sequences_in, split_batch
@@ -172,14 +173,27 @@ def _second_tokens(batch) -> torch.Tensor:
     return batch["position_ids"][0] == 1
 
 
+ACCURACIES = "rewards/accuracies"
+"""TRL's metric of a batch of pairs: the share of those, of all processes, whose chosen completion has more reward."""
+
+
 class PreferenceLosses(_QuietLosses):
-    """Loss of a probe of [`HybridDPOTrainer`] per pair of completions, by the trainer's own `compute_loss`."""
+    """
+    Loss and accuracy of a probe of [`HybridDPOTrainer`] per pair of completions, by the trainer's own `compute_loss`,
+    which collects the accuracy for the log.
+    """
 
     def size(self, batch) -> int:
         return sequences_in(batch, blocks=2)  # of two rows each
 
+    def __call__(self, batch) -> list[float]:
+        losses = super().__call__(batch)
+        return [PairLoss(loss, accuracy) for loss, accuracy in zip(losses, itertools.cycle(self._accuracies))]
+
     def _losses(self, model, inputs) -> torch.Tensor:
-        return torch.stack([self._loss(model, pair) for pair in split_batch(inputs, 1, blocks=2)])
+        losses = torch.stack([self._loss(model, pair) for pair in split_batch(inputs, 1, blocks=2)])
+        self._accuracies = self.trainer._metrics["eval"][ACCURACIES]
+        return losses
 
 
 class _HeadOfTRL(ChunkedLossSwitch):
@@ -273,7 +287,7 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does. It computes a prompt once for both
     of its completions (`share_prompt`).
 
-    A leap is verified on the preference loss of the next pairs, with the reference that TRL trains against.
+    A leap is verified on loss and accuracy of the next pairs, with the reference that TRL trains against.
 
     Arguments are those of [`~trl.DPOTrainer`], with a [`HybridDPOConfig`] as `args`; those beyond them, and what is
     raised, are as in [`HybridSFTTrainer`].
@@ -299,6 +313,11 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.shared_prompts.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def accuracy_of_step(self) -> float | None:
+        # TRL has it on the host, for its log.
+        found = self._metrics["train"][ACCURACIES][-self.current_gradient_accumulation_steps :]
+        return sum(found) / len(found) if found else None
 
     def compute_ref_log_probs(self, model, inputs):
         with self.shared_prompts.on(self.accelerator.unwrap_model(model)):

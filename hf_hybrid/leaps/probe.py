@@ -9,6 +9,10 @@ nothing is taken out of the training set. `probe_dataset=` names others ([`HeldO
 
 A probed leap is kept unless it is clearly worse, by a margin and two standard errors. The rule is lenient on purpose: a
 leap that pays later looks neutral at first (short-horizon bias, Wu et al., 2018, arXiv 1803.02021).
+
+A preference loss can fall while fewer pairs are ranked right: pairs that are right already become more so, and outweigh
+others that turn wrong. Such losses come as [`PairLoss`], and a leap after which fewer pairs are right is not kept,
+whatever its loss is.
 """
 
 from __future__ import annotations
@@ -24,6 +28,23 @@ import torch.nn.functional as F
 from hf_hybrid.phases import PluginList
 
 Losses = list[float]
+
+
+class PairLoss(float):
+    """
+    Loss of a preference pair, with whether the model ranks the pair right.
+
+    It is a number like the losses of other sequences, for everything that does not ask for `accuracy`.
+
+    Attributes:
+        accuracy (`float`): 1 if the chosen completion has the higher reward, else 0.
+    """
+
+    def __new__(cls, loss: float, accuracy: float):
+        pair = super().__new__(cls, loss)
+        pair.accuracy = accuracy
+        return pair
+
 
 # The comparison.
 
@@ -57,6 +78,17 @@ def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 def is_clearly_worse(decrease: float, standard_error: float, *, margin: float, z: float) -> bool:
     """Whether the loss rose by more than `margin` (nats) and `z` standard errors."""
     return -decrease > margin + z * standard_error
+
+
+def accuracy_of(losses: Sequence[float]) -> float | None:
+    """Return the share of the preference pairs that are ranked right, or `None` if these are not losses of pairs."""
+    found = [loss.accuracy for loss in losses if isinstance(loss, PairLoss)]
+    return sum(found) / len(found) if found else None
+
+
+def costs_accuracy(before: float | None, after: float | None) -> bool:
+    """Whether fewer pairs are ranked right than before, beyond rounding; never where there are no pairs."""
+    return before is not None and after is not None and after < before - 1e-6
 
 
 # The sequences.

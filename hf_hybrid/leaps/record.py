@@ -39,6 +39,9 @@ class Leap:
         predicted_decrease (`float`): Fall of the training loss along it to first order (nats), by the direction's own
             expectation of the gradient.
         loss_before, loss_after, standard_error (`float`, *optional*): Of the probe.
+        accuracy_before, accuracy_after (`float`, *optional*): Share of the pairs of the probe that the model ranks
+            right; `None` where the sequences are no preference pairs.
+        worse_in (`str`, *optional*): Why the probe refused the leap as it was asked for: `loss` or `accuracy`.
         e (`float`, *optional*): Immediate gain in real steps: fall of the loss over its fall per real step.
         e_source (`str`, *optional*): `probe` or `slopes` (the gradient's projection on the leap).
         cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
@@ -64,6 +67,9 @@ class Leap:
     loss_before: float | None = None
     loss_after: float | None = None
     standard_error: float | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    worse_in: str | None = None
     e: float | None = None
     e_source: str | None = None
     cosine: float | None = None

@@ -14,15 +14,21 @@ negative, while all others still gain. What does show the rate is where training
 [`AdapterRateSearch`] raises the rate until the loss leaves its range, then goes back, in the rate and in the weights.
 The weights of adapters are small, so that those of the last steps can be kept (a range test: Smith, 2017,
 arXiv 1506.01186, without its lost steps).
+
+Neither rule evaluates anything: both look at the loss of the training batches. A preference loss can fall while fewer
+pairs are ranked right, so both look at the accuracy of these batches too, where the trainer has it ([`AccuracyWatch`]).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class _Average:
@@ -53,6 +59,42 @@ class _Average:
     @property
     def mean_log_scale(self) -> float:
         return self.scale / self.weight
+
+
+class AccuracyWatch:
+    """
+    Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before.
+
+    Attributes:
+        best, now (`list[float]`): Accuracies of the steps of the best window, and of the one under way.
+    """
+
+    WINDOW = 8
+    CLEAR = 2.0
+    """Standard errors of the difference of two windows that make it clear."""
+
+    def __init__(self):
+        self.best: list[float] = []
+        self.now: list[float] = []
+
+    def fell(self, accuracy: float | None) -> bool:
+        """Add a step, `None` if it has no accuracy. Return whether a window ends that is clearly below the best."""
+        if accuracy is None:
+            return False
+        self.now.append(accuracy)
+        if len(self.now) < self.WINDOW:
+            return False
+        now, self.now = self.now, []
+        if not self.best or sum(now) >= sum(self.best):
+            self.best = now
+            return False
+        variance = statistics.variance(now) + statistics.variance(self.best)
+        difference = statistics.fmean(self.best) - statistics.fmean(now)
+        return difference > self.CLEAR * math.sqrt(variance / self.WINDOW)
+
+    def begin_window(self) -> None:
+        """Leave the window under way out, because the rate or the weights change."""
+        self.now = []
 
 
 class LearningRateRescue:
@@ -93,14 +135,15 @@ class LearningRateRescue:
         self.average = _Average()
         self.smooth_loss: float | None = None
         self.best_loss = self.loss_variance = 0.0
-        self.cooldown = 0
+        self.cooldown = self.held_at = 0
+        self.watch = AccuracyWatch()
 
     @property
     def scale(self) -> float:
         """Factor on the scheduled learning rate, in `[1, max_scale]`."""
         return math.exp(self.log_scale)
 
-    def observe(self, loss: float, cosine: float | None, rate: float) -> None:
+    def observe(self, loss: float, cosine: float | None, rate: float, accuracy: float | None = None) -> None:
         """
         Learn from one real step.
 
@@ -109,11 +152,12 @@ class LearningRateRescue:
             cosine (`float`, *optional*):
                 Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown.
             rate (`float`): The scheduled learning rate of the step, which this rule does not need.
+            accuracy (`float`, *optional*): Share of the preference pairs of the step that are ranked right.
         """
         if not math.isfinite(loss):
             return
         self.steps += 1
-        if self._is_unstable(loss):
+        if self._is_unstable(loss) or self._loses_accuracy(accuracy):
             self._hold(self.log_scale)
         elif cosine is not None and math.isfinite(cosine):
             decay = self.DECAY_HOLDING if self.holding else self.DECAY_GROWING
@@ -150,7 +194,8 @@ class LearningRateRescue:
             self.cap = min(self.cap, self.log_scale + 0.7)
 
     def _hold(self, log_scale: float) -> None:
-        self.holding = True
+        self.holding, self.held_at = True, self.steps
+        self.watch.begin_window()
         self.cap = max(0.0, log_scale)
         self.log_scale = max(0.0, log_scale + self.BACK)
         self.average.clear()
@@ -172,12 +217,22 @@ class LearningRateRescue:
             return True
         return False
 
+    def _loses_accuracy(self, accuracy: float | None) -> bool:
+        """Whether accuracy falls while the scale grows, or in the first steps at the one that is held."""
+        if self.holding and self.steps > self.held_at + AccuracyWatch.WINDOW:
+            return False
+        fell = self.watch.fell(accuracy) and self.log_scale > 0
+        if fell:
+            logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
+        return fell
+
     def back_off(self) -> None:
         """Reduce the scale to a quarter and stop its growth, after training went badly wrong."""
         self._hold(self.log_scale - math.log(4))
 
     _STATE = (
-        "log_scale", "cap", "peak", "steps", "holding", "smooth_loss", "best_loss", "loss_variance", "cooldown",
+        "log_scale", "cap", "peak", "steps", "holding", "held_at", "smooth_loss", "best_loss", "loss_variance",
+        "cooldown",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -185,13 +240,15 @@ class LearningRateRescue:
         return {}
 
     def state_dict(self) -> dict:
-        return {**{name: getattr(self, name) for name in self._STATE}, "average": dict(vars(self.average))}
+        found = {name: getattr(self, name) for name in self._STATE}
+        return {**found, "average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
 
     def load_state_dict(self, state: dict, tensors: dict[str, Tensor] | None = None) -> None:
         """Take back what [`state_dict`] and [`tensors`] returned."""
         for name in self._STATE:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
+        vars(self.watch).update(state["watch"])
 
 
 class RecentWeights:
@@ -249,8 +306,9 @@ class AdapterRateSearch:
 
     The search begins if the first cosines are all positive. At a good rate they are not, and it stays. Growth is fast
     while the cosine is near its peak, and slower beyond. Two losses in a row outside of the range of the last ones end
-    it; after the first the scale waits. If the rate that is held diverges within the next steps too, the weights go
-    back again and it is halved. A search from 2e-5 takes about 20 steps.
+    it; after the first the scale waits. If the rate that is held diverges within the next steps too, or fewer pairs of
+    preferences are ranked right than before, the weights go back again and it is halved. A search from 2e-5 takes about
+    20 steps.
 
     Args:
         learning_rate (`float`): The peak of the schedule.
@@ -285,13 +343,14 @@ class AdapterRateSearch:
         self.steps = self.suspicious = self.since = 0
         self.losses: list[float] = []
         self.average = _Average()
+        self.watch = AccuracyWatch()
 
     @property
     def scale(self) -> float:
         """Factor on the scheduled learning rate, at least 1."""
         return math.exp(self.log_scale)
 
-    def observe(self, loss: float, cosine: float | None, rate: float) -> None:
+    def observe(self, loss: float, cosine: float | None, rate: float, accuracy: float | None = None) -> None:
         """
         Learn from one real step, and take the weights back if it shows that training diverges.
 
@@ -300,10 +359,12 @@ class AdapterRateSearch:
             cosine (`float`, *optional*):
                 Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown.
             rate (`float`): The scheduled learning rate of the step.
+            accuracy (`float`, *optional*): Share of the preference pairs of the step that are ranked right.
         """
         self.steps += 1
         if self.state == "held":
             return
+        fell = self.watch.fell(accuracy)
         # The loss is from before this step's update, so what it tells is about the update of the step before.
         caused_by, self.used = self.used, self.log_scale + math.log(max(rate / self.learning_rate, 1e-9))
         if self.state != "waiting" and not self._is_usual(loss):
@@ -316,7 +377,10 @@ class AdapterRateSearch:
         self.suspicious = 0
         self.losses = [*self.losses, loss][-self.WINDOW :]
         if self.state == "confirming":
-            if self.steps == self.since + self.WINDOW:
+            if fell and self.log_scale > 0:
+                logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
+                self._go_back()
+            elif self.steps == self.since + self.WINDOW:
                 self._hold()
         elif cosine is not None and math.isfinite(cosine):
             self._grow(cosine)
@@ -352,6 +416,7 @@ class AdapterRateSearch:
         else:
             self.log_scale = max(0.0, self.log_scale - math.log(2))
         self.recent.go_back(self.log_scale + self.SLOW / 2)
+        self.watch.begin_window()
         self.state, self.since, self.suspicious = "confirming", self.steps, 0
 
     def _hold(self) -> None:
@@ -376,11 +441,13 @@ class AdapterRateSearch:
 
     def state_dict(self) -> dict:
         found = {name: getattr(self, name) for name in self._STATE}
-        return {**found, "average": dict(vars(self.average)), "marks": self.recent.marks()}
+        parts = {"average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
+        return {**found, **parts, "marks": self.recent.marks()}
 
     def load_state_dict(self, state: dict, tensors: dict[str, Tensor]) -> None:
         """Take back what [`state_dict`] and [`tensors`] returned."""
         for name in self._STATE:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
+        vars(self.watch).update(state["watch"])
         self.recent.load(state["marks"], tensors)

@@ -18,8 +18,9 @@ imagines the run with and without leaps. Its worth is credit: `worth` steps per 
 steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
-(probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse is
-halved until it lowers the loss, at most five times, and then undone. Few leaps need a probe: a budget bounds what
+(probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
+after which fewer preference pairs are ranked right, is halved until neither holds, at most five times, and then undone.
+Few leaps need a probe: a budget bounds what
 probes cost. Every leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss
 with the trend before the leap, and the snapshot is there until then.
 
@@ -60,7 +61,14 @@ from hf_hybrid.leaps.divergence import (
     linear_trend,
 )
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.probe import MIN_SEQUENCES, Probe, is_clearly_worse, paired_decrease
+from hf_hybrid.leaps.probe import (
+    MIN_SEQUENCES,
+    Probe,
+    accuracy_of,
+    costs_accuracy,
+    is_clearly_worse,
+    paired_decrease,
+)
 from hf_hybrid.leaps.record import Leap, RunRecord
 from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue
 from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
@@ -172,6 +180,7 @@ class _RealStep:
     gradient_norm: float
     statistics: dict[str, float] | None = None
     cosine: float | None = None
+    accuracy: float | None = None
     skipped: bool = False
 
 
@@ -370,14 +379,18 @@ class LeapRun:
 
     def _compare(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
         """Keep the leap, halve it until it helps, or reject it."""
-        leap.loss_before = sum(before) / len(before)
+        leap.loss_before, leap.accuracy_before = sum(before) / len(before), accuracy_of(before)
         self._look(leap, gain, before)
         leap.verdict = "kept"
         if is_clearly_worse(leap.decrease, leap.standard_error, margin=self.MARGIN * self.slope, z=self.Z):
+            leap.worse_in = "loss"
+        elif costs_accuracy(leap.accuracy_before, leap.accuracy_after):
+            leap.worse_in = "accuracy"
+        if leap.worse_in is not None:
             refused, leap.verdict = replace(leap), "rejected"
             for halving in range(1, self.HALVINGS + 1):
                 self._look(leap, gain / 2**halving, before)
-                if leap.decrease > 0:
+                if leap.decrease > 0 and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
                     leap.verdict = "shrunk"
                     break
             else:  # what is written down is the leap that was asked for
@@ -392,7 +405,7 @@ class LeapRun:
         started = time.perf_counter()
         after = self.probe.losses()
         self.probe_seconds += time.perf_counter() - started
-        leap.loss_after = sum(after) / len(after)
+        leap.loss_after, leap.accuracy_after = sum(after) / len(after), accuracy_of(after)
         leap.decrease, leap.standard_error = paired_decrease(before, after)
 
     def _keep(self, leap: Leap) -> None:
@@ -454,9 +467,11 @@ class LeapRun:
         """Set the floating-point operations of the first real step."""
         self.leap_cost = self.trajectory.direction.flops() / step_flops if step_flops > 0 else 0.0
 
-    def before_update(self, step: int, loss: float, gradient_norm: float) -> bool:
+    def before_update(self, step: int, loss: float, gradient_norm: float, accuracy: float | None = None) -> bool:
         """
         Judge loss and gradients of a real step, and show the direction those that are used.
+
+        `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
 
         Returns whether the optimizer may step. If not, the caller must drop the gradients.
 
@@ -468,7 +483,7 @@ class LeapRun:
         verdict = self.monitor.judge_gradients(loss, gradient_norm, leap_open=self.trajectory.open is not None)
         if self.controller.phase is Phase.WARMUP and math.isfinite(loss) and math.isfinite(gradient_norm):
             verdict = NORMAL  # Warmup follows plain Trainer to the last bit.
-        self._real = _RealStep(loss, gradient_norm, skipped=verdict.action is not Action.NONE)
+        self._real = _RealStep(loss, gradient_norm, accuracy=accuracy, skipped=verdict.action is not Action.NONE)
         if self._real.skipped:
             self.record.skipped_batches += 1
             self._react(step, verdict)
@@ -647,7 +662,7 @@ class LeapRun:
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
         loss = math.inf if real.skipped else real.loss
-        self.rescue.observe(loss, real.cosine, self.learning_rate)
+        self.rescue.observe(loss, real.cosine, self.learning_rate, real.accuracy)
         self.record.add_scale(step + 1, self.rate_scale)
 
     def _observe_signals(self, step: int, phase: Phase, real: _RealStep | None) -> None:

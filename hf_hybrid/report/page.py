@@ -27,8 +27,9 @@ MOST_ROWS = 300
 """Rows of a table in the page."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _LEAP_FIELDS = (
-    "step", "verdict", "horizon", "gain", "worth", "relative_norm", "loss_before", "loss_after", "standard_error", "e",
-    "e_source", "cosine", "norm_ratio", "predicted_decrease", "forecast_error", "probe_cost_steps",
+    "step", "verdict", "horizon", "gain", "worth", "relative_norm", "loss_before", "loss_after", "standard_error",
+    "accuracy_before", "accuracy_after", "worse_in", "e", "e_source", "cosine", "norm_ratio", "predicted_decrease",
+    "forecast_error", "probe_cost_steps",
 )  # fmt: skip
 
 

@@ -240,6 +240,59 @@ def test_dpo_leaps_are_verified_on_the_preference_loss(tmp_path):
     assert probed and all(0 < leap["loss_after"] < math.log(2) for leap in probed)
 
 
+class GainsLossLosesAccuracy(HybridDPOTrainer):
+    """While a leap is tested the loss of every pair is lower, and none is ranked right."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss, leap = super().compute_loss(model, inputs, *args, **kwargs), self.run.trajectory
+        if model.training or leap is None:
+            return loss
+        tried = leap.open is not None and leap.open.gain > 0
+        self._metrics["eval"]["rewards/accuracies"][-1] = float(not tried)
+        return loss - 0.1 * tried
+
+
+def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
+    options = {**PHASES, "max_steps": 18, "probe_batch_size": 3, "share_prompt": "off"}
+    trainer = dpo(GainsLossLosesAccuracy, HybridDPOConfig, tmp_path / "hybrid", **options)
+    trainer.train()
+    leaps = trainer.hybrid_summary()["leaps"]
+    assert leaps and all(
+        (leap["verdict"], leap["worse_in"], leap["accuracy_before"], leap["accuracy_after"])
+        == ("rejected", "accuracy", 1.0, 0.0) and leap["loss_after"] < leap["loss_before"]
+        for leap in leaps
+    )  # fmt: skip
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", max_steps=18)
+    plain.train()
+    assert_same_weights(weights(trainer.model), weights(plain.model))
+
+
+def test_dpo_finds_a_rate_for_adapters_from_its_default(tmp_path):
+    """TRL's 1e-6 is for full fine-tuning. What the search sees of accuracy is what TRL logs."""
+    seen, losses, scales = [], {}, {}
+
+    class Watched(HybridDPOTrainer):
+        def accuracy_of_step(self):
+            seen.append(super().accuracy_of_step())
+            return seen[-1]
+
+    options = {"max_steps": 36, "logging_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-6}
+    options |= {"per_device_train_batch_size": 2, "disable_dropout": True}
+    for rescue in ("auto", "off"):
+        trainer = dpo(
+            Watched, HybridDPOConfig, tmp_path / rescue, peft_config=lora(), lr_rescue=rescue,
+            extra={"eval_dataset": PAIRS.select(range(20))}, **options,
+        )  # fmt: skip
+        trainer.train()
+        logged = [entry["rewards/accuracies"] for entry in trainer.state.log_history if "rewards/accuracies" in entry]
+        assert seen == pytest.approx(logged) and len(logged) == 36
+        seen.clear()
+        losses[rescue] = trainer.evaluate()["eval_loss"]
+        scales[rescue] = trainer.hybrid_summary()["learning_rate_scale"]
+    assert scales["auto"] > 100 and scales["off"] == 1
+    assert losses["auto"] < losses["off"] - 0.02
+
+
 def test_pairs_stay_together_when_a_batch_is_split(tmp_path):
     """As after an out-of-memory; half of the rows would be chosen completions alone."""
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
@@ -275,9 +328,11 @@ def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
     evaluate = trainer.sequence_losses(trainer, PluginList())
     rows = [trainer.train_dataset[index] for index in range(5)]
     batch = trainer.data_collator(rows)
-    found = evaluate(batch)
-    assert found == pytest.approx(pair_losses(trainer, rows), rel=1e-4)
+    found, expected = evaluate(batch), pair_losses(trainer, rows)
+    assert found == pytest.approx(expected, rel=1e-4)
     assert len(found) == evaluate.size(batch) == 5 and max(found) - min(found) > 1e-4
+    right = [float(loss < math.log(2)) for loss in expected]  # which says that the chosen one has more reward
+    assert [pair.accuracy for pair in found] == right and 0 < sum(right) < 5
 
 
 @pytest.mark.parametrize("options", [

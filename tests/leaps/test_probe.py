@@ -10,9 +10,12 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import (
     HeldOutBatches,
     NextBatches,
+    PairLoss,
     Probe,
     ProbeBatch,
     SequenceLosses,
+    accuracy_of,
+    costs_accuracy,
     is_clearly_worse,
     paired_decrease,
 )
@@ -47,6 +50,19 @@ def test_a_leap_stays_unless_it_is_clearly_worse():
     assert is_clearly_worse(-0.025, 0.01, margin=0.0, z=2.0)
     assert not is_clearly_worse(-0.025, 0.01, margin=0.01, z=2.0)
     assert is_clearly_worse(-math.inf, 0.0, margin=1.0, z=2.0)
+
+
+def test_pairs_have_an_accuracy_and_other_sequences_have_none():
+    pairs = [PairLoss(0.5, 1.0), PairLoss(0.9, 0.0)]
+    assert accuracy_of(pairs) == 0.5 and sum(pairs) == 1.4
+    assert accuracy_of([0.5, 0.9]) is None
+
+
+@pytest.mark.parametrize("before, after, expected", [
+    (0.75, 0.5, True), (0.5, 0.5, False), (0.5, 0.75, False), (0.1 + 0.2, 0.3, False), (None, None, False),
+])  # fmt: skip
+def test_accuracy_falls_beyond_rounding(before, after, expected):
+    assert costs_accuracy(before, after) is expected
 
 
 def test_probe_counts_and_rotates():

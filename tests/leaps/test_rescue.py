@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, config_values, tiny_model, w
 from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue, RecentWeights
+from hf_hybrid.leaps.rescue import AccuracyWatch, AdapterRateSearch, LearningRateRescue, RecentWeights
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
@@ -67,6 +67,35 @@ def test_back_off_is_a_quarter_at_most():
     assert rescue.scale <= before / 4
 
 
+def accuracies(mean, count, *, pairs=8, seed=0):
+    """Of steps with so many preference pairs."""
+    rng = random.Random(seed)
+    return [sum(rng.random() < mean for _ in range(pairs)) / pairs for _ in range(count)]
+
+
+def test_a_fall_of_accuracy_is_noticed_and_chance_is_not():
+    noticed = {after: 0 for after in (0.9, 0.8, 0.5)}
+    for after in noticed:
+        for seed in range(100):
+            watch = AccuracyWatch()
+            steps = [*accuracies(0.8, 16, seed=seed), *accuracies(after, 8, seed=100 + seed)]
+            noticed[after] += [watch.fell(accuracy) for accuracy in steps][-1]
+    assert noticed[0.9] == 0 and noticed[0.8] <= 10 and noticed[0.5] >= 90
+    assert not any(AccuracyWatch().fell(None) for _ in range(40)), "no trainer but that of preferences has any"
+
+
+def test_a_scale_that_costs_accuracy_is_lowered(caplog):
+    """Loss and cosine are as good as before."""
+    with_fall, without = (LearningRateRescue(max_steps=300, max_scale=512) for _ in range(2))
+    rng = random.Random(0)
+    for t, accuracy in enumerate([*accuracies(0.9, 24), *accuracies(0.4, 16)]):
+        cosine, loss = 0.15 + rng.gauss(0, 0.02), 5.0 - 0.01 * t
+        with_fall.observe(loss, cosine, 1.0, accuracy)
+        without.observe(loss, cosine, 1.0, 0.9)
+    assert with_fall.holding and not without.holding and with_fall.scale < without.scale / 2
+    assert "Fewer preference pairs are ranked right" in caplog.text
+
+
 def test_state_survives_json():
     a = LearningRateRescue(max_steps=100, max_scale=512)
     play(a, 20, edge=4.0)
@@ -114,8 +143,8 @@ class Diverges:
         self.search = AdapterRateSearch(self.PEAK, RecentWeights([self.weight], optimizer, AdapterRateSearch.KEPT))
         self.edge, self.noise, self.good, self.rng = edge, noise, good, random.Random(seed)
 
-    def steps(self, count: int, share: float = 1.0) -> list[float]:
-        """Make steps at this share of the peak learning rate; return the scales."""
+    def steps(self, count: int, share: float = 1.0, wrong_from: float = math.inf) -> list[float]:
+        """Make steps at this share of the peak learning rate, accurate up to a log scale; return the scales."""
         scales, beyond = [], 0.0
         for _ in range(count):
             loss = 5.0 + beyond + self.rng.gauss(0, self.noise)
@@ -124,7 +153,8 @@ class Diverges:
             beyond = 2.0 * max(0.0, used - self.edge + 0.3) if self.search.state in ("waiting", "growing") else 0.0
             with torch.no_grad():
                 self.weight.fill_(used)  # what a step leaves
-            self.search.observe(loss, cosine, self.PEAK * share)
+            accuracy = accuracies(0.9 if used < wrong_from else 0.4, 1, seed=self.search.steps)[0]
+            self.search.observe(loss, cosine, self.PEAK * share, accuracy)
             scales.append(self.search.scale)
         return scales
 
@@ -152,6 +182,15 @@ def test_the_schedule_is_counted_in():
 def test_losses_that_vary_a_lot_do_not_end_the_search():
     found = [math.log(Diverges(5.0, seed=seed, noise=0.4).steps(40)[-1]) for seed in range(30)]
     assert sorted(found)[4] > 2.0
+
+
+def test_adapters_do_not_hold_a_rate_that_costs_accuracy(caplog):
+    """The loss says nothing: at the rate that it would hold, pairs are ranked wrong."""
+    for seed in range(10):
+        training, alone = Diverges(8.0, seed=seed), Diverges(8.0, seed=seed)
+        held = [math.log(scales[-1]) for scales in (training.steps(60, wrong_from=5.0), alone.steps(60))]
+        assert held[0] < 5.0 < held[1] and training.search.state == "held"
+    assert "Fewer preference pairs are ranked right" in caplog.text
 
 
 def adapted(tmp_path, **overrides):

@@ -12,7 +12,7 @@ from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
 from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.probe import HeldOutBatches, Probe, ProbeBatch
+from hf_hybrid.leaps.probe import HeldOutBatches, PairLoss, Probe, ProbeBatch
 from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -119,6 +119,41 @@ def test_a_loss_that_is_not_finite_counts_as_worse():
 def test_noise_is_tolerated():
     """Slightly worse, but within two standard errors: a leap stays."""
     assert World(minimum=0.45, wobble=1.0).leap().verdict == "kept"
+
+
+class Pairs(World):
+    """The same loss, of preference pairs that are ranked right until the weight has passed `wrong_from`."""
+
+    def __init__(self, minimum, wrong_from, **options):
+        super().__init__(minimum, **options)
+        self.wrong_from = wrong_from
+
+    def losses(self, batch):
+        right = [1.0, 1.0, 1.0, float(self.weight.item() < self.wrong_from)]
+        return [PairLoss(loss, accuracy) for loss, accuracy in zip(super().losses(batch), right)]
+
+
+def test_a_leap_that_lowers_the_loss_and_costs_accuracy_is_halved_until_it_costs_none():
+    world = Pairs(minimum=1.2, wrong_from=0.3)
+    leap = world.leap()
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.25, 0.25)
+    assert (leap.worse_in, leap.accuracy_before, leap.accuracy_after) == ("accuracy", 1.0, 1.0)
+
+
+def test_a_leap_that_lowers_the_loss_and_costs_accuracy_is_undone():
+    world = Pairs(minimum=1.2, wrong_from=0.01)
+    leap = world.leap()
+    assert leap.loss_after < leap.loss_before, "by its loss alone it would stay"
+    assert (leap.verdict, world.weight.item(), world.run.trajectory.open) == ("rejected", 0.0, None)
+    found = json.loads(json.dumps(world.run.summary()["leaps"][-1]))
+    assert (found["worse_in"], found["accuracy_before"], found["accuracy_after"]) == ("accuracy", 1.0, 0.75)
+
+
+def test_a_leap_that_costs_no_accuracy_is_judged_by_its_loss():
+    assert Pairs(minimum=1.2, wrong_from=2.0).leap().verdict == "kept"
+    refused = Pairs(minimum=-1.0, wrong_from=2.0).leap()
+    assert (refused.verdict, refused.worse_in) == ("rejected", "loss")
+    assert World(minimum=1.2).leap().accuracy_after is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
