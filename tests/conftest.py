@@ -1,32 +1,60 @@
-"""Tiny models from config and text that ships with Python: nothing here needs a network or a GPU."""
+"""
+Tiny models from config and text that ships with Python: nothing here needs a network or a GPU.
+
+Importing this file is cheap: with `-n`, so does the process that hands out the tests, while the others wait for it.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
+import sys
+from pathlib import Path
+from pydoc_data import topics
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from hf_hybrid import HybridConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
 # The tests see no GPU, and torch's CUDA sanitizer would ask for one. Those marked gpu have processes that see one.
 os.environ.setdefault("HIDDEN_FROM_TESTS_CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 if "TORCH_CUDA_SANITIZER" in os.environ:
     os.environ["HIDDEN_FROM_TESTS_TORCH_CUDA_SANITIZER"] = os.environ.pop("TORCH_CUDA_SANITIZER")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from pydoc_data import topics
+# Data of tests need not survive a loss of power, and waiting for the disk would take a tenth of the time.
+os.fsync = os.fstat
+# accelerate looks for this package in every backward pass, in every folder of the path.
+sys.modules.setdefault("lomo_optim", None)
 
-import pytest
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-from hf_hybrid import HybridConfig
-
-torch.set_num_threads(1)
-
-CHECKPOINTING = "activation_checkpointing"
-"""The option of `TrainingArguments`, which had another name in the oldest versions that are supported."""
-if not hasattr(TrainingArguments, CHECKPOINTING):
-    CHECKPOINTING = "gradient_checkpointing"
-
+SLOWEST_FIRST = (
+    "simulated_gpu/test_scenarios.py",
+    "test_machine.py",
+    "simulated_gpu/test_commands.py",
+    "test_checkpoint.py",
+    "report/test_card_and_hub.py",
+)
+"""Files that take half a minute and more."""
 LENGTH = 32
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config):
+    """Let xdist keep our order of files; it would begin with those that have many tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the slowest files, so that the processes end together."""
+    rank = {str(HERE / name): number for number, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
 
 
 def pytest_collection_finish(session):
@@ -36,6 +64,9 @@ def pytest_collection_finish(session):
 
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     values = {
         "vocab_size": 256,
@@ -50,10 +81,12 @@ def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**values, **overrides}))
 
 
-class ByteText(Dataset):
+class ByteText:
     """English text as bytes, in blocks of `LENGTH`."""
 
     def __init__(self, samples: int, offset: int = 0):
+        import torch
+
         text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
         blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // LENGTH * LENGTH]
         self.blocks = blocks.view(-1, LENGTH)[offset : offset + samples].long()
@@ -84,6 +117,8 @@ def config_values(output_dir, **overrides) -> dict:
 
 def hybrid_config(output_dir, **overrides) -> HybridConfig:
     """A short run that goes through all four phases several times."""
+    from hf_hybrid import HybridConfig
+
     phases = {
         "warmup_phase_steps": 4,
         "full_phase_steps": 3,
@@ -100,6 +135,8 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(first: dict, second: dict) -> None:
+    import torch
+
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"{len(different)} of {len(first)} parameters differ, first {different[:3]}"
@@ -111,6 +148,8 @@ def losses(trainer) -> list[float]:
 
 
 def finite(model) -> bool:
+    import torch
+
     return all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTING, config_values, weights
+from conftest import config_values, weights
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -51,6 +51,7 @@ from hf_hybrid.integrations.shared_prompts import (  # noqa: E402
     spread,
     visible,
 )
+from hf_hybrid.plan.setups import checkpointing_option  # noqa: E402
 
 WORDS = 61
 
@@ -248,7 +249,7 @@ CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "adapters": {"peft_config": lora, "reference": None},
     "reference beforehand": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 4},
-    "checkpointing": {CHECKPOINTING: True},
+    "checkpointing": {checkpointing_option(): True},
     "truncated": {"max_length": 18},
     "truncated at the beginning": {"max_length": 18, "truncation_mode": "keep_end"},
     "multiple": {"pad_to_multiple_of": 16},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTING, ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from rig.live_bytes import saved_for_backward
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -16,6 +16,7 @@ from hf_hybrid import HybridTrainer, PhasePlugin
 from hf_hybrid.phase_memory import activations
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.phases import Phase, PluginContext
+from hf_hybrid.plan.setups import checkpointing_option
 
 LAYERS = 8
 HIDDEN = 128
@@ -26,14 +27,14 @@ SETTING = {"use_reentrant": False}
 
 def enable(model, **newer):
     """Transformers' own checkpointing; its methods had another name in older versions, and took less."""
-    if CHECKPOINTING == "activation_checkpointing":
+    if checkpointing_option() == "activation_checkpointing":
         model.activation_checkpointing_enable(SETTING, **newer)
     else:
         model.gradient_checkpointing_enable(SETTING)
 
 
 def disable(model):
-    getattr(model, f"{CHECKPOINTING}_disable")()
+    getattr(model, f"{checkpointing_option()}_disable")()
 
 
 def deep_model(**overrides):
@@ -237,7 +238,7 @@ def test_it_is_on_in_the_phases_named_and_off_in_the_others(tmp_path):
 
 def test_what_the_user_set_comes_back(tmp_path):
     model = deep_model()
-    run(tmp_path, ActivationCheckpointing(), model=model, max_steps=6, **{CHECKPOINTING: True})
+    run(tmp_path, ActivationCheckpointing(), model=model, max_steps=6, **{checkpointing_option(): True})
     assert all(switched_on(model))  # as Trainer leaves it
     enable(model, every_n_layers=2)
     before = switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]

@@ -6,9 +6,9 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | file | what it gives |
 |---|---|
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
+| `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |
-| `import_everything.py` | a process that imports every module and compares other packages before and after |
 | `launched.py` | the runs that two processes of `accelerate launch` make |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `pages.py` | a page of HTML taken apart |

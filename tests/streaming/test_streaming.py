@@ -4,12 +4,13 @@ import gc
 
 import pytest
 import torch
-from conftest import CHECKPOINTING, ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
 from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.plan.estimate import PlanError
+from hf_hybrid.plan.setups import checkpointing_option
 from hf_hybrid.streaming.layers import NoLayerListError
 
 LAYERS = 4
@@ -123,7 +124,7 @@ def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):
 
 
 def test_trainers_own_checkpointing_is_not_done_twice(plain, tmp_path, train_set):
-    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{CHECKPOINTING: True})
+    trainer = make_streamed(tmp_path, train_set, accumulation_walk="micro_batch", **{checkpointing_option(): True})
     trainer.train()
     calls = sum(unit.calls for unit in trainer.memory.streamer.layers)
     assert calls == 12 * 4 * LAYERS
