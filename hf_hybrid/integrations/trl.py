@@ -273,6 +273,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
 
     def __init__(self, model, args=None, *positional, **kwargs):
         check_config(args, HybridSFTConfig, SFTConfig)
+        args = HybridSFTConfig(default_folder(model, "SFT")) if args is None else args
         super().__init__(model, args, *positional, **kwargs)
 
     def _prepare_probe_set(self, dataset):

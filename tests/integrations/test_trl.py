@@ -601,6 +601,16 @@ def test_configs_that_were_mixed_up_are_named(tmp_path):
             trainer(llama(), args=args, train_dataset=CHATS)
 
 
+def test_trainers_without_a_config_make_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = (
+        (HybridSFTTrainer(llama(), train_dataset=CHATS, processing_class=TOKENIZER), HybridSFTConfig, "-SFT"),
+        (HybridDPOTrainer(llama(), llama(), train_dataset=PAIRS, processing_class=TOKENIZER), HybridDPOConfig, "-DPO"),
+    )
+    for trainer, config, folder in made:
+        assert type(trainer.args) is config and trainer.args.output_dir == folder
+
+
 def test_plain_trl_configs_are_accepted(tmp_path):
     trainer = sft(HybridSFTTrainer, SFTConfig, tmp_path, max_steps=3)
     trainer.train()
