@@ -17,6 +17,16 @@ Named = dict[str, nn.Parameter]
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Devices on which torch has a fused AdamW."""
 
+RATE_SCALE = 4.0
+"""
+Best learning rate of Muon with AdamW over that of AdamW alone (docs/evaluation.md, "`fast` at AdamW's learning rate").
+
+AdamW alone has one rate for all weights, and the hidden matrices bound it: the largest singular values of its steps are
+many times their root mean square. Muon's steps have equal singular values, so that they stay stable at a higher rate,
+and the embeddings and the head then take a higher rate too. The shape of a matrix is part of Muon's step already
+(`match_rms_adamw`).
+"""
+
 _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
@@ -39,6 +49,9 @@ class MuonAdamW(torch.optim.Optimizer):
     scaled to the root mean square of AdamW's (`match_rms_adamw`; Liu et al., 2025, arXiv 2502.16982), so that both
     take the same learning rate. Groups and state are read anew at each step, so schedulers, clipping and checkpoints
     treat this as any other optimizer. AdamW holds two values per weight, Muon one.
+
+    `group["rate_scale"]` (1 by default) multiplies the learning rate of a group inside [`step`], so that `group["lr"]`
+    remains what the user and the scheduler know.
 
     Args:
         params (`Iterable`): Parameters or groups of them, AdamW's first.
@@ -71,6 +84,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, as in any optimizer; `param_group["algorithm"]` is `"adamw"` (default) or `"muon"`."""
         algorithm = param_group.setdefault("algorithm", "adamw")
+        param_group.setdefault("rate_scale", 1.0)
         if algorithm not in self._inner:
             raise ValueError(f"`algorithm` must be one of {', '.join(self._inner)}, got `{algorithm}`.")
         self._link()
@@ -99,7 +113,14 @@ class MuonAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for inner in self._link():
-            inner.step()
+            rates = [group["lr"] for group in inner.param_groups]
+            for group, rate in zip(inner.param_groups, rates):
+                group["lr"] = rate * group["rate_scale"]
+            try:
+                inner.step()
+            finally:
+                for group, rate in zip(inner.param_groups, rates):
+                    group["lr"] = rate
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,6 +207,8 @@ def muon_groups(
     """
     Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's.
 
+    Their `rate_scale` is [`RATE_SCALE`], so that the learning rate that is best for AdamW alone is right for both.
+
     Args:
         model (`nn.Module`): What is trained.
         decay_names (`Collection[str]`): Parameters that decay, from `Trainer.get_decay_parameter_names`.
@@ -207,5 +230,6 @@ def muon_groups(
             parameters = [parameter for name, parameter in named.items() if (name in decay_names) is decays]
             if parameters or algorithm == "adamw":  # the first group's rate is the one that is logged
                 decay = weight_decay if decays else 0.0
-                groups.append({"params": parameters, "lr": rate, "weight_decay": decay, "algorithm": algorithm})
+                group = {"params": parameters, "lr": rate, "weight_decay": decay, "algorithm": algorithm}
+                groups.append(group | {"rate_scale": RATE_SCALE})
     return groups

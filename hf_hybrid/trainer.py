@@ -491,7 +491,7 @@ class HybridTrainerMixin(PublishingMixin):
             return
         groups = self.optimizer.param_groups
         if self.accelerator.sync_gradients:
-            self.run.after_update([float(group["lr"]) for group in groups])
+            self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):
             group["lr"] = rate

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
+from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
@@ -132,12 +132,13 @@ def make(model, lr_scale=1.0, **overrides) -> MuonAdamW:
 
 
 def reference(model, lr_scale=1.0):
-    """Torch's own optimizers, by hand."""
+    """Torch's own optimizers, by hand, at the learning rate times `RATE_SCALE`."""
+    rate = 1e-2 * RATE_SCALE
     layers = [p for name, p in model.named_parameters() if "_proj" in name]
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     groups = [{"params": [model.model.embed_tokens.weight], "weight_decay": 0.1}, {"params": norms, "weight_decay": 0}]
-    muon = torch.optim.Muon(layers, lr=1e-2 * lr_scale, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return [torch.optim.AdamW(groups, lr=1e-2, fused=True), muon]
+    muon = torch.optim.Muon(layers, lr=rate * lr_scale, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [torch.optim.AdamW(groups, lr=rate, fused=True), muon]
 
 
 def give_gradients(model, step: int) -> None:
@@ -166,7 +167,8 @@ def test_equal_to_torch_bit_for_bit():
             schedule.step()
     assert_same_weights(weights(model), weights(twin))
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    assert rates[0] == rates[1] + rates[2] and rates[0][-1] == pytest.approx(2e-2 / 6)
+    assert [RATE_SCALE * rate for rate in rates[0]] == rates[1] + rates[2]
+    assert rates[0][-1] == pytest.approx(2e-2 / 6), "groups keep the rate of `learning_rate`"
     optimizers[0].zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
