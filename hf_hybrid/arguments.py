@@ -181,8 +181,9 @@ class HybridArguments:
     )
     muon_lr_scale: float = option(
         1.0,
-        "With optim=muon: learning rate of the hidden matrices (Muon), as a multiple of learning_rate, which the other "
-        "parameters have (AdamW).",
+        "With optim=muon: learning rate of the hidden matrices (Muon), as a multiple of that of the other parameters "
+        "(AdamW). Both are learning_rate times four, so that the best rate of AdamW alone is right; times one with "
+        "adapters.",
         above=0,
     )
     muon_momentum: Optional[float] = option(

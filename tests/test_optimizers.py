@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.leaps.run import LeapRun
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
@@ -353,22 +354,26 @@ def test_the_momentum_is_the_options_or_the_presets(options, momentum, tmp_path,
 
 
 def test_training_of_adapters_alone(tmp_path, train_set):
-    """There is nothing for AdamW."""
+    """There is nothing for AdamW, and Muon has the rate of `learning_rate`."""
     trainer = trainer_for(tmp_path, train_set, lora(), max_steps=10)
     before = weights(trainer.model)
     trainer.train()
+    assert {group["rate_scale"] for group in trainer.optimizer.param_groups} == {1.0}
     after = weights(trainer.model)
     assert all(torch.equal(before[name], after[name]) is ("lora" not in name) for name in before)
     assert steps(trainer)[-1][0] < steps(trainer)[0][0]
 
 
 @pytest.mark.parametrize("direction", ["orthogonal", "gradient_memory"])
-def test_phases_train(direction, tmp_path, train_set):
+def test_phases_train(direction, tmp_path, train_set, monkeypatch):
     config = hybrid_config(tmp_path, optim="muon", direction=direction, max_steps=25)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
+    seen, observe = [], LeapRun.after_update
+    monkeypatch.setattr(LeapRun, "after_update", lambda run, rates: (seen.append(rates), observe(run, rates)))
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values()) and summary["leaps"]
+    assert max(map(max, seen)) == RATE_SCALE * config.learning_rate, "leaps see the rate that weights move by"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     assert HybridConfig.from_json(tmp_path).optim == "muon"

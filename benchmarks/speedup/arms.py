@@ -34,7 +34,7 @@ class Arm:
         arguments (`dict`): Options of `TrainingArguments` that differ from the task's.
         optimizer (`Callable`, *optional*): From trainable parameters, learning rate and steps to an optimizer.
         direction (`Callable`, *optional*): Returns a direction that is not part of the package.
-        rate_of (`str`): Whose best learning rate the search begins at: `"adamw"`, `"muon"`, or `"one"` for 1.
+        rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
         probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
@@ -76,8 +76,8 @@ ARMS = {
         Arm("adamw", "plain Trainer"),
         Arm("hybrid", "HybridTrainer as it comes", {}),
         Arm("held_out", "HybridTrainer with a `probe_dataset`", {}, probe_set=True),
-        Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}, rate_of="muon"),
-        Arm("fast", "preset fast", {"preset": "fast"}, rate_of="muon"),
+        Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}),
+        Arm("fast", "preset fast", {"preset": "fast"}),
         # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
         Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
         Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
