@@ -60,7 +60,7 @@ from torch import Tensor
 
 from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, SharedPromptArguments, as_declared, option
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
+from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin, rows_of_completions
 from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
@@ -234,6 +234,11 @@ class ExactSkips:
         self.rows += total
         self.rows_skipped += total - needed
         self.passes_avoided += planned.count(None)
+
+    @property
+    def planned(self) -> list[Batch]:
+        """The micro-batches that are planned and not computed yet."""
+        return [batch for batch in self._planned if batch is not None]
 
     def next(self) -> Batch | None:
         """Return the next micro-batch, or `None` where nothing is computed."""
@@ -457,6 +462,7 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
             leave_out=self._skips_exactly,
             by_prompt=self._by_prompt,
         )
+        self.shared_prompts.copy_ahead(self._skips.planned, rows_of_completions, known_by="completion_ids")
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
@@ -465,7 +471,8 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        return super()._compute_loss(model, inputs)
+        with self.shared_prompts.computing(inputs["completion_ids"]):
+            return super()._compute_loss(model, inputs)
 
     # Checkpoints.
 

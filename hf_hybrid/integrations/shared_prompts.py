@@ -46,7 +46,7 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,35 +90,44 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Batch:
         """Copy a batch to the host, in one transfer."""
-        ids, mask, labels = torch.stack([input_ids, attention_mask.to(input_ids), labels]).cpu()
-        return cls.on_host(ids, mask, labels)
+        return copied_together([(input_ids, attention_mask, labels)])[0]
 
-    @classmethod
-    def on_host(cls, ids: Tensor, mask: Tensor, labels: Tensor) -> Batch:
-        """Make a batch of tensors on the host."""
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Tokens, mask and labels that TRL gives a model, each `[batch, length]`."""
+
+
+def copied_together(batches: list[Rows]) -> list[Batch]:
+    """Copy batches to the host in one transfer."""
+    rows = [torch.stack([tensor.long() for tensor in batch]) for batch in batches]
+    flat = torch.cat([tensor.flatten() for tensor in rows]).cpu()
+    parts = flat.split([tensor.numel() for tensor in rows])
+    made = []
+    for tensor, part in zip(rows, parts, strict=True):
+        ids, mask, labels = part.view(tensor.shape)
         columns = torch.arange(1, ids.shape[1])
-        return cls(ids, mask, labels, (columns * predicted(labels)).amax(1).tolist())
+        made.append(Batch(ids, mask, labels, (columns * predicted(labels)).amax(1).tolist()))
+    return made
 
 
 _PAIRS = ("input_ids", "attention_mask", "completion_mask")
 
 
-def copied_together(batches: list[dict[str, Tensor]]) -> list[Batch]:
-    """
-    Copy preference pairs to the host, all of them in one transfer.
+def rows_of_pairs(batch: Mapping[str, Tensor]) -> Rows:
+    """Return what TRL gives a model for a batch of preference pairs."""
+    ids, mask, completion = (batch[name] for name in _PAIRS)
+    return ids, mask, ids.masked_fill(completion == 0, IGNORED)
 
-    Args:
-        batches (`list[dict]`): With `input_ids`, `attention_mask` and `completion_mask`, each `[batch, length]`. TRL's
-            labels are the tokens that the last one marks.
-    """
-    tensors = [[batch[name].long() for name in _PAIRS] for batch in batches]
-    flat = torch.cat([tensor.flatten() for three in tensors for tensor in three]).cpu()
-    parts = iter(flat.split([tensor.numel() for three in tensors for tensor in three]))
-    made = []
-    for three in tensors:
-        ids, mask, completion = (next(parts).view(tensor.shape) for tensor in three)
-        made.append(Batch.on_host(ids, mask, ids.masked_fill(completion == 0, IGNORED)))
-    return made
+
+def rows_of_completions(batch: Mapping[str, Tensor]) -> Rows:
+    """Return what TRL gives a model for a batch of prompts with a sampled completion each."""
+    prompt, completion = batch["prompt_ids"], batch["completion_ids"]
+    labels = completion.masked_fill(batch["completion_mask"] == 0, IGNORED)
+    return (
+        torch.cat([prompt, completion], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        torch.cat([torch.full_like(prompt, IGNORED), labels], dim=1),
+    )
 
 
 def predicted(labels: Tensor) -> Tensor:
@@ -434,6 +443,7 @@ class SharedPrompts:
         self._told: set[str] = set()
         self._rows: SharedRows | None = None
         self._copied: list[tuple[weakref.ref[Tensor], Batch]] = []
+        self._computed: Tensor | None = None
         self._comparing = False
 
     @property
@@ -484,25 +494,37 @@ class SharedPrompts:
         self._rows = rows = rows.readable_on(inputs["input_ids"].device)
         return args, {**inputs, **inputs_of(model, rows, inputs["input_ids"].device)}
 
-    def copy_ahead(self, batches: list[Any]) -> None:
-        """Copy the preference pairs of a step to the host at once: the host waits for the device at every copy."""
-        pairs = [
-            batch
-            for batch in batches
-            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
-        ]
+    def copy_ahead(self, batches: list[Mapping], rows: Callable[[Mapping], Rows], known_by: str) -> None:
+        """
+        Copy the batches of a step to the host at once: the host waits for the device at every copy.
+
+        Args:
+            batches (`list[Mapping]`): As the trainer gets them.
+            rows (`Callable`): From a batch to what a model will get of it: [`rows_of_pairs`], [`rows_of_completions`].
+            known_by (`str`): Name of the tensor that a model will get, or of that of [`computing`].
+        """
         self._copied = []
-        if self.may_share and pairs:
-            copies = copied_together(pairs)
-            self._copied = [(weakref.ref(pair["input_ids"]), copy) for pair, copy in zip(pairs, copies, strict=True)]
+        if self.may_share and batches:
+            copies = copied_together([rows(batch) for batch in batches])
+            self._copied = [(weakref.ref(batch[known_by]), copy) for batch, copy in zip(batches, copies, strict=True)]
+
+    @contextlib.contextmanager
+    def computing(self, tensor: Tensor) -> Iterator[None]:
+        """Inside, a model gets tokens that TRL has just put together. Their copy on the host is known by `tensor`."""
+        self._computed = tensor
+        try:
+            yield
+        finally:
+            self._computed = None
 
     def _on_host(self, inputs: dict[str, Any]) -> Batch:
         """Return a batch on the host: as it was copied ahead, or for another pass, or else copied now."""
+        known_by = inputs["input_ids"] if self._computed is None else self._computed
         for seen, batch in self._copied:
-            if seen() is inputs["input_ids"]:
+            if seen() is known_by:
                 return batch
         batch = Batch.of(*(inputs[name] for name in _BATCH))
-        self._copied = [(weakref.ref(inputs["input_ids"]), batch)]
+        self._copied = [(weakref.ref(known_by), batch)]
         return batch
 
     def _after(self, model: nn.Module, args: tuple, outputs):
@@ -599,7 +621,12 @@ class SharedPromptsMixin:
     def get_batch_samples(self, *args):
         self._counts_before = self.shared_prompts.state_dict()
         batches, items = super().get_batch_samples(*args)
-        self.shared_prompts.copy_ahead(batches)
+        pairs = [
+            batch
+            for batch in batches
+            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
+        ]
+        self.shared_prompts.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
         return batches, items
 
     def _save_optimizer_and_scheduler(self, output_dir):

@@ -121,10 +121,12 @@ def test_weights_of_rloo(share, tmp_path):
     check_equal(theirs, ours, share)
 
 
-def test_weights_of_adapters(tmp_path):
-    theirs, ours = (
-        train(cls, tmp_path, 0.7, peft_config=lora(), learning_rate=1.0) for cls in (GRPOTrainer, HybridGRPOTrainer)
-    )
+@pytest.mark.parametrize(
+    "loss_type", ["dapo", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("bnpo", "grpo"))]
+)
+def test_weights_of_adapters(loss_type, tmp_path):
+    options = {"peft_config": lora(), "learning_rate": 1.0, "loss_type": loss_type}
+    theirs, ours = (train(cls, tmp_path, 0.7, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
     check_equal(theirs, ours, 0.7)
 
 

@@ -834,6 +834,32 @@ def dpo(place: Place) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
+def grpo(place: Place, **options) -> dict[str, Tensor]:
+    """TRL's GRPO: rows without advantage are left out, and two completions share a prompt."""
+    import datasets
+
+    from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
+
+    def reward(prompts, completions, **_) -> list[float]:
+        easy = [prompt.startswith("Say 0") for prompt in prompts]
+        return [1.0 if e else sum(map(ord, text)) % 7 / 7 for e, text in zip(easy, completions)]
+
+    prompts = [{"prompt": f"Say {n % 4}: {'and again ' * 2}"} for n in range(32)]
+    options = {"bf16": False, "num_generations": 2, "max_completion_length": 4, "disable_dropout": True, **options}
+    trainer = HybridGRPOTrainer(
+        model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
+        train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
+    )  # fmt: skip
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    return weights_of(trainer)
+
+
+SCENARIOS["grpo"] = Scenario(grpo, keeps_model=True, tolerance=1e-5)
+SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), keeps_model=True, tolerance=1e-5)
+
+
 @scenario(keeps_model=True, simulated_only=True)  # a GPU cannot be told at which allocation memory ends
 def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
     """Memory ends where the buffers of leaps are made: they go to the host."""
@@ -946,13 +972,14 @@ class Lines(logging.Handler):
 SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "bf16_copies", "bf16_of_a_device_model",
     "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied", "fast_streamed", "fetched_far_ahead",
-    "int8_probes_registered", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed", "leaps_gradient_memory",
-    "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand", "no_accumulation", "no_clipping",
-    "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident", "out_of_memory_streamed",
-    "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident", "registered_lora_int8", "rescued_rate",
-    "resident_leaps_gradient_memory", "resident_leaps_host_buffers", "resident_leaps_of_large_matrices",
-    "resident_leaps_planned", "saves_eight_bit", "sft_streamed", "sgd", "states_eight_bit", "states_on_host",
-    "states_pinned", "states_pinned_and_saves", "trained_twice", "uneven_by_micro_batch",
+    "grpo_more", "int8_probes_registered", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed",
+    "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand",
+    "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
+    "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
+    "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory", "resident_leaps_host_buffers",
+    "resident_leaps_of_large_matrices", "resident_leaps_planned", "saves_eight_bit", "sft_streamed", "sgd",
+    "states_eight_bit", "states_on_host", "states_pinned", "states_pinned_and_saves", "trained_twice",
+    "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
 

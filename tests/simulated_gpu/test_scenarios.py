@@ -103,6 +103,13 @@ def stops_at_leaps(name, results) -> int:
     return results.of(name)["facts"]["stops_at_leaps"]["hf_hybrid"]
 
 
+@pytest.mark.slow
+@needs("grpo", "grpo_more")
+def test_grpo_stops_the_host_no_oftener_with_more_micro_batches(results):
+    few, many = (results.of(name)["facts"]["stops"]["hf_hybrid"] for name in ("grpo", "grpo_more"))
+    assert few == many, results.of("grpo_more")["stop_sites"]
+
+
 @needs("by_micro_batch", "by_micro_batch_more", "by_layer", "by_layer_more", "eight_bit", "eight_bit_more")
 def test_steps_stop_the_host_no_oftener_with_more_layers_and_micro_batches(results):
     for name in ("by_micro_batch", "by_layer", "eight_bit"):
