@@ -304,9 +304,10 @@ class AdapterRateSearch:
     """
     The rescue of adapters: raise the rate until training diverges, go back to earlier weights, and hold a fifth of it.
 
-    The search begins if the first cosines are all positive. At a good rate they are not, and it stays. Growth is fast
-    while the cosine is near its peak, and slower beyond. Two losses in a row outside of the range of the last ones end
-    it; after the first the scale waits. If the rate that is held diverges within the next steps too, or fewer pairs of
+    The search begins as soon as the mean of the first cosines is clearly positive. With two sequences per step one of
+    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Growth is fast while the
+    cosine is near its peak, and slower beyond. Two losses in a row outside of the range of the last ones end it; after
+    the first the scale waits. If the rate that is held diverges within the next steps too, or fewer pairs of
     preferences are ranked right than before, the weights go back again and it is halved. A search from 2e-5 takes about
     20 steps.
 
@@ -319,8 +320,10 @@ class AdapterRateSearch:
     """Log growth per step."""
     NEAR_PEAK = 0.25
     """Share of the peak cosine above which growth is fast."""
-    FIRST = 6
-    """So many cosines must be positive before the scale grows. If they had no sign, that is one case of 64."""
+    FIRST, WAIT = 6, 12
+    """Cosines that are looked at before the scale grows, at least and at most."""
+    CLEAR = 3.5
+    """Standard errors above zero that their mean must be. Cosines without a sign are in 1.6 % of all cases."""
     WINDOW, AT_LEAST = 8, 4
     """Losses that make the range, at most and at least."""
     OUTSIDE = 3.0
@@ -342,6 +345,7 @@ class AdapterRateSearch:
         self.log_scale = self.used = self.peak = self.suspected_at = 0.0
         self.steps = self.suspicious = self.since = 0
         self.losses: list[float] = []
+        self.first: list[float] = []
         self.average = _Average()
         self.watch = AccuracyWatch()
 
@@ -397,10 +401,9 @@ class AdapterRateSearch:
         self.average.add(cosine, self.log_scale, LearningRateRescue.DECAY_GROWING)
         self.peak = max(self.peak, self.average.mean)
         if self.state == "waiting":
-            if cosine <= 0:
-                return self._hold()
-            if self.average.count < self.FIRST:
-                return
+            self.first.append(cosine)
+            if not self._is_clear():
+                return self._hold() if len(self.first) == self.WAIT else None
             self.state = "growing"
         self.recent.add(self.used)
         highest = max(0.0, math.log(self.HIGHEST / self.learning_rate))
@@ -409,6 +412,13 @@ class AdapterRateSearch:
             return self._go_back()
         near = min(cosine, self.average.mean) > self.NEAR_PEAK * self.peak
         self.log_scale = min(highest, self.log_scale + (self.FAST if near else self.SLOW))
+
+    def _is_clear(self) -> bool:
+        """Whether the mean of the first cosines is clearly above zero."""
+        count = len(self.first)
+        if count < self.FIRST:
+            return False
+        return statistics.fmean(self.first) > self.CLEAR * statistics.stdev(self.first) / math.sqrt(count)
 
     def _go_back(self) -> None:
         if self.state == "growing":
@@ -432,7 +442,7 @@ class AdapterRateSearch:
             self.log_scale = max(0.0, self.log_scale - math.log(4))
 
     _STATE = (
-        "state", "log_scale", "used", "peak", "suspected_at", "steps", "suspicious", "since", "losses",
+        "state", "log_scale", "used", "peak", "suspected_at", "steps", "suspicious", "since", "losses", "first",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:

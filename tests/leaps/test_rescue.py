@@ -173,6 +173,20 @@ def test_adapters_at_a_good_rate_are_left_alone():
     assert all(set(Diverges(5.0, seed=seed, good=True).steps(40)) == {1.0} for seed in range(10))
 
 
+@pytest.mark.parametrize("cosines, begins", [
+    ([-0.018, 0.018, 0.024, 0.081, 0.043, 0.057, 0.054, 0.048, 0.020, 0.095], True),  # DPO of SmolLM2, 2 pairs a step
+    ([0.2, 0.3, 0.25, 0.28, 0.22, 0.31], True),
+    ([0.02, -0.03, 0.05, -0.01, 0.04, 0.01] * 3, False),
+    ([-0.2, -0.1, -0.15] * 4, False),
+])  # fmt: skip
+def test_the_search_begins_where_the_first_cosines_are_clearly_positive_on_average(cosines, begins):
+    search = Diverges(5.0, seed=0).search
+    for cosine in cosines:
+        search.observe(5.0, cosine, Diverges.PEAK)
+    assert (search.state == "growing") is begins and (search.scale > 1) is begins
+    assert begins or search.state == "held"
+
+
 def test_the_schedule_is_counted_in():
     """Divergence was seen at half of the peak rate: the factor on the peak is half of what it was then."""
     late, early = (math.log(Diverges(6.0, seed=0).steps(40, share)[-1]) for share in (1.0, 0.5))
