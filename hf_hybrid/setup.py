@@ -412,6 +412,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     vram, ram = (
         None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
     )
+    leaps = why_no_leaps(trainer) is None
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
@@ -437,7 +438,8 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
         enable_predict=options.enable_predict,
-        values_per_weight=direction.values_per_weight,
+        values_per_weight=direction.values_per_weight if leaps else None,
+        kept_copies=0 if leaps or not rescue_is_on(args, options) else AdapterRateSearch.KEPT,
         buffers_device=options.buffers_device,
     )
     return Estimator(shape, Tracer.of(model)).plan(setup)

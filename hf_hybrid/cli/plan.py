@@ -48,7 +48,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
-    add("--enable_predict", action="store_true", help="count the memory of leaps (gradient average and snapshot)")
+    add("--enable_predict", action="store_true", help="count the memory of leaps, or of the adapters' rate search")
     add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")

@@ -268,8 +268,9 @@ class RecentWeights:
 
     def add(self, mark: float) -> None:
         """Copy the weights."""
+        self._kept = self._kept[max(0, len(self._kept) + 1 - self.most) :]  # first, to hold no more at any time
         copies = [torch.empty_like(p, device="cpu").copy_(p.detach()) for p in self.parameters]
-        self._kept = [*self._kept, (mark, copies)][-self.most :]
+        self._kept.append((mark, copies))
 
     @torch.no_grad()
     def go_back(self, mark: float) -> None:

@@ -5,7 +5,8 @@ One [`Estimator`] serves the trainer (for its live model) and `hf-hybrid plan` (
 and has no data). Both get the same plan for the same setup.
 
 **Resident.** The device's peak is read from a trace of a step ([`trace`]): the largest moment, by category. Leaps add
-their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot.
+their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot. Adapters train
+without leaps; the search for their learning rate keeps copies of them on the host, in the same category.
 
 **Streamed.** Layers live on the host and visit the device, so a trace of the resident model is not theirs. The table is
 summed up from the sizes of the layers and from the trace's activations of checkpointed layers:
@@ -163,12 +164,12 @@ class _PerWeight:
         self.state = setup.states_per_weight * (EIGHT_BIT_STATE if self.eight_bit else self.own[0])
         chunk = min(shape.largest_trainable, UPDATE_CHUNK) * self.eight_bit
         self.scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
-        leap = shape.largest_leap * setup.enable_predict
+        leap = shape.largest_leap * setup.leaps
         self.orthogonal = {
             "device": MUON_SCRATCH * max(shape.largest_muon, leap),
             "host": max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap),
         }
-        self.leaps = 4 * setup.values_per_weight + self.own[0]
+        self.leaps = 4 * setup.values_per_weight + self.own[0] if setup.leaps else 0
         self.slot = max(self.packed(layer.split()[0], int8=True) for layer in set(shape.layers))
         self.on_gpu = setup.accelerator == "cuda"
         self.locked = locked_bytes if self.on_gpu else lambda size: size
@@ -332,7 +333,7 @@ class Estimator:
         return Plan(setup, shape, "streamed", resident_layers, stream_embeddings, table, "", traced, parked)
 
     def _held(self, setup: Setup, per: _PerWeight, resident: Unit, *, streamed: bool = False) -> ByteTable:
-        """A table of what stays on the device, and of the buffers of leaps."""
+        """A table of what stays on the device, and of what leaps and the rate search keep."""
         table = ByteTable()
         table.add("weights", "device", resident.bytes(per.own))
         table.add("gradients", "device", resident.trainable * per.own[0])
@@ -342,11 +343,14 @@ class Estimator:
         return table
 
     def _add_leaps(self, table: ByteTable, setup: Setup, per: _PerWeight, resident: Unit) -> None:
-        if setup.enable_predict:
-            beside = resident.trainable if setup.buffers_device == "auto" else 0
-            for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
-                scratch = 4 * self.shape.largest_trainable * (weights > 0)
-                table.add("drift", place, weights * per.leaps + scratch)
+        if not (setup.enable_predict and (setup.leaps or setup.kept_copies)):
+            return
+        beside = resident.trainable if setup.buffers_device == "auto" else 0
+        for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
+            scratch = 4 * self.shape.largest_trainable * (weights > 0)  # of the rate search as well
+            table.add("drift", place, weights * per.leaps + scratch)
+        table.add("drift", "host", setup.kept_copies * per.own[0] * self.shape.total.trainable)
+        if setup.leaps:
             # Buffers on the host are page-locked where the weights lie on a GPU.
             counts = [piece.count for piece in resident.pieces if piece.trained and setup.buffers_device == "cpu"]
             taken = sum(setup.values_per_weight * per.locked(4 * n) + per.locked(per.own[0] * n) for n in counts)
@@ -378,7 +382,7 @@ class Estimator:
             (setup.stream_embeddings is False, 1, {"stream_embeddings": None}),
             (not setup.offload_activations, 2, {"offload_activations": True}),
             (setup.memory == "off" and not setup.checkpointed, 2, {"activation_checkpointing": True}),
-            (setup.buffers_device == "auto" and setup.enable_predict, 2, {"buffers_device": "cpu"}),
+            (setup.buffers_device == "auto" and setup.leaps, 2, {"buffers_device": "cpu"}),
             (setup.prefetch_layers > 0, 2, {"prefetch_layers": 0}),
             (setup.memory == "off", 3, {"memory": "auto"}),
             (setup.micro_batches_in_flight > 1, 3, {"accumulation_walk": "micro_batch"}),

@@ -21,6 +21,8 @@ from hf_hybrid.streaming.layers import find_layers
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
+ADAPTER_COPIES = 6
+"""Copies of adapters that the search for their learning rate keeps (`AdapterRateSearch.KEPT`)."""
 
 
 def plan_memory(
@@ -56,7 +58,9 @@ def plan_memory(
         activation_checkpointing (`bool`): Of a resident model; streamed layers always are.
         chunked_loss (`bool`): Compute the loss without ever holding all logits.
         optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
-        enable_predict (`bool`): Count what leaps hold.
+        enable_predict (`bool`):
+            Count what leaps hold. A pretrained model gives this back in its first step, because no leaps are made.
+            With adapters, count instead the copies that the search for their learning rate keeps on the host.
         accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
 
     Returns:
@@ -124,7 +128,9 @@ class Planner:
         reason = estimator.tracer and estimator.tracer.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        return replace(estimator.best(way.setup), way=way)
+        without_leaps = {"values_per_weight": None, "kept_copies": ADAPTER_COPIES}
+        setup = replace(way.setup, **without_leaps) if way.trains == "adapters" else way.setup
+        return replace(estimator.best(setup), way=way)
 
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)

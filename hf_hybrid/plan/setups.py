@@ -52,7 +52,8 @@ class Setup:
     stream_embeddings: bool | None = None  # and the head; None: only if they do not fit
     accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next; or "micro_batch"
     enable_predict: bool = True  # leaps keep slow buffers and a snapshot of the trainable weights
-    values_per_weight: float = 1  # fp32 values that the direction of leaps keeps per trainable weight
+    values_per_weight: float | None = 1  # fp32 values that the direction of leaps keeps of each; None: there are none
+    kept_copies: int = 0  # of the trainable weights, on the host: the rate search of adapters goes back to them
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
 
     def __post_init__(self):
@@ -83,6 +84,11 @@ class Setup:
         walks = streamed and (self.micro_batches_in_flight > 1 or self.offload_activations)
         threads = 2 + self.micro_batches_in_flight * walks
         return threads * self.workspace if self.accelerator == "cuda" else 0
+
+    @property
+    def leaps(self) -> bool:
+        """Whether leaps are made."""
+        return self.enable_predict and self.values_per_weight is not None
 
     @property
     def checkpointed(self) -> bool:

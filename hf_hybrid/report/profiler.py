@@ -40,6 +40,7 @@ from transformers import TrainerCallback
 
 import hf_hybrid
 from hf_hybrid import machine
+from hf_hybrid.leaps.rescue import AdapterRateSearch
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
@@ -122,11 +123,14 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not hasattr(trainer, "memory"):  # not one of ours
         return measure_held(model, optimizer)
-    trajectory, memory = trainer.run.trajectory, trainer.memory
-    buffers = [] if trajectory is None else trajectory.tensors_held()
+    run, memory = trainer.run, trainer.memory
+    buffers = [] if run.trajectory is None else run.trajectory.tensors_held()
+    searches = run.trajectory is not None and isinstance(run.rescue, AdapterRateSearch)
+    copies = run.rescue.recent.tensors().values() if searches else ()
     host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
-    host = None if host is None else {storage_address(tensor) for tensor in host}
-    return measure_held(model, optimizer, extra=memory.tensors_held({"drift": buffers}), host_storages=host)
+    host = None if host is None else {storage_address(tensor) for tensor in (*host, *copies)}
+    extra = memory.tensors_held({"drift": [*buffers, *copies]})
+    return measure_held(model, optimizer, extra=extra, host_storages=host)
 
 
 # Sums over the records.
