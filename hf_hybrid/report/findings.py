@@ -262,6 +262,15 @@ def _verdicts(run: Run) -> Counter[str]:
     return max(known, totals, last + earlier, key=Counter.total)
 
 
+def no_leaps(run: Run) -> str | None:
+    """Why a run made no leaps, and how many steps it trained, as a sentence; `None` if its files do not say."""
+    off = {**run.options, **run.config}.get("enable_predict") is False
+    why = run.record.get("no_leaps") or ("`enable_predict` is off" if off and run.record else None)
+    if not isinstance(why, str) or leaps_made(run):
+        return None
+    return f"No leaps were made, because {why}: all {_steps(run)['real']:,} steps were trained."
+
+
 def _leap_summary(run: Run) -> dict | None:
     """Counts by verdict and what leaps gained; `None` for runs without the hybrid trainer."""
     if not run.record:
@@ -271,6 +280,7 @@ def _leap_summary(run: Run) -> dict | None:
     totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
     return {
         "made": leaps_made(run),
+        "none": no_leaps(run),
         "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
         "by_verdict": dict(verdicts),
         "mean_e": sum(gains) / len(gains) if gains else None,

@@ -345,12 +345,14 @@ def _figure(plot: Plot) -> str:
     return _section(plot.title, f"<figure>{scrolls}<figcaption>{escape(plot.alt)}</figcaption></figure>")
 
 
+def _words(text: str) -> str:
+    """Text between backticks as code."""
+    return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(escape(text).split("`")))
+
+
 def _notes(notes: Sequence[str]) -> str:
-    """Show text between backticks as code."""
     notes = [*notes, *([] if plots_available() else [INSTALL_HINT])]
-    parts = [escape(note).split("`") for note in notes]
-    items = ["".join(f"<code>{p}</code>" if index % 2 else p for index, p in enumerate(note)) for note in parts]
-    listed = "".join(f"<li>{item}</li>" for item in items)
+    listed = "".join(f"<li>{_words(note)}</li>" for note in notes)
     return f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
 
 
@@ -402,7 +404,7 @@ def _phases(phases: Sequence[dict]) -> str:
 
 def _leaps(summary: dict | None, leaps: Sequence[dict]) -> str:
     if not summary or not summary["made"]:
-        return ""
+        return _section("Leaps", f"<p>{_words(summary['none'])}</p>") if summary and summary["none"] else ""
     verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
     told = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
     if summary["mean_e"] is not None:

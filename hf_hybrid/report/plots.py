@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hf_hybrid.report.findings import ACCEPTED, accepted
+from hf_hybrid.report.findings import ACCEPTED, accepted, no_leaps
 from hf_hybrid.report.run_folder import Run, Stretch, evenly, number, phase_stretches, reading
 from hf_hybrid.report.summary import GIB, MIB, format_bytes
 
@@ -63,10 +63,11 @@ def plots_available() -> bool:
 
 def run_plots(run: Run, found: dict, folder: Path) -> list[Plot]:
     """All plots of a run, with its [`findings`], that its data support, as PNG in `folder` and as SVG."""
+    loss, rate = ("Loss", "Learning rate") if no_leaps(run) else ("Loss and leaps", "Learning rate and gain")
     plots = (
         ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
-        ("loss", "Loss and leaps", _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
-        ("rate", "Learning rate and gain", _rate_alt(run), lambda figure: paint_rate(figure, run)),
+        ("loss", loss, _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
+        ("rate", rate, _rate_alt(run), lambda figure: paint_rate(figure, run)),
     )
     return [plot for plot in (draw(*plot, folder) for plot in plots) if plot is not None]
 
@@ -329,6 +330,8 @@ def paint_loss(figure, run: Run) -> bool | None:
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
     axes[0].set_ylabel("loss (nats)")
     lines(axes[0], series)
+    if told := no_leaps(run):
+        axes[0].set_title(told.replace("`", ""), loc="right", color=PALETTE["muted"])
     if rows:
         _rug(axes[1], rows)
     if phases:
@@ -353,6 +356,7 @@ def _loss_alt(run: Run, found: dict) -> str:
     names = (("training", "training"), ("held_out", "held-out"))
     parts = [f"{name} {loss[key]:.4g}" for key, name in names if loss[key] is not None]
     told = f" {leaps['accepted']} of {leaps['made']} leaps stayed." if leaps and leaps["made"] else ""
+    told = f" {leaps['none']}" if leaps and leaps["none"] else told
     return f"Loss over {run.last_step} steps. At the end: {', '.join(parts) or 'not recorded'}.{told}"
 
 
@@ -392,7 +396,10 @@ def paint_rate(figure, run: Run) -> bool | None:
 def _rate_alt(run: Run) -> str:
     rates = run.series("learning_rate")
     told = f" Highest {max(rate for _, rate in rates):.3g}, last {rates[-1][1]:.3g}." if rates else ""
-    return f"Learning rate by step, and the gain of {len(run.leaps):,} leaps.{told}"
+    scale = number(run.record.get("learning_rate_scale"))
+    told += f" The rescue made it {scale:.3g} times the scheduled rate." if scale not in (None, 1.0) else ""
+    gains = "" if no_leaps(run) else f", and the gain of {len(run.leaps):,} leaps"
+    return f"Learning rate by step{gains}.{told}"
 
 
 # Two runs.

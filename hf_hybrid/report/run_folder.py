@@ -608,8 +608,8 @@ def phase_stretches(run: Run) -> list[Stretch]:
     The phases of all steps for which they are known, in order.
 
     From the profile; else from what was logged at each step; else Warmup and Predict from the record and the leaps, and
-    `real` for steps of Full or Correct, which these do not tell apart. A phase is not listed step by step, because a
-    damaged record can claim any number of steps.
+    `real` for steps of Full or Correct, which these do not tell apart. There is no Correct in a run that makes no
+    leaps. A phase is not listed step by step, because a damaged record can claim any number of steps.
     """
     if run.profile.steps:
         phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
@@ -651,5 +651,5 @@ def _from_record(run: Run) -> list[Stretch]:
             add(leap["step"], "real")
             add(leap["step"] + horizon, "predict")
     add(warmup, "warmup")
-    add(last, "real")
+    add(last, "full" if run.record.get("no_leaps") else "real")
     return found

@@ -295,6 +295,14 @@ def test_phases_of_steps_come_from_the_best_source(tmp_path):
     assert phases_by_step(load_run(tmp_path)) == known
 
 
+def test_a_run_without_leaps_has_no_correct(tmp_path):
+    hybrid_run(tmp_path, leaps=[])
+    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "real"}
+    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
+    write(tmp_path / "hybrid_summary.json", {**summary, "no_leaps": "adapters are trained"})
+    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "full"}
+
+
 def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
     hybrid_run(tmp_path)
     found = findings(load_run(tmp_path))

@@ -51,6 +51,21 @@ def test_the_page_has_the_five_numbers_all_plots_and_tables(reported):
     assert all(reported[name].read_bytes().startswith(b"\x89PNG") for name in reported if name.endswith(".png"))
 
 
+@pytest.mark.parametrize("why", ["adapters are trained", NASTY, None])
+def test_a_run_without_leaps_says_why_and_how_many_steps_were_trained(tmp_path, why):
+    hybrid_run(tmp_path, leaps=[])
+    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
+    write(tmp_path / "hybrid_summary.json", {**summary, "no_leaps": why, "learning_rate_scale": 40.0})
+    if why is None:
+        write(tmp_path / "hybrid_config.json", {"enable_predict": False})
+    page = Page(next(path for path in write_report(tmp_path) if path.name == "report.html").read_text())
+    told = f"because {why or 'enable_predict is off'}: all 100 steps were trained."
+    sections = "".join(page.text.split())
+    assert sections.count("".join(told.split())) >= 2, "as a section and below the plot of the loss"
+    assert "The rescue made it 40 times the scheduled rate." in page.text
+    assert "Loss and leaps" not in page.text and "gain of 0 leaps" not in page.text
+
+
 def test_the_page_loads_nothing(reported):
     page = Page(reported["report.html"].read_text())
     loading = {"src", "href", "data", "srcset", "action", "poster", "background"}
