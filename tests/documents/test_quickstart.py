@@ -17,24 +17,19 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "01_quickstart.py"
 
 
-def start(*arguments, folder):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), "--disable_tqdm", "True", *map(str, arguments)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-def test_short_run_on_a_text_file_prints_its_table(tmp_path):
+def test_short_run_on_a_text_file_prints_its_table(tmp_path, monkeypatch, capfd):
+    """In this process, as importing everything anew takes longer than the run."""
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join((ROOT / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md")) * 4)
     options = {
         "--text_file": text, "--max_steps": 40, "--block_size": 32, "--learning_rate": 2e-3, "--leap_worth": 1,
         "--divergence_threshold": 50, "--output_dir": tmp_path / "out",
     }  # fmt: skip
-    out = start(*(part for pair in options.items() for part in pair), folder=tmp_path)
+    arguments = [str(part) for pair in options.items() for part in pair]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--disable_tqdm", "True", *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    out = capfd.readouterr().out
     phases = dict(re.findall(r"(warmup|full|predict|correct) (\d+)", out))
     assert sum(map(int, phases.values())) == 40 and all(int(n) > 0 for n in phases.values())
     done, avoided = map(int, re.search(r"(\d+) done, (\d+) avoided", out).groups())
@@ -60,8 +55,13 @@ def test_help_lists_our_options(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_default_run(tmp_path):
-    out = start(folder=tmp_path)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--disable_tqdm", "True"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
     start_loss, hybrid, plain = map(
-        float, re.search(r"start (\d+\.\d+)  HybridTrainer (\d+\.\d+)  Trainer (\d+\.\d+)", out).groups()
+        float, re.search(r"start (\d+\.\d+)  HybridTrainer (\d+\.\d+)  Trainer (\d+\.\d+)", result.stdout).groups()
     )
     assert hybrid < plain - 0.5 < start_loss
