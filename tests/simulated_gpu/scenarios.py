@@ -667,8 +667,6 @@ def out_of_memory(place: Place, every: int = 10, **options) -> dict[str, Tensor]
     if not place.on_device:
         return {}
     options = {**OUT_OF_MEMORY, **options}
-    undisturbed = trainer_of(place, model(layers=2), **{**options, "max_steps": 50})
-    undisturbed.train()
     at, errors, logs, caught = 0, [], [], 0
     while len(errors) < 40:
         fault = Fault(at, every, 10 if "leap_worth" in options else 2)  # some steps are skipped, and few have a leap
@@ -685,6 +683,9 @@ def out_of_memory(place: Place, every: int = 10, **options) -> dict[str, Tensor]
         at = fault.at
         if fault.ended:
             break
+    longest = max(step for step, _ in logs)
+    undisturbed = trainer_of(place, model(layers=2), **{**options, "max_steps": min(longest, 50)})
+    undisturbed.train()
     right = {entry["step"]: entry["loss"] for entry in undisturbed.state.log_history if "loss" in entry}
     place.facts |= {
         "tried": at // every,
