@@ -7,9 +7,10 @@ The files of a checkpoint beside `Trainer`'s own, and how a run resumes from the
 | `hybrid_state.json` | phases, counters, last leaps; position in the data; plugins; options to compare with |
 | `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); exists only if it did |
 
-There is no pickle. Weights, optimizer, schedule and random generators are in Trainer's files. Whether all files are
-whole is for the manifest to say (manifest.py). A run that is killed in any phase and resumes from its
-last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
+There is no pickle, and tensors are whole, also where processes share the weights. Weights, optimizer, schedule and
+random generators are in Trainer's files. Whether all files are whole is for the manifest to say (manifest.py). A run
+that is killed in any phase and resumes from its last complete checkpoint ends at the same weights, bit for bit, as a
+run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_hybrid.arguments import hybrid_values
+from hf_hybrid.leaps.shards import canonical
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +127,12 @@ _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 
 
 def save(trainer, folder: str | Path) -> None:
-    """Write the hybrid state of a run into the checkpoint that Trainer is writing."""
+    """Write the hybrid state of a run into the checkpoint that Trainer is writing. All processes must call this."""
     tensors, run = trainer.run.state_dict()
+    # Sharded weights are whole on the first process alone.
+    is_whole = trainer.run.trajectory.shards.processes == 1
+    if not (trainer.args.should_save if is_whole else trainer.is_world_process_zero()):
+        return
     parts = {"run": run, "feed": trainer.run.feed.state_dict(), "plugins": trainer.plugins.state_dict()}
     save_hybrid_state(folder, tensors, {**resume_values(trainer), **parts})
 
@@ -250,8 +258,81 @@ def _not_restored(trainer, values: dict) -> list[str]:
         found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")
     processes = trainer.accelerator.num_processes
     if (then := values.get("processes", processes)) != processes:
-        found.append(f"The run was on {then} processes and is on {processes}: this was not tested with leaps.")
+        found.append(
+            f"The run was on {then} processes and is on {processes}: random generators start anew, and batches are "
+            "those of the saved run only if all processes together have as large ones as before."
+        )
     return found
+
+
+# Weights and optimizer on another number of processes. FSDP2 has files of its own, which name every parameter.
+
+_FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
+
+
+def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
+    """
+    Load the weights of a checkpoint whose files are not those that Trainer looks for: into one process from FSDP2's
+    files, and under FSDP2 from those of one process. Return whether this was the case.
+
+    Raises:
+        ValueError: If the checkpoint does not hold all trained weights.
+    """
+    folder = Path(folder)
+    joined = folder / _FSDP_WEIGHTS
+    if not trainer.accelerator.is_fsdp2:
+        if not joined.is_file() or trainer.is_fsdp_enabled:
+            return False
+        model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
+        return True
+    if any(folder.glob("pytorch_model_fsdp*")):
+        return False
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    weights = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
+    set_model_state_dict(model, weights, options=options)
+    return True
+
+
+def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict[str, Tensor]:
+    saved = {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
+    if not hasattr(model, "peft_config"):
+        return saved
+    trained = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    in_file = {name: name.replace(f".{model.active_adapter}.", ".") for name in trained}  # as peft writes them
+    if missing := [name for name, known in in_file.items() if known not in saved]:
+        raise ValueError(
+            f"`{folder}` holds no weights for `{missing[0]}`. Resume with the adapters of the run that wrote it."
+        )
+    return {name: saved[known] for name, known in in_file.items()}
+
+
+def load_optimizer(trainer, folder: str | Path) -> bool:
+    """As [`load_weights`], for optimizer and schedule."""
+    folder, model, optimizer = Path(folder), trainer.model, trainer.optimizer
+    sharded = trainer.accelerator.is_fsdp2
+    file = folder / ("optimizer.pt" if sharded else _FSDP_OPTIMIZER)
+    if not file.is_file() or trainer.is_fsdp_enabled != sharded:
+        return False
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    state = {}
+    if trainer.accelerator.is_main_process or not sharded:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = _by_name(state, model, optimizer) if sharded else state
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sharded)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+    trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    return True
+
+
+def _by_name(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Name the parameters in an optimizer's state, which knows them by their place."""
+    name_of = {id(parameter): canonical(name) for name, parameter in model.named_parameters()}
+    names = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [names[place] for place in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[place]: values for place, values in state["state"].items()}, "param_groups": groups}
 
 
 # The report of a resume.

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
-from hf_hybrid.machine import computes_on_cpu, mixed_precision_of, sharding_of
+from hf_hybrid.machine import computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
 
@@ -150,11 +150,10 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`{given[0]}={getattr(options, given[0])}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, "
             "or set `optim=muon`."
         )
-    if optim == "muon" and sharding:
-        raise ValueError(
-            f"`optim=muon` orthogonalises whole matrices, and `{sharding}` leaves each process a part of them. Launch "
-            f"with DDP (drop `{sharding}`), or choose another `optim`."
-        )
+    if sharding and not shards_by_fsdp2(args):
+        _refuse_sharding(sharding, optim, options)
+    if shards_by_fsdp2(args):
+        _check_fsdp2_options(options)
     if not options.enable_predict:
         return
     off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
@@ -162,11 +161,6 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         raise ValueError(
             "`fp16=True` cannot be combined with predicted steps: the gradient scaler fails on a step without "
             f"gradients. Use `bf16=True`. {off}"
-        )
-    if sharding:
-        raise ValueError(
-            f"`{sharding}` cannot be combined with leaps yet: they need whole parameters on every process. Launch with "
-            f"DDP (drop `{sharding}`). {off}"
         )
     if steps_in_backward(optim):
         raise ValueError(
@@ -178,6 +172,49 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`optim={optim}` keeps two sets of weights, and a leap would move one of them without the other. Choose "
             f"another optimizer, for example `adamw_torch_fused`. {off}"
         )
+
+
+_OBSTACLES = {
+    "deepspeed": "DeepSpeed keeps gradients and states in partitions of its own, which only its accessors can read",
+    "fsdp": "version 1 of FSDP joins the weights of a layer into one flat parameter, in which no matrix is left",
+    "megatron_lm": "Megatron-LM has its own training step and optimizer",
+    "parallelism_config": "it cuts weights along several dimensions, or repeats the shards (hybrid sharding)",
+}
+"""Why leaps, and Muon's steps, do not work on the parts of weights that a mechanism leaves each process."""
+
+
+def _refuse_sharding(sharding: str, optim: str, options: HybridArguments) -> None:
+    """Refuse leaps, and `optim=muon`, on weights that anything but FSDP2 shards."""
+    if optim == "muon":
+        what, otherwise = "`optim=muon`", "Or choose another `optim`."
+    elif options.enable_predict:
+        what, otherwise = "leaps", "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
+    else:
+        return
+    raise ValueError(
+        f"`{sharding}` cannot be combined with {what}: {_OBSTACLES[sharding]}. Use FSDP2, which shards weights, "
+        "gradients and states too (`fsdp=True`, accelerate's `fsdp_version: 2`, or `hf-hybrid train "
+        f"--accelerate_config fsdp2`), or DDP. {otherwise}"
+    )
+
+
+def _check_fsdp2_options(options: HybridArguments) -> None:
+    """Refuse options that change weights, states or activations by means that were made for whole tensors."""
+    defaults = {
+        "checkpoint_phases": None,
+        "weight_precision": None,
+        "predict_states": "stay",
+        "offload_activations": False,
+        "optimizer_states": "exact",
+        "chunked_loss": "auto",
+    }
+    for name, default in defaults.items():
+        value = getattr(options, name)
+        if value != default and value != "off":
+            raise ValueError(
+                f"`{name}={value}` was made for whole weights, and FSDP2 leaves each process a part of them. Leave it "
+                "out. To save more memory, set `activation_checkpointing` or `cpu_offload` in `fsdp_config`."
+            )
 
 
 def _check_memory_options(optim: str, options: HybridArguments) -> None:

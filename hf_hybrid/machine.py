@@ -51,6 +51,15 @@ def sharding_of(args: Any) -> str | None:
     return None
 
 
+def shards_by_fsdp2(args: Any) -> bool:
+    """Whether FSDP2 shards the weights, the only mechanism whose shards leaps take."""
+    if sharding_of(args) != "fsdp":
+        return False
+    if getattr(args, "fsdp", None):
+        return (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version") == 2
+    return os.environ.get("FSDP_VERSION") == "2"
+
+
 def mixed_precision_of(args: Any) -> str:
     """Return `"no"`, `"bf16"` or `"fp16"`, from the options or else from the launcher."""
     if getattr(args, "fp16", False):
@@ -70,8 +79,9 @@ def check_whole_parameters(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "device_mesh", None) is not None:
             raise ValueError(
-                f"`{name}` is spread over processes (a `DTensor`), and leaps need whole parameters. Load the model "
-                "without `tp_plan`, or set `enable_predict=False`."
+                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know. Load the "
+                "model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or accelerate's "
+                "`fsdp_version: 2`). Or set `enable_predict=False`."
             )
 
 

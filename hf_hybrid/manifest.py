@@ -42,6 +42,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_hybrid.checkpoint import write_json, write_note
+from hf_hybrid.leaps.shards import canonical
 
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
@@ -93,7 +94,7 @@ def new_run(model: nn.Module) -> Start:
 
 def _names_digest(model: nn.Module) -> str:
     """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
-    return _digest_of([name for name, _ in model.named_parameters()])
+    return _digest_of([canonical(name) for name, _ in model.named_parameters()])
 
 
 # Saving.

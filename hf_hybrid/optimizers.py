@@ -1,4 +1,10 @@
-"""Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer."""
+"""
+Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer.
+
+Where processes share the weights (FSDP2), AdamW steps the rows that each holds. Muon needs whole matrices. Torch's
+Muon works on rows too, through a collective for each of its matrix products. [`MuonAdamW.share`] makes it cheaper: each
+process gets some matrices whole, orthogonalises them and sends the rows back.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
 
 Named = dict[str, nn.Parameter]
+InRounds = Callable[
+    [Iterable[tuple[nn.Parameter, torch.Size, Tensor]], Callable[[nn.Parameter, Tensor], Tensor]],
+    Iterable[tuple[nn.Parameter, Tensor]],
+]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Devices on which torch has a fused AdamW."""
@@ -64,6 +74,8 @@ class MuonAdamW(torch.optim.Optimizer):
             two groups, or if a number is out of range.
     """
 
+    _in_rounds: InRounds | None = None
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -80,6 +92,16 @@ class MuonAdamW(torch.optim.Optimizer):
             "muon": torch.optim.Muon([{"params": []}], **common, **muon),
         }
         super().__init__(params, common)
+
+    def share(self, in_rounds: InRounds) -> None:
+        """
+        Orthogonalise matrices together with other processes, which hold other rows of them.
+
+        Args:
+            in_rounds (`Callable`): From tasks (parameter, its shape, this process's rows of an update) and a function
+                of parameter and whole update to pairs of parameter and this process's rows of the result.
+        """
+        self._in_rounds = in_rounds
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, as in any optimizer; `param_group["algorithm"]` is `"adamw"` (default) or `"muon"`."""
@@ -117,11 +139,32 @@ class MuonAdamW(torch.optim.Optimizer):
             for group, rate in zip(inner.param_groups, rates):
                 group["lr"] = rate * group["rate_scale"]
             try:
-                inner.step()
+                if self._in_rounds is not None and inner is self._inner["muon"]:
+                    self._step_in_rounds(inner)
+                else:
+                    inner.step()
             finally:
                 for group, rate in zip(inner.param_groups, rates):
                     group["lr"] = rate
         return loss
+
+    def _step_in_rounds(self, muon: torch.optim.Muon) -> None:
+        """As `muon.step()`, where each process holds some rows of every matrix."""
+        group_of, tasks = {}, []
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = muon.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+                update = parameter.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+                group_of[parameter] = group
+                tasks.append((parameter, parameter.shape, update.to_local()))
+        for parameter, step in self._in_rounds(tasks, lambda key, update: _muon_step(update, group_of[key])):
+            rate, decay = group_of[parameter]["lr"], group_of[parameter]["weight_decay"]
+            parameter.to_local().mul_(1 - rate * decay).add_(step, alpha=rate)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inner": self._inner}
@@ -130,6 +173,15 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         for inner in self._link():
             inner.__setstate__({})  # completes groups and states that another version of torch saved
+
+
+def _muon_step(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return what `torch.optim.Muon` adds to a matrix for this average of gradients, at a learning rate of 1."""
+    matrix = nn.Parameter(torch.zeros_like(update))
+    matrix.grad = update
+    same = {name: group[name] for name in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+    torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **same).step()
+    return matrix.detach()
 
 
 def split_parameters(model: nn.Module) -> tuple[Named, Named]:

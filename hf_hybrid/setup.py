@@ -27,6 +27,7 @@ from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
 from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue, RecentWeights
 from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
+from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
@@ -182,7 +183,8 @@ def _rescue(trainer, trajectory: Trajectory) -> LearningRateRescue | AdapterRate
         return None
     if why_no_leaps(trainer) is None or not trainer.args.learning_rate > 0:
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
-    recent = RecentWeights(trajectory.parameters, trajectory.optimizer, AdapterRateSearch.KEPT)
+    changed = trajectory.store.changed
+    recent = RecentWeights(trajectory.shards, trajectory.optimizer, AdapterRateSearch.KEPT, changed)
     return AdapterRateSearch(trainer.args.learning_rate, recent)
 
 
@@ -251,16 +253,17 @@ def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
 def _trajectory(trainer) -> Trajectory:
     options, memory = trainer.hybrid_args, trainer.memory
     model = trainer.accelerator.unwrap_model(trainer.model)
-    matrices = frozenset(split_parameters(trainer.model)[0])
+    store = Gathered(model) if trainer.is_fsdp_enabled else memory
+    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)
     trajectory = Trajectory(
-        [(name, memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
+        [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
         _unwrapped_optimizer(trainer),
         direction=direction,
         matrices=matrices,
         memory_steps=leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps),
         host=options.buffers_device == "cpu",
-        store=memory,
+        store=store,
     )
     memory.overlay(trajectory.displaced)
     return trajectory
@@ -336,6 +339,16 @@ def build_optimizer(trainer, model: torch.nn.Module) -> None:
         groups = muon_groups(model, decay_names, **common, lr_scale=options.muon_lr_scale)
         momentum = options.preset_value("muon_momentum")
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
+
+
+def share_optimizer(trainer) -> None:
+    """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
+    if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
+        matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+        shards = shards_of(matrices)
+        if shards.processes > 1:
+            optimizer.share(shards.in_rounds)
 
 
 # Where weights live.
@@ -490,7 +503,10 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
     elif sharding_of(args):
         why = f"`{sharding_of(args)}` places the weights itself. Drop it"
     elif args.world_size > 1:
-        why = f"there are {args.world_size} processes, and streaming is for one. Launch one process, or use `fsdp`"
+        why = (
+            f"there are {args.world_size} processes, and streaming is for one. Launch one process, or let FSDP2 spread "
+            "the weights over them (`fsdp=True`, with `cpu_offload` in `fsdp_config` if they do not fit)"
+        )
     elif args.torch_compile:
         why = "`torch_compile=True` would compile placeholders. Drop it"
     elif args.bf16_full_eval or args.fp16_full_eval:

@@ -31,7 +31,7 @@ from transformers.trainer_utils import has_length
 
 from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoint import write_note
+from hf_hybrid.checkpoint import load_optimizer, load_weights, write_note
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
@@ -48,7 +48,15 @@ from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.run_folder import LogFile
 from hf_hybrid.report.summary import HybridSummary, RunPosition
-from hf_hybrid.setup import build_memory, build_optimizer, build_plugins, build_run, check_streamable, makes_muon
+from hf_hybrid.setup import (
+    build_memory,
+    build_optimizer,
+    build_plugins,
+    build_run,
+    check_streamable,
+    makes_muon,
+    share_optimizer,
+)
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.streaming.walk import RandomStates
@@ -212,7 +220,8 @@ class HybridTrainerMixin(PublishingMixin):
                 "`model` has no trainable parameters: every `requires_grad` is False. Unfreeze some, or add adapters "
                 "(for example with peft) before creating the trainer."
             )
-        check_whole_parameters(self.model)
+        if not self.is_fsdp_enabled:
+            check_whole_parameters(self.model)
 
     # Reports for users.
 
@@ -307,6 +316,7 @@ class HybridTrainerMixin(PublishingMixin):
         leaps = self.hybrid_args.enable_predict
         if self.args.should_save and (leaps or manifest.holds_a_run(self.args.output_dir)):
             manifest.write_run(self.args.output_dir, self._start.run)
+        share_optimizer(self)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
         self.log_file.begin(self.state.global_step)
@@ -685,11 +695,16 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.saved_step = self.state.global_step
         if self.args.should_save:
             self.recovery.save(output_dir)
-            if self.run.phase is not None:
-                checkpoint.save(self, output_dir)
+        if self.run.phase is not None:
+            checkpoint.save(self, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not load_optimizer(self, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.
         self._resumed_from = checkpoint
         if checkpoint is not None:

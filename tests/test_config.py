@@ -104,6 +104,43 @@ def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path):
         check_training_arguments(args, off)
 
 
+def fsdp2_arguments(**change) -> SimpleNamespace:
+    base = {"fp16": False, "optim": "adamw_torch", "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 2}}
+    return SimpleNamespace(**{**base, **change})
+
+
+def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch):
+    for optim in ("adamw_torch", "muon"):
+        check_training_arguments(fsdp2_arguments(optim=optim), HybridArguments())
+        with pytest.raises(ValueError, match="`fsdp` cannot be combined with .*version 1.*flat parameter.*Use FSDP2"):
+            check_training_arguments(
+                fsdp2_arguments(optim=optim, fsdp_plugin_args={"fsdp_version": 1}), HybridArguments()
+            )
+    # The launcher passes the version through its environment, and accelerate takes version 1 if it says nothing.
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    by_launcher = fsdp2_arguments(fsdp=None, fsdp_plugin_args=None)
+    with pytest.raises(ValueError, match="`fsdp` cannot be combined with leaps"):
+        check_training_arguments(by_launcher, HybridArguments())
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_training_arguments(by_launcher, HybridArguments())
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("checkpoint_phases", "full"),
+        ("weight_precision", "predict=bf16"),
+        ("predict_states", "host"),
+        ("offload_activations", True),
+        ("optimizer_states", "8bit"),
+        ("chunked_loss", "on"),
+    ],
+)
+def test_options_for_whole_weights_are_refused_under_fsdp2(option, value):
+    with pytest.raises(ValueError, match=f"`{option}={value}` was made for whole weights, and FSDP2"):
+        check_training_arguments(fsdp2_arguments(), HybridArguments(**{option: value}))
+
+
 def test_the_config_is_saved_and_read_back(tmp_path):
     config = hybrid_config(tmp_path, preset="aggressive", hub_token="secret", optim_args="a=1")
     HybridTrainer(tiny_model(), config, train_dataset=ByteText(100)).train()

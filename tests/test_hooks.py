@@ -51,6 +51,7 @@ HOOKS = {
     "_get_grad_norm": "model * grad_norm",
     "_save": "output_dir state_dict",
     "_load_best_model": "",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
     "_save_checkpoint": "model trial",
     "_push_from_checkpoint": "checkpoint_folder",
     "_save_optimizer_and_scheduler": "output_dir",

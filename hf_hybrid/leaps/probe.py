@@ -265,7 +265,7 @@ class SequenceLosses:
             loss, outputs = self.trainer.compute_loss(model, dict(inputs), return_outputs=True)
             losses, counts = _token_losses(outputs, inputs)
             if self.from_logits is None:
-                self.from_logits = losses is not None and self._agrees(loss, losses, counts)
+                self.from_logits = self._on_all(losses is not None and self._agrees(loss, losses, counts))
             if self.from_logits:
                 return losses / counts.clamp(min=1)
         return self._one_by_one(model, inputs)
@@ -288,6 +288,11 @@ class SequenceLosses:
             return False
         config = self.trainer.model.config.get_text_config()
         return labels.numel() * config.vocab_size * 4 > self.MOST_LOGIT_BYTES
+
+    def _on_all(self, holds: bool) -> bool:
+        """Whether something holds on all processes: they must make the same forward passes, as FSDP2 joins them."""
+        flag = torch.tensor([float(holds)], device=self.trainer.args.device)
+        return bool(self.trainer.accelerator.gather(flag).min())
 
     def _agrees(self, loss: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor) -> bool:
         mean = losses.sum() / counts.sum().clamp(min=1)

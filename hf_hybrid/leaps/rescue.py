@@ -24,9 +24,12 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from hf_hybrid.leaps.shards import Whole
 
 logger = logging.getLogger(__name__)
 
@@ -256,20 +259,27 @@ class RecentWeights:
     Copies of the weights after each of the last steps, with a mark each.
 
     Args:
-        parameters (`list[nn.Parameter]`): Those that are trained. Their copies lie on the host.
+        shards (`Whole`): The parameters that are trained. The copies lie on the host.
         optimizer: The one that steps them. Its states are forgotten when the weights go back: after a step that went
             wrong, its averages of squared gradients are too large for long.
         most (`int`): How many steps are kept.
+        changed (`Callable[[], None]`): Called after the weights went back: copies made of them are out of date.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, most: int):
-        self.parameters, self.optimizer, self.most = parameters, optimizer, most
+    def __init__(
+        self,
+        shards: Whole,
+        optimizer: torch.optim.Optimizer,
+        most: int,
+        changed: Callable[[], None] = lambda: None,
+    ):
+        self.shards, self.optimizer, self.most, self.changed = shards, optimizer, most, changed
         self._kept: list[tuple[float, list[Tensor]]] = []
 
     def add(self, mark: float) -> None:
         """Copy the weights."""
         self._kept = self._kept[max(0, len(self._kept) + 1 - self.most) :]  # first, to hold no more at any time
-        copies = [torch.empty_like(p, device="cpu").copy_(p.detach()) for p in self.parameters]
+        copies = [torch.empty_like(p, device="cpu").copy_(p.detach()) for p in self.shards.parameters]
         self._kept.append((mark, copies))
 
     @torch.no_grad()
@@ -278,10 +288,11 @@ class RecentWeights:
         if not self._kept:
             return
         found = next((kept for kept in reversed(self._kept) if kept[0] <= mark), self._kept[0])
-        for parameter, copy in zip(self.parameters, found[1], strict=True):
+        for original, parameter, copy in zip(self.shards.originals, self.shards.parameters, found[1], strict=True):
             parameter.copy_(copy)
-            self.optimizer.state.pop(parameter, None)
+            self.optimizer.state.pop(original, None)
         self._kept = [found]
+        self.changed()
 
     def clear(self) -> None:
         """Keep none."""
@@ -292,13 +303,22 @@ class RecentWeights:
         return [mark for mark, _ in self._kept]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copies by place and parameter."""
-        return {f"{place}.{i}": copy for place, (_, copies) in enumerate(self._kept) for i, copy in enumerate(copies)}
+        """Return the copies by place and parameter, whole on the first process. All processes must call this."""
+        return {
+            f"{place}.{index}": self.shards.whole(index, copy)
+            for place, (_, copies) in enumerate(self._kept)
+            for index, copy in enumerate(copies)
+        }
 
     def load(self, marks: list[float], tensors: dict[str, Tensor]) -> None:
         """Take back what [`marks`] and [`tensors`] returned."""
-        count = len(self.parameters)
-        self._kept = [(mark, [tensors[f"{place}.{i}"].cpu() for i in range(count)]) for place, mark in enumerate(marks)]
+        self._kept = [
+            (
+                mark,
+                [self.shards.part(i, tensors[f"{place}.{i}"]).cpu() for i in range(len(self.shards.originals))],
+            )
+            for place, mark in enumerate(marks)
+        ]
 
 
 class AdapterRateSearch:

@@ -8,8 +8,8 @@ met it after. Where the slope was negative before and is positive after, the lea
 along it, which the secant through both slopes locates. `GainCorrection` turns that into a factor on the next gain, one
 for each kind of parameter.
 
-All of it is estimated from at most `SAMPLE` evenly spaced coordinates of every parameter, so that it costs neither a
-buffer nor a pass over the weights.
+All of it is estimated from at most 4096 evenly spaced coordinates of every parameter, so that it costs neither a buffer
+nor a pass over the weights. Where processes share the weights, each has those coordinates that fall into its rows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps import sums
-
-SAMPLE = 4096
+from hf_hybrid.leaps.shards import Whole
 
 
 def group_of(name: str) -> str:
     """Return the group of a parameter, which is shared by all layers: `model.layers.*.mlp.up_proj.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Return at most `SAMPLE` evenly spaced elements, as a view if the tensor is contiguous."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, math.ceil(flat.numel() / SAMPLE))]
 
 
 @dataclass(frozen=True)
@@ -118,11 +110,11 @@ class DisplacementResiduals:
     Watches one leap at a time: [`leap_made`], [`observe_gradients`] at every real step of Correct, then [`judge`].
 
     Args:
-        names (`Sequence[str]`), parameters (`Sequence[torch.nn.Parameter]`): The trainable parameters.
+        names (`Sequence[str]`), shards (`Whole`): The trainable parameters.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]):
-        self.names, self.parameters = list(names), list(parameters)
+    def __init__(self, names: Sequence[str], shards: Whole):
+        self.names, self.shards = list(names), shards
         self.groups = list(dict.fromkeys(group_of(name) for name in names))
         self._members = {group: [i for i, name in enumerate(names) if group_of(name) == group] for group in self.groups}
         self.leap: list[Tensor] = []
@@ -147,22 +139,27 @@ class DisplacementResiduals:
             predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
         """
         self.clear()
-        self.start = [sample(p).float().clone() for p in self.parameters]
-        self.leap = [start - sample(b).to(start.device).float() for start, b in zip(self.start, before)]
+        self.start = [start.float().clone() for start in self._samples(self.shards.parameters)]
+        self.leap = [start - b.to(start.device).float() for start, b in zip(self.start, self._samples(before))]
         self.leap_rate = rate
         if all(gradient is not None for gradient in predicted):
-            gradients = [sample(gradient).float() for gradient in predicted]
+            gradients = [gradient.float() for gradient in self._samples(predicted)]
             (self.slopes_before,) = self._by_group((gradients, self.leap))
+
+    def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.shards.sample(index, tensor) for index, tensor in enumerate(tensors)]
 
     def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
         """Estimate inner products of each pair over whole groups from samples, as fp32 `[groups]` on the host."""
         dots = [
-            torch.dot(a.to(b.device), b) * (parameter.numel() / max(b.numel(), 1))
+            [
+                torch.dot(first[index].to(second[index].device), second[index]) * self.shards.weight(index)
+                for index in group
+            ]
             for first, second in pairs
-            for a, b, parameter in zip(first, second, self.parameters)
+            for group in self._members.values()
         ]
-        together = sums.gather(dots).cpu().view(len(pairs), -1)
-        return [torch.stack([row[members].sum() for members in self._members.values()]) for row in together]
+        return list(self.shards.totals(dots).view(len(pairs), -1))
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -171,9 +168,9 @@ class DisplacementResiduals:
             return
         if not self.gradients:
             self.gradients = [torch.zeros_like(start) for start in self.start]
-        for total, parameter in zip(self.gradients, self.parameters):
+        for index, (total, parameter) in enumerate(zip(self.gradients, self.shards.parameters)):
             if parameter.grad is not None and not parameter.grad.is_sparse:
-                total.add_(sample(parameter.grad).to(total.device))
+                total.add_(self.shards.sample(index, parameter.grad).to(total.device))
         self.gradient_steps += 1
 
     @torch.no_grad()
@@ -190,7 +187,8 @@ class DisplacementResiduals:
         if not self.watching or not self.gradient_steps or rate <= 0:
             self.clear()
             return None, {}
-        realised = [sample(p).to(s.device).float() - s for p, s in zip(self.parameters, self.start)]
+        now = self._samples(self.shards.parameters)
+        realised = [weights.to(start.device).float() - start for weights, start in zip(now, self.start)]
         before, leap = self.slopes_before, self.leap
         columns = self._by_group((leap, realised), (leap, leap), (realised, realised), (self.gradients, leap))
         columns[3] /= self.gradient_steps
@@ -219,9 +217,13 @@ class DisplacementResiduals:
         self.slopes_before = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return tensors by name, for a checkpoint inside a Correct phase."""
+        """Return tensors by name, for a checkpoint inside a Correct phase. All processes must call this."""
         kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
-        found = {f"{kind}.{name}": t for kind, values in kinds.items() for name, t in zip(self.names, values)}
+        found = {
+            f"{kind}.{name}": self.shards.whole(index, tensor)
+            for kind, values in kinds.items()
+            for index, (name, tensor) in enumerate(zip(self.names, values))
+        }
         return found if self.slopes_before is None else {**found, "slopes_before": self.slopes_before}
 
     def state_dict(self) -> dict:
@@ -230,8 +232,12 @@ class DisplacementResiduals:
     def load_state_dict(self, tensors: dict[str, Tensor], state: dict) -> None:
         """Restore what `tensors` and `state_dict` returned."""
         for kind in ("leap", "start", "gradients"):
-            saved = [(tensors.get(f"{kind}.{name}"), p.device) for name, p in zip(self.names, self.parameters)]
-            found = [value.to(device, copy=True) for value, device in saved if value is not None]
+            saved = [tensors.get(f"{kind}.{name}") for name in self.names]
+            found = [
+                self.shards.part(index, tensor).to(self.shards.parameters[index].device, copy=True)
+                for index, tensor in enumerate(saved)
+                if tensor is not None
+            ]
             setattr(self, kind, found if len(found) == len(self.names) else [])
         self.slopes_before = tensors.get("slopes_before")
         self.gradient_steps, self.leap_rate = state["gradient_steps"], state["leap_rate"]

@@ -241,7 +241,7 @@ class LeapRun:
         self.monitor, self.signals, self.probe, self.rescue, self.stretches = monitor, signals, probe, rescue, stretches
         self.leap_budget, self.max_steps, self.max_grad_norm = leap_budget, max_steps, max_grad_norm
         self.on_phase_change, self.survive, self.log = on_phase_change, survive, log
-        self.residuals = DisplacementResiduals(trajectory.names, trajectory.parameters)
+        self.residuals = DisplacementResiduals(trajectory.names, trajectory.shards)
         self.correction = GainCorrection(self.residuals.groups) if correct_gain else None
         self.record, self.feed = RunRecord(), feed
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
@@ -719,6 +719,7 @@ class LeapRun:
             "learning_rate_scale": self.rate_scale,
             "planner": self.gains.summary(),
             "buffer_bytes": self.trajectory.bytes_held(),
+            "bytes_sent": self.trajectory.shards.bytes_sent,
         }
 
     def amend_logs(self, logs: dict) -> None:
@@ -762,7 +763,9 @@ class LeapRun:
     _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
 
     def state_dict(self) -> tuple[dict, dict]:
-        """Return the tensors and JSON values from which a resumed run continues bit for bit."""
+        """
+        Return the tensors and JSON values from which a resumed run continues bit for bit. All processes must call this.
+        """
         tensors, trajectory = self.trajectory.state_dict()
         for part, found in (
             ("residuals", self.residuals.tensors()),

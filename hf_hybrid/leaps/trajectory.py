@@ -20,6 +20,9 @@ Predictions can be wrong, so a leap is a transaction:
 Weights may be stored on another device than they compute on (layers that are streamed from the host). A leap under test
 is then one number, its gain. The copy of such weights to the device adds the displacement on the way (`displaced`), so
 a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
+
+Weights may be spread over processes (FSDP2). Everything here then works on the rows that this process holds, and asks
+`shards` (shards.py) for what needs the others: sums over all weights, and whole tensors for a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory, NoDirection
 from hf_hybrid.leaps.directions.preconditioners import keeps_last_step, last_step
 from hf_hybrid.leaps.record import Leap
+from hf_hybrid.leaps.shards import shards_of
 
 
 class WeightStore(Protocol):
@@ -102,15 +106,16 @@ class Trajectory:
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]
         self.names = [name for name, _ in moved]
-        self.parameters = [parameter for _, parameter in moved]
+        self.shards = shards_of([parameter for _, parameter in moved])
+        self.parameters = self.shards.parameters
         self.optimizer = optimizer
         self.max_relative_norm = max_relative_norm
         self.store: WeightStore = store or InPlace()
         self.clock = Clock(lr_sums=[0.0] * len(optimizer.param_groups))
         self.context = DirectionContext(
             names=self.names,
-            parameters=self.parameters,
-            groups=[group_of[id(parameter)] for parameter in self.parameters],
+            shards=self.shards,
+            groups=[group_of[id(parameter)] for _, parameter in moved],
             optimizer=optimizer,
             memory_steps=memory_steps,
             host=host,
@@ -128,9 +133,9 @@ class Trajectory:
         self.snapshot: list[Tensor] = []
         """One buffer per parameter; the weights before the open leap where the index is in `_saved`."""
         self._saved: set[int] = set()
-        self._in_place = {i for i, p in enumerate(self.parameters) if not self.store.holds(p)}
+        self._in_place = {i for i, p in enumerate(self.shards.originals) if not self.store.holds(p)}
         """Indices of parameters that compute where they are stored: a leap under test is written into them."""
-        self._index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self.shards.originals)}
 
     @property
     def ready(self) -> bool:
@@ -163,7 +168,7 @@ class Trajectory:
                 gradients.append(sums.square(gradient))
         if not dots:
             return None
-        dot, square, gradient = sums.totals([dots, squares, gradients]).tolist()
+        dot, square, gradient = self.shards.totals([dots, squares, gradients]).tolist()
         return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
 
     def _followed(self, index: int) -> Tensor | None:
@@ -307,7 +312,7 @@ class Trajectory:
             squares.append(sums.square(delta))
             if index in self._in_place:
                 _add(parameter, delta)
-        square, weight, decrease = sums.totals([squares, weights, linear]).tolist()
+        square, weight, decrease = self.shards.totals([squares, weights, linear]).tolist()
         return math.sqrt(square) / max(math.sqrt(weight), 1e-12), decrease
 
     @torch.no_grad()
@@ -342,10 +347,10 @@ class Trajectory:
             `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
             `memory` (norm of the slow memory) and `alignment` (cosine of gradient and memory); 0 where unknown.
         """
-        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        states = [self.context.state(index) for index in range(len(self.parameters))]
         first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]
         second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
-        count = max(sum(p.numel() for p in self.parameters), 1)
+        count = max(sum(p.numel() for p in self.shards.originals), 1)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         memory = self.direction.buffers.get("memory", [])
         means = [
@@ -353,7 +358,7 @@ class Trajectory:
             sums.squares(first),
             [s.float().sum() for s in second],
         ]
-        found = sums.totals([*means, sums.squares(memory), sums.squares(gradients), self._gradient_dot_memory()])
+        found = self.shards.totals([*means, sums.squares(memory), sums.squares(gradients), self._gradient_dot_memory()])
         weight2, first2, second1 = (found[:3] / count).tolist()
         memory2, gradient2, dot = found[3:].tolist()
         return {
@@ -376,7 +381,7 @@ class Trajectory:
     def weights_are_finite(self) -> bool:
         """One pass over the trainable weights, one host synchronisation."""
         self.store.settle()
-        return bool(torch.isfinite(sums.totals([sums.squares(p.detach() for p in self.parameters)])))
+        return bool(torch.isfinite(self.shards.totals([sums.squares(p.detach() for p in self.parameters)])))
 
     def _buffers(self) -> dict[str, list[Tensor]]:
         return {
@@ -396,14 +401,17 @@ class Trajectory:
         return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in self._buffers().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict]:
-        """Tensors (keyed `kind.parameter`) and plain values; the snapshot only while a leap is open."""
+        """
+        Whole tensors (keyed `kind.parameter`) and plain values; the snapshot only while a leap is open. All processes
+        must call this. Where they share the weights, the first one gets the tensors.
+        """
         kinds = dict(self.direction.buffers)
         if self.open is not None:
             kinds["snapshot"] = self.snapshot
         tensors = {
-            f"{kind}.{name}": tensor.contiguous()
+            f"{kind}.{name}": self.shards.whole(index, tensor)
             for kind, buffers in kinds.items()
-            for name, tensor in zip(self.names, buffers)
+            for index, (name, tensor) in enumerate(zip(self.names, buffers))
         }
         values = {
             "direction": self.direction.name,
@@ -434,7 +442,10 @@ class Trajectory:
                     f"The hybrid state of the checkpoint belongs to other parameters (`{odd}` is only in one of them). "
                     "Resume with the model, adapters and trainable layers of the run that wrote it."
                 )
-        in_order = {kind: [saved[name] for name in self.names] for kind, saved in kinds.items()}
+        in_order = {
+            kind: [self.shards.part(index, saved[name]) for index, name in enumerate(self.names)]
+            for kind, saved in kinds.items()
+        }
         snapshot = in_order.pop("snapshot", None)
         self.open = leap
         if leap is not None:

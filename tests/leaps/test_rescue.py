@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.rescue import AccuracyWatch, AdapterRateSearch, LearningRateRescue, RecentWeights
+from hf_hybrid.leaps.shards import Whole
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
@@ -140,7 +141,9 @@ class Diverges:
     def __init__(self, edge: float, *, seed: int, noise: float = 0.1, good: bool = False):
         self.weight = torch.nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.AdamW([self.weight], lr=self.PEAK)
-        self.search = AdapterRateSearch(self.PEAK, RecentWeights([self.weight], optimizer, AdapterRateSearch.KEPT))
+        self.search = AdapterRateSearch(
+            self.PEAK, RecentWeights(Whole([self.weight]), optimizer, AdapterRateSearch.KEPT)
+        )
         self.edge, self.noise, self.good, self.rng = edge, noise, good, random.Random(seed)
 
     def steps(self, count: int, share: float = 1.0, wrong_from: float = math.inf) -> list[float]:

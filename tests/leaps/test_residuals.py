@@ -6,28 +6,19 @@ import pytest
 import torch
 
 from hf_hybrid.leaps.residuals import (
-    SAMPLE,
     DisplacementResiduals,
     GainCorrection,
     GroupResidual,
     group_of,
-    sample,
     secant_minimum,
 )
+from hf_hybrid.leaps.shards import Whole
 
 
 def test_groups_are_kinds_of_parameters():
     assert group_of("model.layers.11.mlp.up_proj.weight") == "model.layers.*.mlp.up_proj.weight"
     assert group_of("model.layers.1.experts.3.w1.weight") == "model.layers.*.experts.*.w1.weight"
     assert group_of("lm_head.weight") == "lm_head.weight"
-
-
-def test_samples_are_few_and_spread():
-    tensor = torch.arange(3 * SAMPLE + 5)
-    taken = sample(tensor)
-    assert SAMPLE // 2 < len(taken) <= SAMPLE and taken[-1] > 3 * SAMPLE - 5
-    assert torch.equal(sample(torch.arange(7)), torch.arange(7))
-    assert len(sample(torch.zeros(0))) == 0
 
 
 def parameters(*sizes, seed=0):
@@ -37,7 +28,7 @@ def parameters(*sizes, seed=0):
 
 def watch(params, names, leap, steps, gradients, rate=0.1, leap_rate=0.2):
     """One leap and the real steps after it; `leap`, `steps` and `gradients` hold a tensor per parameter."""
-    residuals = DisplacementResiduals(names, params)
+    residuals = DisplacementResiduals(names, Whole(params))
     before = [p.detach().clone() for p in params]
     with torch.no_grad():
         for p, d in zip(params, leap):
@@ -75,7 +66,7 @@ def test_large_parameters_are_estimated_well():
 def parabola(leap, start=-1.0):
     """Loss w^2 / 2 from `start`, where the gradient is w, with a leap of `leap`; the whole residual."""
     params = [torch.nn.Parameter(torch.tensor([start]))]
-    residuals = DisplacementResiduals(["w"], params)
+    residuals = DisplacementResiduals(["w"], Whole(params))
     before = [params[0].detach().clone()]
     with torch.no_grad():
         params[0].add_(leap)
@@ -118,7 +109,7 @@ def test_without_a_predicted_gradient_the_slope_at_the_end_has_to_do():
 
 def test_gradients_that_are_written_over_later_were_taken_in():
     params = parameters(6)
-    residuals = DisplacementResiduals(["w"], params)
+    residuals = DisplacementResiduals(["w"], Whole(params))
     residuals.leap_made(1.0, [p.detach() - 1 for p in params], [None])
     params[0].grad = torch.ones(6)
     residuals.observe_gradients()
@@ -130,7 +121,7 @@ def test_gradients_that_are_written_over_later_were_taken_in():
 
 def test_nothing_is_told_without_a_real_step():
     params = parameters(4)
-    residuals = DisplacementResiduals(["w"], params)
+    residuals = DisplacementResiduals(["w"], Whole(params))
     assert residuals.judge(0.1) == (None, {})
     residuals.leap_made(0.1, [p.detach() - 1 for p in params], [None])
     assert residuals.judge(0.1) == (None, {}) and not residuals.watching
@@ -138,12 +129,12 @@ def test_nothing_is_told_without_a_real_step():
 
 def test_it_goes_on_where_it_was_saved():
     params, names = parameters(10, 20), ["a", "b"]
-    first = DisplacementResiduals(names, params)
+    first = DisplacementResiduals(names, Whole(params))
     first.leap_made(0.3, [p.detach() - 1 for p in params], [torch.randn_like(p) for p in params])
     for p in params:
         p.grad = torch.full_like(p, 2.0)
     first.observe_gradients()
-    second = DisplacementResiduals(names, params)
+    second = DisplacementResiduals(names, Whole(params))
     second.load_state_dict({key: value.clone() for key, value in first.tensors().items()}, first.state_dict())
     with torch.no_grad():
         for p in params:

@@ -7,9 +7,11 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 |---|---|
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
+| `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
 | `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |
 | `launched.py` | the runs that two processes of `accelerate launch` make |
+| `launched_fsdp2.py` | the runs that several processes make under FSDP2 |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `pages.py` | a page of HTML taken apart |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |

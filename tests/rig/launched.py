@@ -85,9 +85,14 @@ def killed(folder: Path) -> dict:
 
     Runs in a fork of each process, before that has a process group: the forks die, the processes go on.
     """
-    die = multiprocessing.get_context("fork").Process(
-        target=lambda: build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
-    )
+
+    def train():
+        # In the launcher's store, the processes that go on would find the addresses of the dead.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
+
+    die = multiprocessing.get_context("fork").Process(target=train)
     die.start()
     die.join(300)
     die.kill()

@@ -24,13 +24,14 @@ grows (`gain`, `gain_power`), how long its averages remember (`memory_steps`), w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_hybrid.leaps.shards import Whole
 from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
 
 
@@ -61,7 +62,9 @@ class DirectionContext:
 
     Attributes:
         names (`list[str]`): Names of the parameters in the model.
-        parameters (`list[torch.nn.Parameter]`): The parameters; every `index` counts in this list.
+        shards (`Whole`): The parameters. It finds what lies on other processes.
+        parameters (`Sequence[torch.Tensor]`): The parameters; every `index` counts in this list. Under FSDP2, the rows
+            of each that this process holds, with their gradients; so are the states.
         groups (`list[int]`): Index of each parameter's group in `optimizer.param_groups`.
         optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
         memory_steps (`int`): How many real steps slow averages should remember.
@@ -73,7 +76,7 @@ class DirectionContext:
     """
 
     names: list[str]
-    parameters: list[torch.nn.Parameter]
+    shards: Whole
     groups: list[int]
     optimizer: torch.optim.Optimizer
     memory_steps: int
@@ -83,13 +86,17 @@ class DirectionContext:
     settle: Callable[[], None] = lambda: None
     _scratches: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        return self.shards.parameters
+
     def group(self, index: int) -> dict[str, Any]:
         """The parameter group of a parameter."""
         return self.optimizer.param_groups[self.groups[index]]
 
     def state(self, index: int) -> Mapping[str, Any]:
         """The optimizer's state of a parameter; empty before its first update."""
-        return self.optimizer.state.get(self.parameters[index], {})
+        return self.shards.local(self.optimizer.state.get(self.shards.originals[index], {}))
 
     def lr_sum(self, index: int) -> float:
         """Sum of a parameter's learning rates since the last leap."""

@@ -21,6 +21,10 @@ the step that the optimizer would make if the slow average were its gradient. Wh
 states, ...), only its scale can be matched: each tensor of the average is scaled to the distance that its weights moved
 in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly spaced weights, which
 are copied when the block begins, so that it costs no second copy of the model.
+
+Where weights are spread over processes (FSDP2), all of this is done on the rows that a process holds, except for
+orthogonalised matrices. These are computed when a leap is prepared, in rounds (leaps/shards.py), and kept until the
+leap is over: a leap that is halved sends nothing again.
 """
 
 from __future__ import annotations
@@ -33,9 +37,6 @@ from torch import Tensor
 from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
 from hf_hybrid.leaps.directions.preconditioners import Preconditioner, muon, orthogonalisation_flops, preconditioner_of
-
-SAMPLES = 4096
-"""Weights of a tensor from which the distance it moved is estimated, where the optimizer's rule is not known."""
 
 
 class GradientMemory(Direction):
@@ -55,7 +56,9 @@ class GradientMemory(Direction):
         super().__init__(context)
         self.buffers["memory"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
         self.buffers["sample"] = []
-        self._scales: dict[int, Tensor] = {}
+        self._scales: dict[int, float] = {}
+        self._orthogonalised: dict[int, Tensor] = {}
+        """By index, displacements that were computed together with other processes."""
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -84,23 +87,48 @@ class GradientMemory(Direction):
         shape = context.parameters[index].shape
         return preconditioner_of(context.optimizer, context.state(index), context.group(index), shape)
 
+    def _orthogonalises(self, index: int) -> bool:
+        return self._preconditioner(index) is muon
+
     def _is_sampled(self, index: int) -> bool:
         """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""
         updated = len(self.context.state(index)) > 0 or not self.context.optimizer.state
         return updated and self._preconditioner(index) is None
 
+    @torch.no_grad()
     def prepare(self) -> None:
+        self._measure_block()
+        shards, memories = self.context.shards, self.buffers["memory"]
+        if shards.processes > 1:
+            chosen = [index for index in range(len(memories)) if self._orthogonalises(index)]
+            tasks = [(index, shards.shape(index), memories[index]) for index in chosen]
+            self._orthogonalised = dict(shards.in_rounds(tasks, self._displacement_of_whole))
+
+    def _measure_block(self) -> None:
+        """Measure how far each sampled parameter moved in the block, over the norm of its memory."""
+        context, shards, moved, counts, norms = self.context, self.context.shards, [], [], []
+        sampled = [index for index, _ in enumerate(self.buffers["sample"]) if self._is_sampled(index)]
+        for index in sampled:
+            then = self.buffers["sample"][index]
+            now = shards.sample(index, context.parameters[index]).to(then.device, torch.float32)
+            moved.append([sums.square(now - then)] if then.numel() else [])
+            counts.append([torch.tensor(float(then.numel()))])
+            norms.append([sums.square(self.buffers["memory"][index])])
         self._scales = {}
-        for index, then in enumerate(self.buffers["sample"]):
-            lr_sum = self.context.lr_sum(index)
-            if then.numel() and lr_sum > 0:
-                parameter, memory = self.context.parameters[index], self.buffers["memory"][index]
-                now = _sample(parameter).to(then.device, torch.float32)
-                moved = sums.square(now - then).sqrt() * math.sqrt(parameter.numel() / then.numel()) / lr_sum
-                norm = sums.square(memory).sqrt()
-                self._scales[index] = torch.where(norm > 0, -moved / norm, torch.zeros_like(norm))
+        if sampled:
+            found = shards.totals([*moved, *counts, *norms]).view(3, -1).T.tolist()
+            for index, (square, count, norm2) in zip(sampled, found):
+                lr_sum = context.lr_sum(index)
+                if count and norm2 > 0 and lr_sum > 0:
+                    mean_square = square / count
+                    self._scales[index] = -math.sqrt(mean_square * shards.shape(index).numel() / norm2) / lr_sum
+
+    def _displacement_of_whole(self, index: int, memory: Tensor) -> Tensor:
+        return self._preconditioner(index)(memory, {}, self.context.group(index), torch.empty_like(memory))
 
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
+        if index in self._orthogonalised:
+            return out.copy_(self._orthogonalised[index])
         memory, rule = self.buffers["memory"][index], self._preconditioner(index)
         if rule is not None:
             return rule(memory, self.context.state(index), self.context.group(index), out)
@@ -108,29 +136,27 @@ class GradientMemory(Direction):
         return None if scale is None else torch.mul(memory, scale, out=out)
 
     def flops(self) -> float:
-        found = [(self._preconditioner(index), p.shape) for index, p in enumerate(self.context.parameters)]
-        return sum(orthogonalisation_flops(shape) for rule, shape in found if rule is muon)
+        shards = self.context.shards
+        chosen = [index for index in range(len(shards.originals)) if self._orthogonalises(index)]
+        return sum(orthogonalisation_flops(shards.shape(index)) for index in chosen) / shards.processes
 
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]
 
     def block_begins(self, *, undoable: bool) -> None:
+        self._orthogonalised = {}
         sampled = [self._is_sampled(index) for index in range(len(self.context.parameters))]
         if not any(sampled):
             self.buffers["sample"] = []
             return
         self.context.settle()
         self.buffers["sample"] = []
-        for is_sampled, parameter in zip(sampled, self.context.parameters):
-            values = _sample(parameter) if is_sampled else parameter.detach().reshape(-1)[:0]
+        for index, (is_sampled, parameter) in enumerate(zip(sampled, self.context.parameters)):
+            flat = parameter.detach().reshape(-1)
+            values = self.context.shards.sample(index, parameter) if is_sampled else flat[:0]
             buffer = self.context.buffer(parameter, shape=values.shape)
             self.buffers["sample"].append(buffer.copy_(values))
 
     def reset(self) -> None:
         for memory in self.buffers["memory"]:
             memory.zero_()
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    flat = parameter.detach().reshape(-1)
-    return flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]

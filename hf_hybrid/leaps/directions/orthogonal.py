@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import DirectionContext
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalisation_flops, orthogonalise
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalise
 
 
 class Orthogonal(GradientMemory):
@@ -59,9 +59,8 @@ class Orthogonal(GradientMemory):
         """Whether the learning rate of a parameter group is of Adam's scale."""
         return "betas" in group or group.get("algorithm") == "muon"
 
-    def flops(self) -> float:
-        chosen = [p.shape for i, p in enumerate(self.context.parameters) if self._preconditioner(i) == self._rule]
-        return super().flops() + sum(orthogonalisation_flops(shape) for shape in chosen)
+    def _orthogonalises(self, index: int) -> bool:
+        return self._preconditioner(index) == self._rule or super()._orthogonalises(index)
 
     def _preconditioner(self, index: int) -> Preconditioner | None:
         if index in self._matrices and self.suits(self.context.group(index)):
@@ -71,4 +70,5 @@ class Orthogonal(GradientMemory):
 
     def _rule(self, memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
         """See `Preconditioner`."""
-        return out.copy_(orthogonalise(memory.to(self._device))).mul_(-0.2 * math.sqrt(max(memory.shape)))
+        matrix = memory.to(self._device) if memory.device.type == "cpu" else memory  # where it is computed fastest
+        return out.copy_(orthogonalise(matrix)).mul_(-0.2 * math.sqrt(max(memory.shape)))
