@@ -25,7 +25,7 @@ from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
-from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue, RecentWeights
+from hf_hybrid.leaps.rescue import AdapterRateSearch, KeptWeights, LearningRateRescue
 from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
 from hf_hybrid.leaps.signals import SignalObserver
@@ -183,9 +183,8 @@ def _rescue(trainer, trajectory: Trajectory) -> LearningRateRescue | AdapterRate
         return None
     if why_no_leaps(trainer) is None or not trainer.args.learning_rate > 0:
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
-    changed = trajectory.store.changed
-    recent = RecentWeights(trajectory.shards, trajectory.optimizer, AdapterRateSearch.KEPT, changed)
-    return AdapterRateSearch(trainer.args.learning_rate, recent)
+    kept = KeptWeights(trajectory.shards, trajectory.optimizer, trajectory.store)
+    return AdapterRateSearch(trainer.args.learning_rate, kept)
 
 
 def leaps_are_automatic(trainer) -> bool:

@@ -151,8 +151,7 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
             common["optimizers"] = (arm.optimizer(parameters, rate, steps), None)
         if hybrid:
             values |= arm.config
-            if task.tuned is True:
-                values.setdefault("lr_rescue", "off")
+            values.setdefault("lr_rescue", "off" if task.tuned is True else "on")
             if arm.direction is not None:
                 common["direction"] = arm.direction()
             if arm.needs_nino:

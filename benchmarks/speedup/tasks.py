@@ -15,7 +15,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_quickstart.py"
 SEQUENCE, BATCH = 128, 8
 PROBE, TEST = 64, 480
 """Sequences for the probes and for the final evaluation, disjoint from each other and from training."""
-DEFAULT_RATE = 5e-5
+DEFAULT_RATE, TRL_RATE = 5e-5, 2e-5
+"""What `Trainer` trains with if nothing is said, and TRL's `SFTTrainer`."""
 
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
 """
@@ -158,6 +159,27 @@ TASKS = {
             (1e-3, 2e-3, 4e-3),
             lora=True,
             **SMOL,
+        ),
+        Task(
+            "smol-lora-long",
+            "`smol-lora`, long enough to search for a learning rate in: 200 steps of 2 rows",
+            "docstrings",
+            200,
+            (150, 170, 200),
+            (5e-4, 1e-3, 2e-3),
+            lora=True,
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-lora-default",
+            "`smol-lora-long` from the default learning rate of TRL's SFT",
+            "docstrings",
+            200,
+            (200,),
+            (TRL_RATE,),
+            lora=True,
+            tuned="smol-lora-long",
+            **(SMOL | {"batch": 2}),
         ),
         Task(
             "smol-dpo",

@@ -7,29 +7,32 @@ arXiv 1703.04782): clearly positive while steps are too short, zero where they a
 The scale grows geometrically until the cosine has fallen to a quarter of its peak, goes back a little, and is held.
 A learning rate that is good already shows no clear cosine in the first steps and is left alone.
 
-Adapters need another rule. Their best rate is about ten times that of full fine-tuning, and the cosine does not show
-it: on the task `lora` it falls to zero at 3e-3, on LoRA of SmolLM2-135M at 1e-3, and the best rates are 1.6e-2 and
-2e-3 or more (docs/evaluation.md). Few directions of the small factors are steep and oscillate, which makes the cosine
-negative, while all others still gain. What does show the rate is where training diverges: 5e-2 and 1e-2. So
-[`AdapterRateSearch`] raises the rate until the loss leaves its range, then goes back, in the rate and in the weights.
-The weights of adapters are small, so that those of the last steps can be kept (a range test: Smith, 2017,
-arXiv 1506.01186, without its lost steps).
+Adapters need another rule. Their best rate is about ten times that of full fine-tuning. While the rate grows slowly,
+the cosine falls to zero far below it: few directions of the small factors are steep and oscillate, which makes the
+cosine negative, while all others still gain. If the rate grows by a factor of 2.2 per step, they have no time to. Then
+the cosine crosses zero at 5e-3 to 8e-3 on the task `lora` and at 9e-4 on LoRA of SmolLM2-135M, where the best rates are
+1.6e-2 and 1e-3 (docs/evaluation.md). So [`AdapterRateSearch`] raises the rate that fast, goes back, in the rate and in
+the weights, and holds twice the rate at which the cosine crossed zero. The weights of adapters are small, so that
+copies can be kept (a range test: Smith, 2017, arXiv 1506.01186, that looks at the cosine and loses few steps).
 
-Neither rule evaluates anything: both look at the loss of the training batches. A preference loss can fall while fewer
-pairs are ranked right, so both look at the accuracy of these batches too, where the trainer has it ([`AccuracyWatch`]).
+A preference loss can fall while fewer pairs are ranked right, so both rules look at the accuracy of the training
+batches too, where the trainer has it ([`AccuracyWatch`]).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from hf_hybrid.leaps.probe import accuracy_of, costs_accuracy, paired_decrease
 from hf_hybrid.leaps.shards import Whole
+from hf_hybrid.leaps.trajectory import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,8 @@ class LearningRateRescue:
     SPIKE = 2.5
     """Deviations of the smoothed loss above its best that count as instability."""
     COOLDOWN = 20
+    probe_is_due = False
+    """It needs no probes."""
 
     def __init__(self, *, max_steps: int, max_scale: float):
         self.max_steps = max_steps
@@ -254,130 +259,149 @@ class LearningRateRescue:
         vars(self.watch).update(state["watch"])
 
 
-class RecentWeights:
+class KeptWeights:
     """
-    Copies of the weights after each of the last steps, with a mark each.
+    Copies of the weights as they were at some moments, which have names.
 
     Args:
         shards (`Whole`): The parameters that are trained. The copies lie on the host.
         optimizer: The one that steps them. Its states are forgotten when the weights go back: after a step that went
             wrong, its averages of squared gradients are too large for long.
-        most (`int`): How many steps are kept.
-        changed (`Callable[[], None]`): Called after the weights went back: copies made of them are out of date.
+        store (`WeightStore`): Where the weights lie.
     """
 
-    def __init__(
-        self,
-        shards: Whole,
-        optimizer: torch.optim.Optimizer,
-        most: int,
-        changed: Callable[[], None] = lambda: None,
-    ):
-        self.shards, self.optimizer, self.most, self.changed = shards, optimizer, most, changed
-        self._kept: list[tuple[float, list[Tensor]]] = []
+    def __init__(self, shards: Whole, optimizer: torch.optim.Optimizer, store: WeightStore):
+        self.shards, self.optimizer, self.store = shards, optimizer, store
+        self._kept: dict[str, list[Tensor]] = {}
 
-    def add(self, mark: float) -> None:
-        """Copy the weights."""
-        self._kept = self._kept[max(0, len(self._kept) + 1 - self.most) :]  # first, to hold no more at any time
-        copies = [torch.empty_like(p, device="cpu").copy_(p.detach()) for p in self.shards.parameters]
-        self._kept.append((mark, copies))
+    def keep(self, moment: str) -> None:
+        """Copy the weights; an earlier copy of that name is replaced."""
+        self._kept[moment] = self._copies()
 
-    @torch.no_grad()
-    def go_back(self, mark: float) -> None:
-        """Restore the latest weights whose mark is at most `mark`, or else the oldest, and keep these alone."""
-        if not self._kept:
-            return
-        found = next((kept for kept in reversed(self._kept) if kept[0] <= mark), self._kept[0])
-        for original, parameter, copy in zip(self.shards.originals, self.shards.parameters, found[1], strict=True):
-            parameter.copy_(copy)
-            self.optimizer.state.pop(original, None)
-        self._kept = [found]
-        self.changed()
+    @contextlib.contextmanager
+    def as_at(self, moment: str) -> Iterator[None]:
+        """Inside, the weights are those of that moment."""
+        now = self._copies()
+        self._write(self._kept[moment])
+        try:
+            yield
+        finally:
+            self._write(now)
+
+    def go_back(self, moment: str) -> None:
+        """Restore the weights of that moment."""
+        self._write(self._kept[moment])
+        for parameter in self.shards.originals:
+            self.optimizer.state.pop(parameter, None)
 
     def clear(self) -> None:
         """Keep none."""
-        self._kept = []
+        self._kept = {}
 
-    def marks(self) -> list[float]:
-        """Return the marks of what is kept, oldest first."""
-        return [mark for mark, _ in self._kept]
+    def _copies(self) -> list[Tensor]:
+        self.store.settle()
+        return [torch.empty_like(p, device="cpu").copy_(p.detach()) for p in self.shards.parameters]
+
+    @torch.no_grad()
+    def _write(self, copies: list[Tensor]) -> None:
+        self.store.settle()
+        for parameter, copy in zip(self.shards.parameters, copies, strict=True):
+            parameter.copy_(copy)
+        self.store.changed()
+
+    def moments(self) -> list[str]:
+        """Return the names of what is kept."""
+        return list(self._kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copies by place and parameter, whole on the first process. All processes must call this."""
+        """Return the copies by moment and parameter, whole on the first process. All processes must call this."""
         return {
-            f"{place}.{index}": self.shards.whole(index, copy)
-            for place, (_, copies) in enumerate(self._kept)
+            f"{moment}.{index}": self.shards.whole(index, copy)
+            for moment, copies in self._kept.items()
             for index, copy in enumerate(copies)
         }
 
-    def load(self, marks: list[float], tensors: dict[str, Tensor]) -> None:
-        """Take back what [`marks`] and [`tensors`] returned."""
-        self._kept = [
-            (
-                mark,
-                [self.shards.part(i, tensors[f"{place}.{i}"]).cpu() for i in range(len(self.shards.originals))],
-            )
-            for place, mark in enumerate(marks)
-        ]
+    def load(self, moments: list[str], tensors: dict[str, Tensor]) -> None:
+        """Take back what [`moments`] and [`tensors`] returned."""
+        count = len(self.shards.originals)
+        self._kept = {
+            moment: [self.shards.part(i, tensors[f"{moment}.{i}"]).cpu() for i in range(count)] for moment in moments
+        }
 
 
 class AdapterRateSearch:
     """
-    The rescue of adapters: raise the rate until training diverges, go back to earlier weights, and hold a fifth of it.
+    The rescue of adapters: raise the rate fast until the cosine crosses zero, go back, and hold twice that rate.
 
     The search begins as soon as the mean of the first cosines is clearly positive. With two sequences per step one of
-    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Growth is fast while the
-    cosine is near its peak, and slower beyond. Two losses in a row outside of the range of the last ones end it; after
-    the first the scale waits. If the rate that is held diverges within the next steps too, or fewer pairs of
-    preferences are ranked right than before, the weights go back again and it is halved. A search from 2e-5 takes about
-    20 steps.
+    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Then the rate grows by
+    `GROWTH` per step until a cosine is not positive and the next is small. Where the cosine crossed zero is
+    interpolated from the last positive one and the first that is not. The weights go back to those of the last positive
+    cosine, the optimizer's states begin anew, and `BEYOND` of the rate of the crossing is held. Some steps later a
+    probe asks whether the weights are better than those at which the search began. As long as they are not, or fewer
+    pairs of preferences are ranked right than before, they go back again, and the rate is halved. A search from 2e-5
+    takes about 15 steps.
+
+    The probe compares the same sequences at both weights. Losses of different batches differ by more than what a rate
+    costs that is five times too high: with two sequences per step they did not show it until training was destroyed.
 
     Args:
         learning_rate (`float`): The peak of the schedule.
-        recent (`RecentWeights`): Keeps the weights of the last steps until a rate is found.
+        kept (`KeptWeights`): Keeps weights until a rate is found.
     """
 
-    FAST, SLOW = 0.8, 0.4
+    GROWTH = 0.8
     """Log growth per step."""
-    NEAR_PEAK = 0.25
-    """Share of the peak cosine above which growth is fast."""
+    KEPT = 2
+    """Copies of the adapters: of the beginning of the search, and of the last positive cosine."""
     FIRST, WAIT = 6, 12
     """Cosines that are looked at before the scale grows, at least and at most."""
     CLEAR = 3.5
     """Standard errors above zero that their mean must be. Cosines without a sign are in 1.6 % of all cases."""
-    WINDOW, AT_LEAST = 8, 4
-    """Losses that make the range, at most and at least."""
-    OUTSIDE = 3.0
-    """Standard deviations over the median of the last losses that a loss may have."""
-    BACK = math.log(0.2)
+    RECOVERED = 0.5
+    """Share of the mean of the first cosines that the cosine after one that is not positive must have to go on."""
+    BEYOND = math.log(2.0)
     """
-    From the rate at which training diverges to the one that is held. The best rate was 0.3 of it on `lora`, and 0.2 on
-    LoRA of SmolLM2.
+    From the rate at which the cosine crosses zero to the one that is held. The best rate was 1.9 to 3.3 times that on
+    `lora`, and 1.1 times on LoRA of SmolLM2.
     """
-    HIGHEST = 0.1
-    """Rate that counts as diverging whatever the loss is. The norms of a model can hide that adapters do no good."""
-    KEPT = 6
-    """Steps whose weights are kept: as many as the scale takes from the rate that is held to divergence."""
+    AFTER_DIVERGENCE = math.log(0.2)
+    """From the rate at which the monitor saw training diverge to the one that is held."""
+    HIGHEST = 0.03
+    """Rate that is never exceeded. The norms of a model can hide that adapters do no good."""
+    WARMUP = 5
+    """Steps until the rate that was found is reached. Adam's first steps are of full length in every direction."""
+    CONFIRMED_AFTER = 8
+    """Steps with the rate that was found until the probe."""
 
-    def __init__(self, learning_rate: float, recent: RecentWeights):
-        self.learning_rate, self.recent = learning_rate, recent
+    def __init__(self, learning_rate: float, kept: KeptWeights):
+        self.learning_rate, self.kept = learning_rate, kept
+        self.highest = max(0.0, math.log(self.HIGHEST / learning_rate))
         self.state = "waiting"
         """Or "growing", "confirming" (a rate that was found), "held"."""
-        self.log_scale = self.used = self.peak = self.suspected_at = 0.0
-        self.steps = self.suspicious = self.since = 0
-        self.losses: list[float] = []
+        self.log_scale = self.used = 0.0
+        self.steps = self.since = 0
         self.first: list[float] = []
-        self.average = _Average()
+        self.last_cosine = self.last_used = 0.0
+        """The last positive cosine, and the log scale of the step that led to it."""
         self.watch = AccuracyWatch()
+        self.crossing: float | None = None
+        """Log scale at which the cosine crosses zero, while the last one was not positive."""
 
     @property
     def scale(self) -> float:
-        """Factor on the scheduled learning rate, at least 1."""
-        return math.exp(self.log_scale)
+        """Factor on the scheduled learning rate; it rises within some steps after the optimizer's states began anew."""
+        risen = (self.steps - self.since + 1) / self.WARMUP if self.state == "confirming" else 1.0
+        return math.exp(self.log_scale) * min(1.0, risen)
+
+    @property
+    def probe_is_due(self) -> bool:
+        """Whether [`judge`] is to be called before the next step."""
+        return self.state == "confirming" and self.steps >= self.since + self.CONFIRMED_AFTER
 
     def observe(self, loss: float, cosine: float | None, rate: float, accuracy: float | None = None) -> None:
         """
-        Learn from one real step, and take the weights back if it shows that training diverges.
+        Learn from one real step.
 
         Args:
             loss (`float`): Training loss of the step; not finite if the step was skipped.
@@ -386,53 +410,29 @@ class AdapterRateSearch:
             rate (`float`): The scheduled learning rate of the step.
             accuracy (`float`, *optional*): Share of the preference pairs of the step that are ranked right.
         """
+        if not math.isfinite(loss):
+            self.back_off()
+            return
+        # Loss and cosine are from before this step's update: what they tell is about the update of the step before.
+        caused_by, self.used = self.used, math.log(self.scale * max(rate / self.learning_rate, 1e-9))
         self.steps += 1
-        if self.state == "held":
-            return
-        fell = self.watch.fell(accuracy)
-        # The loss is from before this step's update, so what it tells is about the update of the step before.
-        caused_by, self.used = self.used, self.log_scale + math.log(max(rate / self.learning_rate, 1e-9))
-        if self.state != "waiting" and not self._is_usual(loss):
-            self.suspicious += 1
-            if self.suspicious == 1:
-                self.suspected_at = caused_by
-            if self.suspicious == 2 or not math.isfinite(loss):
-                self._go_back()
-            return
-        self.suspicious = 0
-        self.losses = [*self.losses, loss][-self.WINDOW :]
-        if self.state == "confirming":
-            if fell and self.log_scale > 0:
-                logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
-                self._go_back()
-            elif self.steps == self.since + self.WINDOW:
-                self._hold()
+        if self.state != "held" and self.watch.fell(accuracy) and self.state == "confirming" and self.log_scale > 0:
+            logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
+            self._go_back(self.log_scale - math.log(2))
         elif cosine is not None and math.isfinite(cosine):
-            self._grow(cosine)
+            if self.state == "waiting":
+                self._wait(cosine, caused_by)
+            elif self.state == "growing":
+                self._grow(cosine, caused_by)
 
-    def _is_usual(self, loss: float) -> bool:
-        """Whether a loss lies within the range of the last ones."""
-        if len(self.losses) < self.AT_LEAST:
-            return math.isfinite(loss)
-        changes = [abs(new - old) for old, new in zip(self.losses, self.losses[1:])]
-        deviation = 1.05 * statistics.median(changes)  # of normal losses that do not depend on each other
-        return loss <= statistics.median(self.losses) + self.OUTSIDE * deviation
-
-    def _grow(self, cosine: float) -> None:
-        self.average.add(cosine, self.log_scale, LearningRateRescue.DECAY_GROWING)
-        self.peak = max(self.peak, self.average.mean)
-        if self.state == "waiting":
-            self.first.append(cosine)
-            if not self._is_clear():
-                return self._hold() if len(self.first) == self.WAIT else None
+    def _wait(self, cosine: float, caused_by: float) -> None:
+        self.first.append(cosine)
+        if self._is_clear() and self.highest > 0:
             self.state = "growing"
-        self.recent.add(self.used)
-        highest = max(0.0, math.log(self.HIGHEST / self.learning_rate))
-        if self.log_scale >= highest:
-            self.suspected_at = highest
-            return self._go_back()
-        near = min(cosine, self.average.mean) > self.NEAR_PEAK * self.peak
-        self.log_scale = min(highest, self.log_scale + (self.FAST if near else self.SLOW))
+            self.kept.keep("start")
+            self._grow(statistics.fmean(self.first), caused_by)
+        elif len(self.first) == self.WAIT:
+            self._hold()
 
     def _is_clear(self) -> bool:
         """Whether the mean of the first cosines is clearly above zero."""
@@ -441,44 +441,73 @@ class AdapterRateSearch:
             return False
         return statistics.fmean(self.first) > self.CLEAR * statistics.stdev(self.first) / math.sqrt(count)
 
-    def _go_back(self) -> None:
-        if self.state == "growing":
-            self.log_scale = max(0.0, self.suspected_at + self.BACK)
+    def _grow(self, cosine: float, caused_by: float) -> None:
+        # A step that overshoots and the next that comes back are nearly at right angles: then the cosine is about zero.
+        goes_on = cosine > (0.0 if self.crossing is None else self.RECOVERED * statistics.fmean(self.first))
+        if goes_on and self.log_scale < self.highest:
+            self.last_cosine, self.last_used, self.crossing = cosine, caused_by, None
+            self.kept.keep("good")
+            self.log_scale = min(self.highest, self.log_scale + self.GROWTH)
+        elif goes_on:
+            self._go_back(self.highest)
+        elif self.crossing is None:
+            share = self.last_cosine / (self.last_cosine - cosine)
+            self.crossing = self.last_used + share * (caused_by - self.last_used)
         else:
-            self.log_scale = max(0.0, self.log_scale - math.log(2))
-        self.recent.go_back(self.log_scale + self.SLOW / 2)
+            self._go_back(self.crossing + self.BEYOND)
+
+    def judge(self, losses: Callable[[], Sequence[float]]) -> None:
+        """
+        Hold the rate that was found, unless the weights are no better than those at which the search began.
+
+        Args:
+            losses (`Callable`): Returns the losses of some sequences that training has not seen, always of the same,
+                at the weights of the moment.
+        """
+        now = losses()
+        with self.kept.as_at("start"):
+            before = losses()
+        gained, _ = paired_decrease(before, now)
+        better = gained > 0 and not costs_accuracy(accuracy_of(before), accuracy_of(now))
+        if better or self.log_scale == 0:
+            self._hold()
+        else:
+            self._go_back(self.log_scale - math.log(2))
+
+    def _go_back(self, log_scale: float) -> None:
+        self.log_scale = min(self.highest, max(0.0, log_scale))
+        self.kept.go_back("good")
         self.watch.begin_window()
-        self.state, self.since, self.suspicious = "confirming", self.steps, 0
+        self.state, self.since = "confirming", self.steps
 
     def _hold(self) -> None:
-        self.state, self.since = "held", self.steps
-        self.recent.clear()
+        self.state = "held"
+        self.kept.clear()
 
     def back_off(self) -> None:
         """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
         if self.state == "growing":
-            self.suspected_at = self.suspected_at if self.suspicious else self.used
-            self._go_back()
+            self._go_back(self.used + self.AFTER_DIVERGENCE)
+        elif self.state == "confirming":
+            self._go_back(self.log_scale - math.log(2))
         elif self.state == "held":
             self.log_scale = max(0.0, self.log_scale - math.log(4))
 
     _STATE = (
-        "state", "log_scale", "used", "peak", "suspected_at", "steps", "suspicious", "since", "losses", "first",
+        "state", "log_scale", "used", "steps", "since", "first", "last_cosine", "last_used", "crossing",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights that are kept while the scale grows."""
-        return self.recent.tensors()
+        """Return the weights that are kept during the search."""
+        return self.kept.tensors()
 
     def state_dict(self) -> dict:
         found = {name: getattr(self, name) for name in self._STATE}
-        parts = {"average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
-        return {**found, **parts, "marks": self.recent.marks()}
+        return {**found, "watch": dict(vars(self.watch)), "moments": self.kept.moments()}
 
     def load_state_dict(self, state: dict, tensors: dict[str, Tensor]) -> None:
         """Take back what [`state_dict`] and [`tensors`] returned."""
         for name in self._STATE:
             setattr(self, name, state[name])
-        vars(self.average).update(state["average"])
         vars(self.watch).update(state["watch"])
-        self.recent.load(state["marks"], tensors)
+        self.kept.load(state["moments"], tensors)

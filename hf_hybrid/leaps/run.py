@@ -295,6 +295,8 @@ class LeapRun:
         self._started = time.perf_counter()
         self._losses, self._skipped, self._tokens, self.learning_rate = [], 0, 0, learning_rate()
         self.phase = self.controller.phase
+        if self.rescue is not None and self.rescue.probe_is_due:
+            self._probe_rate()
         if self.controller.leap_due:
             self._begin_leap(step)
             self.phase = self.controller.phase
@@ -303,6 +305,19 @@ class LeapRun:
             self.on_phase_change(self.announced, self.phase)
             self.announced = self.phase
         return self.phase
+
+    def _probe_rate(self) -> None:
+        """Let the search of the learning rate compare weights, if enough sequences come next in the epoch."""
+        probe, started = self.probe, time.perf_counter()
+        spent, passes = probe.cost_steps, probe.forward_passes
+        try:
+            if probe.choose():
+                self.rescue.judge(probe.losses)
+        except Exception as error:
+            self.survive(error, "learning rate not probed")
+        self.probe_seconds += time.perf_counter() - started
+        self.record.forward_only_passes += probe.forward_passes - passes
+        self.record.probe_cost_steps += probe.cost_steps - spent
 
     def _begin_leap(self, step: int) -> None:
         # A leap reads numbers back from the device as it ends, so the host's time is the leap's.

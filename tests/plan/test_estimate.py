@@ -223,7 +223,7 @@ class MostCopies(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         rescue = self.trainer.run.rescue
-        copies = rescue.recent.tensors().values() if rescue is not None else ()
+        copies = rescue.tensors().values() if rescue is not None else ()
         self.most = max(self.most, storage_bytes(copies))
 
 
