@@ -11,8 +11,9 @@ schedule of its own, for the final held-out loss of a run, over the backward pas
 forward passes of probes, a third of a step per batch, and the arithmetic of leaps. Training, probe and
 evaluation sequences are disjoint; all arms see the same training sequences in the same order.
 
-Tasks that start from SmolLM2 (`smol-*`) run only if they are named; pretrained.py says how to get it. The peers want
-`pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint (`--nino_folder`).
+Tasks of preferences (`dpo*`) and those that start from SmolLM2 (`smol-*`) run only if they are named; pretrained.py
+says how to get it. The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint
+(`--nino_folder`).
 """
 
 from __future__ import annotations
@@ -124,8 +125,10 @@ def named(args, arms: list[str]) -> list[Run]:
 
 def main() -> None:
     parser = command_line(__doc__, HERE)
-    own = [name for name, task in TASKS.items() if not task.pretrained]
-    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=own, help="By default all but `smol-*`.")
+    own = [name for name, task in TASKS.items() if not (task.pretrained or task.preference)]
+    parser.add_argument(
+        "--task", nargs="+", choices=list(TASKS), default=own, help="By default all but `smol-*` and `dpo*`."
+    )
     parser.add_argument("--arm", nargs="+", help=f"Of {', '.join(ARMS)}; all by default.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
     parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")

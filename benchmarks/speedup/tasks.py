@@ -15,8 +15,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_quickstart.py"
 SEQUENCE, BATCH = 128, 8
 PROBE, TEST = 64, 480
 """Sequences for the probes and for the final evaluation, disjoint from each other and from training."""
-DEFAULT_RATE, TRL_RATE = 5e-5, 2e-5
-"""What `Trainer` trains with if nothing is said, and TRL's `SFTTrainer`."""
+DEFAULT_RATE, TRL_RATE, DPO_RATE = 5e-5, 2e-5, 1e-6
+"""What `Trainer` trains with if nothing is said, TRL's `SFTTrainer`, and its `DPOTrainer`."""
 
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
 """
@@ -63,12 +63,8 @@ SMOL = {
 Of the tasks that start from SmolLM2: `Trainer`'s own options, but for the learning rate and bf16 autocast; as many rows
 as one core computes in a few minutes.
 """
-DPO_OPTIONS = {
-    **SMOL["options"],
-    "max_length": SMOL_SEQUENCE + 16,
-    "gradient_checkpointing": False,
-}
-"""TRL checkpoints activations by default, which changes nothing but the time."""
+DPO_OPTIONS = {"bf16": False, "use_cpu": True, "max_length": SEQUENCE, "gradient_checkpointing": False}
+"""TRL's defaults but for bf16, and checkpointing of activations, which changes nothing but the time."""
 
 TASKS = {
     task.name: task
@@ -99,6 +95,33 @@ TASKS = {
             (4e-3, 8e-3, 1.6e-2),
             scratch=False,
             lora=True,
+        ),
+        Task(
+            "dpo",
+            "DPO of `lora`'s model and adapters: a line of the language reference against its words in reverse",
+            "pairs",
+            200,
+            (150, 170, 200),
+            (2e-3, 4e-3, 8e-3),
+            scratch=False,
+            lora=True,
+            preference=True,
+            options=DPO_OPTIONS,
+            batch=2,
+        ),
+        Task(
+            "dpo-default",
+            "`dpo` from the default learning rate of TRL's DPO",
+            "pairs",
+            200,
+            (200,),
+            (DPO_RATE,),
+            scratch=False,
+            lora=True,
+            tuned="dpo",
+            preference=True,
+            options=DPO_OPTIONS,
+            batch=2,
         ),
         Task(
             "small",
@@ -190,7 +213,7 @@ TASKS = {
             (2.5e-4, 5e-4, 1e-3),
             lora=True,
             preference=True,
-            **(SMOL | {"batch": 2, "options": DPO_OPTIONS}),
+            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
         ),
     )
 }
@@ -219,11 +242,11 @@ class TextAndModels:
 
         from datasets import Dataset
 
+        if text == "pairs":
+            return _parts(Dataset.from_list(_pairs([topics.topics[name] for name in sorted(topics.topics)])))
         texts = quickstart().python_source() if text == "code" else [topics.topics[k] for k in sorted(topics.topics)]
         rows = quickstart().blocks(Dataset.from_dict({"text": texts}), self.tokenizer, SEQUENCE)
-        whole = rows.train_test_split(min(TEST, len(rows) // 6), seed=0)
-        inner = whole["train"].train_test_split(PROBE, seed=0)
-        return {"train": inner["train"], "probe": inner["test"], "test": whole["test"]}
+        return _parts(rows)
 
     def model(self, task: Task, seed: int):
         from transformers import AutoModelForCausalLM, set_seed
@@ -244,8 +267,30 @@ class TextAndModels:
 
         import hf_hybrid
 
+        if task.preference:
+            import trl
+
+            pair = (hf_hybrid.HybridDPOTrainer, hf_hybrid.HybridDPOConfig)
+            return *(pair if hybrid else (trl.DPOTrainer, trl.DPOConfig)), {"processing_class": self.tokenizer}
         pair = (hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig) if hybrid else (Trainer, TrainingArguments)
         return *pair, {}
+
+
+def _parts(rows) -> dict:
+    whole = rows.train_test_split(min(TEST, len(rows) // 6), seed=0)
+    inner = whole["train"].train_test_split(PROBE, seed=0)
+    return {"train": inner["train"], "probe": inner["test"], "test": whole["test"]}
+
+
+def _pairs(texts: list[str]) -> list[dict]:
+    """A prompt is two lines of a text, the chosen completion the next line, the rejected one its words in reverse."""
+    found = []
+    for text in texts:
+        lines = [line for line in text.splitlines() if len(line) > 50]
+        for prompt, line in [(lines[at : at + 2], lines[at + 2]) for at in range(0, len(lines) - 2, 6)]:
+            backwards = " ".join(reversed(line.split()))
+            found.append({"prompt": "\n".join(prompt), "chosen": f"\n{line}", "rejected": f"\n{backwards}"})
+    return found
 
 
 def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder: str) -> dict:

@@ -76,8 +76,11 @@ class AccuracyWatch:
     """
 
     WINDOW = 8
-    CLEAR = 2.0
-    """Standard errors of the difference of two windows that make it clear."""
+    CLEAR = 3.0
+    """
+    Standard errors of the difference of two windows that make it clear. Two were too few with two pairs per step: the
+    best of several windows is good by chance.
+    """
 
     def __init__(self):
         self.best: list[float] = []
@@ -97,6 +100,11 @@ class AccuracyWatch:
         variance = statistics.variance(now) + statistics.variance(self.best)
         difference = statistics.fmean(self.best) - statistics.fmean(now)
         return difference > self.CLEAR * math.sqrt(variance / self.WINDOW)
+
+    @property
+    def sees_pairs(self) -> bool:
+        """Whether any step had an accuracy, so that preference pairs are trained on."""
+        return bool(self.best or self.now)
 
     def begin_window(self) -> None:
         """Leave the window under way out, because the rate or the weights change."""
@@ -365,6 +373,11 @@ class AdapterRateSearch:
     From the rate at which the cosine crosses zero to the one that is held. The best rate was 1.9 to 3.3 times that on
     `lora`, and 1.1 times on LoRA of SmolLM2.
     """
+    BEYOND_OF_PREFERENCES = math.log(0.05)
+    """
+    The same in DPO, where each pair that is learned has less gradient: a rate at which training goes well for some
+    steps is far too high for a run. The best rate was 0.03 to 0.05 of that at which training diverged.
+    """
     AFTER_DIVERGENCE = math.log(0.2)
     """From the rate at which the monitor saw training diverge to the one that is held."""
     HIGHEST = 0.03
@@ -449,12 +462,12 @@ class AdapterRateSearch:
             self.kept.keep("good")
             self.log_scale = min(self.highest, self.log_scale + self.GROWTH)
         elif goes_on:
-            self._go_back(self.highest)
+            self._go_back(self.highest + self.beyond)
         elif self.crossing is None:
             share = self.last_cosine / (self.last_cosine - cosine)
             self.crossing = self.last_used + share * (caused_by - self.last_used)
         else:
-            self._go_back(self.crossing + self.BEYOND)
+            self._go_back(self.crossing + self.beyond)
 
     def judge(self, losses: Callable[[], Sequence[float]]) -> None:
         """
@@ -474,6 +487,11 @@ class AdapterRateSearch:
         else:
             self._go_back(self.log_scale - math.log(2))
 
+    @property
+    def beyond(self) -> float:
+        """From the log scale at which the cosine crosses zero to the one that is held."""
+        return self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.BEYOND
+
     def _go_back(self, log_scale: float) -> None:
         self.log_scale = min(self.highest, max(0.0, log_scale))
         self.kept.go_back("good")
@@ -487,7 +505,7 @@ class AdapterRateSearch:
     def back_off(self) -> None:
         """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
         if self.state == "growing":
-            self._go_back(self.used + self.AFTER_DIVERGENCE)
+            self._go_back(self.used + min(self.AFTER_DIVERGENCE, self.beyond))
         elif self.state == "confirming":
             self._go_back(self.log_scale - math.log(2))
         elif self.state == "held":

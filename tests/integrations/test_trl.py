@@ -290,7 +290,8 @@ def test_dpo_finds_a_rate_for_adapters_from_its_default(tmp_path):
         losses[rescue] = trainer.evaluate()["eval_loss"]
         scales[rescue] = trainer.hybrid_summary()["learning_rate_scale"]
     assert scales["auto"] > 100 and scales["off"] == 1
-    assert losses["auto"] < losses["off"] - 0.02
+    gained = {rescue: math.log(2) - loss for rescue, loss in losses.items()}  # since before training
+    assert gained["auto"] > 0.005 and gained["auto"] > 100 * gained["off"]
 
 
 def test_pairs_stay_together_when_a_batch_is_split(tmp_path):
