@@ -43,7 +43,7 @@ RUNS = {
     "base": {},
     "accumulated": {"gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
     "offloaded": {"fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
-    "memory": {"direction": "gradient_memory", "model": {"tie_word_embeddings": False}},
+    "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
     "sampled": {"direction": "gradient_memory", "optim": "rmsprop", "learning_rate": 1e-4},
     "rescued": {"lr_rescue": "on", "learning_rate": 2e-4, "max_steps": 24},
     "muon": {"optim": "muon", "in_fp32": True, "max_steps": 24},
@@ -59,7 +59,7 @@ LIKE = {"offloaded": "base"}
 """Runs that are another one's in a single process."""
 
 SAVED = {"samples": 150, "max_steps": 28, "save_strategy": "steps", "save_steps": 3, "correct_phase_steps": 3}
-DEATHS = (4, 7, 10, 17)
+DEATHS = (4, 7, 10, 13, 17)
 """Steps at which a process is killed: the checkpoints before are of different phases."""
 SAVED_RUNS = {
     "whole": {},
