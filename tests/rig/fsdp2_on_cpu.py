@@ -1,5 +1,5 @@
 """
-FSDP2 on CPU processes. Import it before a trainer is built.
+FSDP2 on CPU processes. Call [`enable`] before a trainer is built, in a process that does nothing else.
 
 accelerate knows FSDP for accelerators alone and trains with DDP on the CPU without a word, so the package refuses it
 there. Torch's `fully_shard` itself works over gloo. This module leads the CPU through accelerate's own path.
@@ -26,5 +26,7 @@ def _init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-AcceleratorState.__init__ = functools.wraps(_init)(_init_with_fsdp)
-config.computes_on_cpu = lambda args: False
+def enable() -> None:
+    """Patch accelerate, and the check of this package that refuses FSDP on the CPU."""
+    AcceleratorState.__init__ = functools.wraps(_init)(_init_with_fsdp)
+    config.computes_on_cpu = lambda args: False

@@ -25,7 +25,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.shards import canonical
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.manifest import last_checkpoint
-from rig import fsdp2_on_cpu  # noqa: F401  (patches accelerate)
+from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
 STEPS = 40
@@ -182,6 +182,7 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    fsdp2_on_cpu.enable()
     folder, processes = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     for name in sys.argv[2:]:
         trainer = train(folder, name, processes)
