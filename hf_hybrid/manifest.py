@@ -52,7 +52,8 @@ THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
 _ASIDE = "_replaced-"  # uploads leave out what begins with `_`
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
-_PASSING = "checkpoint-is-incomplete.txt"  # in Trainer's just-in-time checkpoints while they are written
+_UNFINISHED = "hybrid_unfinished.txt"  # in a checkpoint while it is written
+_PASSING = (_UNFINISHED, "checkpoint-is-incomplete.txt")  # the latter in Trainer's just-in-time checkpoints
 
 Run = list[list]
 """`[[id, first step], ...]`, the newest last."""
@@ -114,6 +115,8 @@ def replacing(folder: Path) -> Iterator[None]:
     if folder.is_dir():
         os.replace(folder, _aside(folder))
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _UNFINISHED).touch()
         yield
     except Exception as error:
         if not is_sealed(folder):
@@ -141,7 +144,7 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
         start (`Start`): Of the run.
         in_step (`bool`): Whether the next step was under way, with its batches fetched.
     """
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _PASSING]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _PASSING]
     with ThreadPoolExecutor(THREADS) as waiting, ThreadPoolExecutor(THREADS) as pool:
         flushed = [waiting.submit(_flush, path) for path in paths]
         digests = _digests(pool, paths)
@@ -158,6 +161,7 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
     write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
     _flush(folder)
     _flush(folder.parent)
+    (folder / _UNFINISHED).unlink(missing_ok=True)
     shutil.rmtree(_aside(folder), ignore_errors=True)
 
 
@@ -415,9 +419,14 @@ def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
         if reason is None:
             return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
         passed_over[folder] = reason
-    if len(folders) == 1 and not is_sealed(folders[0]) and (sealed or not (folders[0] / TRAINER_STATE_NAME).is_file()):
+    if len(folders) == 1 and not is_sealed(folders[0]) and (sealed or _was_cut_short(folders[0])):
         return None, [f"`{folders[0]}` is the first save of a run, and was cut short: the run begins anew."]
     raise CheckpointError(_nothing(output_dir, passed_over))
+
+
+def _was_cut_short(folder: Path) -> bool:
+    """Whether the save of a checkpoint without a manifest did not end. Trainer writes its own state last."""
+    return (folder / _UNFINISHED).is_file() or not (folder / TRAINER_STATE_NAME).is_file()
 
 
 def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:

@@ -1,5 +1,6 @@
 """`hf_hybrid/manifest.py`: checkpoints that are whole or refused, which one a resume takes, and which are deleted."""
 
+import contextlib
 import json
 import os
 import resource
@@ -113,14 +114,20 @@ def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, 
         found(folder, folder / "checkpoint-7")
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known run", "unknown run"])
-def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder, caplog, known):
+@pytest.mark.parametrize("cut", ["known run", "unknown run", "in the last file of an unknown run"])
+def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder, caplog, cut):
     for gone in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(folder / gone)
-    (folder / "checkpoint-2" / MANIFEST_NAME).unlink()
-    (folder / "checkpoint-2" / "trainer_state.json").unlink()
-    if known:
+    first = folder / "checkpoint-2"
+    (first / MANIFEST_NAME).unlink()
+    (first / "trainer_state.json").unlink()
+    if cut == "known run":
         manifest.write_run(folder, [["of the run", 0]])
+    if cut == "in the last file of an unknown run":
+        shutil.rmtree(first)
+        with contextlib.suppress(KeyboardInterrupt), manifest.replacing(first):
+            (first / "trainer_state.json").touch()  # opened, and not yet written
+            raise KeyboardInterrupt  # which leaves the folder as a kill does
     trainer = build(folder)
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-2` is the first save of a run, and was cut short" in caplog.text
@@ -152,11 +159,11 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     for _ in range(2):
         save = manifest.replacing(checkpoint)
         save.__enter__()
-        checkpoint.mkdir()
+        checkpoint.mkdir(exist_ok=True)
         (checkpoint / "model.safetensors").write_text("half of it")  # killed here, and once more
     assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
     with manifest.replacing(checkpoint):
-        checkpoint.mkdir()
+        checkpoint.mkdir(exist_ok=True)
         manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
     assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
 
