@@ -376,7 +376,8 @@ class AdapterRateSearch:
     BEYOND_OF_PREFERENCES = math.log(0.05)
     """
     The same in DPO, where each pair that is learned has less gradient: a rate at which training goes well for some
-    steps is far too high for a run. The best rate was 0.03 to 0.05 of that at which training diverged.
+    steps is far too high for a run. On the task `dpo` the cosine stays positive up to `HIGHEST`, and the best rate is
+    0.07 of that; it was chosen there (docs/evaluation.md).
     """
     AFTER_DIVERGENCE = math.log(0.2)
     """From the rate at which the monitor saw training diverge to the one that is held."""
