@@ -6,10 +6,10 @@ finds there. A file that is missing, cut short, changed or of another run goes u
 checkpoint is sealed by a manifest, and is checked against it before anything is loaded.
 
 A save. What an earlier save left under the same name is moved aside, so that no old file becomes part of the new
-checkpoint, and so that there is a whole one at any moment. Trainer writes its files. Then all of them are hashed and
-flushed to the disk in parallel threads: hashing takes the processor while flushing waits for the disk. The manifest is
-written last, and its presence means that the checkpoint is whole. Only then older checkpoints are deleted, in the order
-of their steps.
+checkpoint, and so that there is a whole one at any moment. A file marks the folder as unfinished until the manifest is
+there. Trainer writes its files. Then all of them are hashed and flushed to the disk in parallel threads: hashing takes
+the processor while flushing waits for the disk. The manifest is written last, and its presence means that the
+checkpoint is whole. Only then older checkpoints are deleted, in the order of their steps.
 
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
 says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of

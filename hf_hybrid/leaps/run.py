@@ -20,9 +20,8 @@ steps are redeemed.
 How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
 (probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
 after which fewer preference pairs are ranked right, is halved until neither holds, at most five times, and then undone.
-Few leaps need a probe: a budget bounds what
-probes cost. Every leap is watched in Correct, where the divergence monitor (divergence.py) compares the training loss
-with the trend before the leap, and the snapshot is there until then.
+Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the divergence monitor
+(divergence.py) compares the training loss with the trend before the leap, and the snapshot is there until then.
 
 Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
 pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made with
