@@ -150,8 +150,9 @@ class HybridArguments:
     )
     leap_budget: float = option(
         0.25,
-        "Most arithmetic that leaps may cost, as a share of that of the real steps. Where orthogonalising costs much "
-        "beside a step (few tokens per step), leaps are made less often and go further.",
+        "Most arithmetic that leaps may cost, as a share of that of the real steps; under FSDP2 also most bytes that "
+        "they may send. Where orthogonalising costs much beside a step (few tokens per step), leaps are made less "
+        "often and go further.",
         above=0,
     )
     buffers_device: Literal["auto", "cpu"] = option(

@@ -473,7 +473,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
         if run.tokens is not None:
-            run.observe_compute(self._step_flops(run.tokens))
+            run.observe_cost(self._step_flops(run.tokens), self._step_bytes())
         try:
             norm, accuracy = float(self._gradient_norm), self.accuracy_of_step()
             used = run.before_update(self.state.global_step, loss.item(), norm, accuracy)
@@ -494,6 +494,17 @@ class HybridTrainerMixin(PublishingMixin):
             count = self.accelerator.reduce(count.to(self.args.device), reduction="mean")
         per_token = sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in self.model.parameters())
         return count.item() * per_token
+
+    def _step_bytes(self) -> float:
+        """
+        Return the bytes that all processes together send at most in a step under FSDP2: the weights before each forward
+        and each backward pass, and the gradients once.
+        """
+        if not self.is_fsdp_enabled:
+            return 0.0
+        low, passes = self.accelerator.mixed_precision == "bf16", 2 * self.current_gradient_accumulation_steps
+        sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in self.model.parameters())
+        return (self.accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
     def _after_update(self) -> None:
         self.recovery.stepping = False

@@ -193,7 +193,8 @@ class LeapRun:
         probe (`Probe`, *optional*), rescue (`LearningRateRescue` or `AdapterRateSearch`, *optional*): More of them.
         feed (`BatchFeed`): The batches.
         stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
-        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps.
+        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps. The same holds for
+            the bytes that processes send.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
         no_leaps (`str`, *optional*): Why no leaps are made in this run, if that is known.
         pretrained_below (`float`): No leaps are made if the first training loss is below this.
@@ -251,7 +252,10 @@ class LeapRun:
         """Why no leaps are made, or `None` if they are."""
         self.pretrained_below = pretrained_below
         self.leap_cost: float | None = None
-        """Arithmetic of a leap in real steps; `None` until the first step was counted."""
+        """
+        Arithmetic of a leap in real steps, or the bytes that it sends if these are more; `None` until the first step
+        was counted.
+        """
         self.linearity = 0.0
         """Fall of the probe's loss over the fall predicted to first order, at the leap probed last: a signal."""
         self.steps_since_leap = 0
@@ -452,7 +456,7 @@ class LeapRun:
 
     @property
     def shortest_block(self) -> int:
-        """Return the real steps between leaps that keep the arithmetic of leaps within `leap_budget`."""
+        """Return the real steps between leaps that keep the cost of leaps within `leap_budget`."""
         return max(1, math.ceil((self.leap_cost or 0.0) / self.leap_budget - 1e-9))
 
     # Within a real step.
@@ -477,9 +481,17 @@ class LeapRun:
         """Tokens of the real step under way on this process; `None` once the cost of a leap is known."""
         return self._tokens if self.leap_cost is None else None
 
-    def observe_compute(self, step_flops: float) -> None:
-        """Set the floating-point operations of the first real step."""
-        self.leap_cost = self.trajectory.direction.flops() / step_flops if step_flops > 0 else 0.0
+    def observe_cost(self, step_flops: float, step_bytes: float) -> None:
+        """
+        Set what the first real step cost.
+
+        Args:
+            step_flops (`float`): Floating-point operations on one process.
+            step_bytes (`float`): Bytes that all processes together sent.
+        """
+        direction = self.trajectory.direction
+        costs = ((direction.flops(), step_flops), (direction.bytes_sent(), step_bytes))
+        self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
 
     def before_update(self, step: int, loss: float, gradient_norm: float, accuracy: float | None = None) -> bool:
         """

@@ -103,6 +103,10 @@ class Whole:
         """
         return tensor.detach().reshape(-1)[:: self.stride(index)]
 
+    def bytes_in_rounds(self, elements: int) -> float:
+        """Return the bytes that all processes together send so that matrices of so many elements are computed whole."""
+        return 0.0
+
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """
         Return the whole of a tensor that is shaped as this process's part of a parameter, or that [`sample`] returned,
@@ -196,6 +200,9 @@ class Shards(Whole):
             back = self._exchange(result, take, give).split(give)
             for (key, _, rows), part in zip(in_turn, back):
                 yield key, part.view(rows.shape).to(rows.device)
+
+    def bytes_in_rounds(self, elements: int) -> float:
+        return 2 * (self.processes - 1) / self.processes * 4 * elements
 
     def _exchange(self, tensor: Tensor, give: list[int], take: list[int]) -> Tensor:
         """Send the next `give[p]` elements of a flat tensor to process `p`; return `take[p]` elements from each."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from rig import launched_fsdp2
+from rig.processes import together
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,77 +21,80 @@ from hf_hybrid.manifest import last_checkpoint
 from hf_hybrid.optimizers import split_parameters
 
 TESTS = Path(__file__).parents[1]
-SLOW_RUNS = ("sampled", "plain_muon", "world_model", "rescued_lora")
-ALL_RUNS = (*(name for name in launched_fsdp2.RUNS if name not in launched_fsdp2.SAVED_RUNS), "whole")
-RUNS = tuple(name for name in ALL_RUNS if name not in SLOW_RUNS)
+RUNS = (
+    "base", "accumulated", "offloaded", "memory", "rescued", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole",
+)  # fmt: skip
+SLOW_RUNS = ("sampled", "muon_lora", "plain_muon", "world_model", "rescued_lora")
 DEATH = launched_fsdp2.DEATHS[-1]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
-FSDP2 = TESTS.parent / "examples" / "accelerate_configs" / "fsdp2.yaml"
-ACCELERATE = (
-    "-m", "accelerate.commands.launch", "--config_file", FSDP2, "--main_process_port", "0", "--num_processes",
-)  # fmt: skip
-
-
-def launch(processes: int, folder: Path, *names: str, by: tuple = TORCHRUN) -> subprocess.CompletedProcess:
-    """Start the runs of these names."""
-    paths = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
-    command = [*by, processes, launched_fsdp2.__file__, folder, *names]
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=1500
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all runs, by number of processes and name."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(folder):
     """By name of the run, what it says and ends at in a single process."""
-    folder, found = tmp_path_factory.mktemp("alone"), {}
+    found = {}
 
     def run(name: str) -> tuple[dict, dict]:
         name = launched_fsdp2.LIKE.get(name, name)
         if name not in found:
-            trainer = launched_fsdp2.train(folder, name, 1)
+            trainer = launched_fsdp2.train(folder, name)
             found[name] = json.loads(json.dumps(launched_fsdp2.result(trainer))), launched_fsdp2.weights(trainer)
         return found[name]
 
     return run
 
 
-class Launched:
-    """The runs of several processes."""
+class Runs:
+    """The runs of several processes, which are made when this is."""
 
     def __init__(self, folder: Path, processes: int, names: tuple[str, ...]):
-        ended = launch(processes, folder, *names)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        self.folder, self.processes = folder, processes
+        assert together(processes, lambda: launched_fsdp2.run(folder, names)) == [0] * processes
+        self.folder, self.processes = folder / str(processes), processes
 
     def results(self, name: str) -> list[dict]:
-        return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.processes)]
+        return [json.loads((self.folder / name / f"rank{rank}.json").read_text()) for rank in range(self.processes)]
 
     def decisions(self, name: str) -> dict:
         return self.results(name)[0]["decisions"]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / f"{name}.safetensors")
+        return load_file(self.folder / name / "weights.safetensors")
+
+
+def kill(folder: Path, step: int) -> None:
+    """Train on two processes, of which one is killed at this step."""
+    ended = together(2, lambda: launched_fsdp2.run(folder, (f"killed_{step}",)))
+    assert ended[0] != 0 and ended[1] == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    launched_fsdp2.train(folder / "one", "halved", 1)
-    killed = launch(2, folder, f"killed_{DEATH}", by=ACCELERATE)
-    assert killed.returncode != 0 and "SIGKILL" in killed.stderr, killed.stderr[-3000:]
-    return Launched(folder, 2, (*RUNS, f"resumed_{DEATH}", "resumed_from_one"))
+def two(folder):
+    launched_fsdp2.train(folder, "adamw_halved")
+    kill(folder, DEATH)
+    return Runs(folder, 2, (*RUNS, f"resumed_{DEATH}", "adamw_from_1"))
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    return Launched(tmp_path_factory.mktemp("three"), 3, ALL_RUNS)
+def three(folder):
+    return Runs(folder, 3, RUNS)
 
 
-def check_that_it_is_one_run(launched: Launched, name: str, alone) -> None:
+@pytest.fixture(scope="module")
+def slow_two(folder):
+    return Runs(folder, 2, SLOW_RUNS)
+
+
+@pytest.fixture(scope="module")
+def slow_three(folder):
+    return Runs(folder, 3, SLOW_RUNS)
+
+
+def check_that_it_is_one_run(launched: Runs, name: str, alone) -> None:
     results, (single, expected) = launched.results(name), alone(name)
     local = ("buffer_bytes", "bytes_sent")  # which differ where rows do not divide evenly
     for result in results:
@@ -122,10 +127,33 @@ def test_two_processes_are_one_with_their_batches_together(two, alone, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL_RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_three_processes_are_one_with_their_batches_together(three, alone, name):
     """Rows do not divide by three."""
     check_that_it_is_one_run(three, name, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("name", SLOW_RUNS)
+def test_more_options_on_several_processes(request, alone, processes, name):
+    check_that_it_is_one_run(request.getfixturevalue({2: "slow_two", 3: "slow_three"}[processes]), name, alone)
+
+
+@pytest.mark.slow
+def test_a_launcher_says_how_to_shard(tmp_path, alone):
+    """By the file that the docs name, in place of the option `fsdp`."""
+    file = TESTS.parent / "examples" / "accelerate_configs" / "fsdp2.yaml"
+    options = ("--config_file", file, "--num_processes", 2, "--main_process_port", 0)
+    command = ("-m", "accelerate.commands.launch", *options, launched_fsdp2.__file__, tmp_path, "base")
+    paths = f"{TESTS.parent}{os.pathsep}{TESTS}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    _, expected = alone("base")
+    check_that_it_ends_alike(load_file(tmp_path / "2" / "base" / "weights.safetensors"), expected, atol=1e-5)
 
 
 def test_the_runs_had_something_to_decide(two):
@@ -137,7 +165,7 @@ def test_the_runs_had_something_to_decide(two):
     assert two.decisions("rescued")["learning_rate_scale"] > 1.5
 
 
-def check_bytes(launched: Launched) -> None:
+def check_bytes(launched: Runs) -> None:
     """Against the formula of docs/launch.md."""
     matrices, _ = split_parameters(tiny_model())
     count, held = launched.processes, sum(4 * matrix.numel() for matrix in matrices.values())
@@ -146,6 +174,14 @@ def check_bytes(launched: Launched) -> None:
     expected = len(results[0]["decisions"]["leaps"]) * 2 * (count - 1) / count * held
     # Rows that do not divide evenly: a process collects a matrix of which it holds a little more or less than others.
     assert sent == pytest.approx(expected, rel=0.03 if 32 % count else 0)
+
+
+def test_leaps_may_not_send_more_than_their_budget(two):
+    """Under bf16 a step sends half of the bytes, and a leap sends as many as before."""
+    hidden = sum(matrix.numel() for matrix in split_parameters(tiny_model())[0].values())
+    leap, step = 2 / 2 * 4 * hidden, 3 * 2 * sum(parameter.numel() for parameter in tiny_model().parameters())
+    decisions = two.decisions("bf16")
+    assert decisions["leap_cost_steps"] == pytest.approx(leap / step * len(decisions["leaps"]))
 
 
 def test_leaps_send_as_many_bytes_as_the_docs_say(two):
@@ -163,38 +199,67 @@ def check_that_it_ends_alike(found: dict, expected: dict, atol: float = 0.0) -> 
         assert torch.allclose(found[name], tensor, rtol=0, atol=atol), name
 
 
+# Resuming. A run ends at the same weights bit for bit on as many processes as before, else up to rounding.
+
+
 def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(two):
-    resumed, whole = two.decisions(f"resumed_{DEATH}"), two.decisions("whole")
+    resumed, whole = two.decisions(f"resumed_{DEATH}"), two.decisions("adamw_whole")
     assert resumed["resumed"]["restored"] is not None and len(whole["leaps"]) >= 3
     assert resumed["leaps"] == whole["leaps"]
-    check_that_it_ends_alike(two.weights(f"resumed_{DEATH}"), two.weights("whole"))
+    check_that_it_ends_alike(two.weights(f"resumed_{DEATH}"), two.weights("adamw_whole"))
 
 
 def test_a_run_of_one_process_goes_on_under_fsdp2(two, alone):
-    _, expected = alone("whole")
-    assert two.decisions("resumed_from_one")["resumed"]["restored"] is not None
-    check_that_it_ends_alike(two.weights("resumed_from_one"), expected, atol=1e-5)
+    _, expected = alone("adamw_whole")
+    assert two.decisions("adamw_from_1")["resumed"]["restored"]["open_leap"]
+    check_that_it_ends_alike(two.weights("adamw_from_1"), expected, atol=1e-5)
 
 
 def test_a_run_under_fsdp2_goes_on_in_one_process(two, alone, tmp_path):
-    summary, expected = alone("whole")
-    trainer = launched_fsdp2.train(tmp_path, "whole", 1, resume=two.folder / f"killed_{DEATH}")
+    summary, expected = alone("adamw_whole")
+    trainer = launched_fsdp2.train(tmp_path, "adamw_whole", resume=two.folder / f"killed_{DEATH}")
     check_that_it_ends_alike(launched_fsdp2.weights(trainer), expected, atol=1e-5)
     assert trainer.hybrid_summary()["leaps_by_verdict"] == summary["decisions"]["leaps_by_verdict"]
 
 
 @pytest.mark.slow
 def test_a_process_may_be_killed_in_any_phase(two):
-    phases = set()
+    phases, folder = set(), two.folder.parent
     for step in launched_fsdp2.DEATHS[:-1]:
-        assert launch(2, two.folder, f"killed_{step}").returncode != 0
+        kill(folder, step)
+    for step in launched_fsdp2.DEATHS:
         state = json.loads(Path(last_checkpoint(two.folder / f"killed_{step}"), "hybrid_state.json").read_text())
         phases.add(state["run"]["controller"]["phase"])
-    state = json.loads(Path(last_checkpoint(two.folder / f"killed_{DEATH}"), "hybrid_state.json").read_text())
-    assert phases | {state["run"]["controller"]["phase"]} == {"warmup", "full", "predict", "correct"}
-    resumed = Launched(two.folder, 2, tuple(f"resumed_{step}" for step in launched_fsdp2.DEATHS[:-1]))
+    assert phases == {"warmup", "full", "predict", "correct"}
+    resumed = Runs(folder, 2, tuple(f"resumed_{step}" for step in launched_fsdp2.DEATHS[:-1]))
     for step in launched_fsdp2.DEATHS[:-1]:
-        check_that_it_ends_alike(resumed.weights(f"resumed_{step}"), two.weights("whole"))
+        check_that_it_ends_alike(resumed.weights(f"resumed_{step}"), two.weights("adamw_whole"))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """By kind of the run and numbers of processes before and after, the weights that a resumed run ends at."""
+    folder, kinds = tmp_path_factory.mktemp("resumed"), launched_fsdp2.SAVED_RUNS
+    halves, wholes = (tuple(f"{kind}_{part}" for kind in kinds) for part in ("halved", "whole"))
+    for name in halves:
+        launched_fsdp2.train(folder, name)
+    made = {count: Runs(folder, count, halves + wholes) for count in (2, 3)}
+    for count in made:
+        Runs(folder, count, tuple(f"{kind}_from_{before}" for kind in kinds for before in (1, 2, 3)))
+
+    def weights(kind: str, before: int | None, after: int) -> dict[str, torch.Tensor]:
+        name = f"{kind}_whole" if before is None else f"{kind}_from_{before}"
+        return made[after].weights(name) if after > 1 else launched_fsdp2.weights(launched_fsdp2.train(folder, name))
+
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize("kind", launched_fsdp2.SAVED_RUNS)
+def test_a_run_goes_on_with_any_number_of_processes(resumed, kind, before, after):
+    expected = resumed(kind, None, after)
+    check_that_it_ends_alike(resumed(kind, before, after), expected, atol=0.0 if before == after else 1e-5)
 
 
 def test_samples_are_few_and_spread():

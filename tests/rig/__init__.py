@@ -14,6 +14,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `launched_fsdp2.py` | the runs that several processes make under FSDP2 |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `pages.py` | a page of HTML taken apart |
+| `processes.py` | forked processes that train together |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
 | `synthetic_runs.py` | training runs whose dynamics are known, for the world model |

@@ -1,10 +1,10 @@
 """
-The runs under FSDP2 that `tests/leaps/test_shards.py` launches: several in one start, as starting takes long.
+The runs that `tests/leaps/test_shards.py` makes under FSDP2 in several processes, and in one.
 
-    PYTHONPATH=tests torchrun --nproc_per_node 2 tests/rig/launched_fsdp2.py FOLDER NAME...
+    PYTHONPATH=tests accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml --num_processes 2 \
+        tests/rig/launched_fsdp2.py FOLDER NAME...
 
-With `accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml` in the place of torchrun, accelerate reads
-from that file how to shard.
+makes them with a launcher: accelerate then reads from that file how to shard, unless the run says it.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ RUNS = {
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
     "sampled": {"direction": "gradient_memory", "optim": "rmsprop", "learning_rate": 1e-4},
     "rescued": {"lr_rescue": "on", "learning_rate": 2e-4, "max_steps": 24},
-    "muon": {"optim": "muon", "in_fp32": True, "max_steps": 24},
+    "muon": {"optim": "muon", "in_fp32": True},
+    "muon_lora": {"optim": "muon", "in_fp32": True, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},
     "lora": {"lora": True, "learning_rate": 1e-2},
     "bf16": {"bf16": True},
@@ -58,21 +59,27 @@ RUNS = {
 LIKE = {"offloaded": "base"}
 """Runs that are another one's in a single process."""
 
-SAVED = {"samples": 150, "max_steps": 28, "save_strategy": "steps", "save_steps": 3, "correct_phase_steps": 3}
+SAVED = {"samples": 156, "max_steps": 28, "save_strategy": "steps", "save_steps": 3, "correct_phase_steps": 3}
+"""Over several epochs of whole batches, with checkpoints."""
+SAVED_RUNS = {
+    "adamw": {},
+    "muon": {"optim": "muon", "in_fp32": True},
+    "lora": {"lora": True, "learning_rate": 1e-2},
+    "plain": {"enable_predict": False},
+}
+STOPS_AT = 13
 DEATHS = (4, 7, 10, 13, 17)
 """Steps at which a process is killed: the checkpoints before are of different phases."""
-SAVED_RUNS = {
-    "whole": {},
-    "halved": {"stops_at": 15},
-    "resumed_from_one": {"resume": "one/halved"},
-    **{f"killed_{step}": {"dies_at": step} for step in DEATHS},
-    **{f"resumed_{step}": {"resume": f"killed_{step}"} for step in DEATHS},
-}
-for step in DEATHS[:-1]:  # whose weights and optimizer states are saved by torch, in parts
-    for name in (f"killed_{step}", f"resumed_{step}"):
-        SAVED_RUNS[name]["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
-"""Runs over several epochs that save, that die, and that are resumed from what another one saved."""
-RUNS |= {name: {**SAVED, **more} for name, more in SAVED_RUNS.items()}
+for name, options in SAVED_RUNS.items():
+    RUNS[f"{name}_whole"] = {**SAVED, **options}
+    RUNS[f"{name}_halved"] = {**SAVED, **options, "stops_at": STOPS_AT}
+    for count in (1, 2, 3):
+        RUNS[f"{name}_from_{count}"] = {**SAVED, **options, "resume": f"{count}/{name}_halved"}
+for step in DEATHS:
+    # But for the last, weights and optimizer states are saved by torch, in parts.
+    kind = {} if step == DEATHS[-1] else {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    RUNS[f"killed_{step}"] = {**SAVED, **kind, "dies_at": step}
+    RUNS[f"resumed_{step}"] = {**SAVED, **kind, "resume": f"2/killed_{step}"}
 
 
 class Ends(TrainerCallback):
@@ -132,15 +139,15 @@ def muon_in_fp32():
         torch.Tensor.bfloat16 = bfloat16
 
 
-def train(folder: Path, name: str, processes: int, resume: Path | None = None) -> HybridTrainer:
-    """Train the run of this name as one of so many processes; `resume` is a checkpoint or a run's folder."""
-    options = {**BASE, **RUNS[name]}
+def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
+    """Train the run of this name as one of the processes; `resume` is a checkpoint or a run's folder."""
+    options, processes = {**BASE, **RUNS[name]}, int(os.environ.get("WORLD_SIZE", 1))
     model = tiny_model(**options.pop("model", {}))
     if options.pop("lora", False):
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
     sharding = {"fsdp": True, "fsdp_config": dict(options.pop("fsdp_config", {}))}
-    if processes == 1 or BY_LAUNCHER:
+    if processes == 1 or (BY_LAUNCHER and not sharding["fsdp_config"]):
         sharding = {}
     hurts_at, poisoned_at = options.pop("hurts_at", None), options.pop("poisoned_at", None)
     in_fp32 = options.pop("in_fp32", False)
@@ -151,7 +158,8 @@ def train(folder: Path, name: str, processes: int, resume: Path | None = None) -
     if resume is not None and not resume.name.startswith("checkpoint-"):
         resume = last_checkpoint(resume)
     batch = BATCH // processes // options.get("gradient_accumulation_steps", 1)
-    config = hybrid_config(folder / name, per_device_train_batch_size=batch, **options, **sharding)
+    place = folder / str(processes) / name
+    config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
     trainer = PoisonedTrainer(model, config, train_dataset=data, callbacks=[ends])
     trainer.poisoned_at = poisoned_at
     with (
@@ -181,14 +189,19 @@ def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: found[name].clone() for name in found if name in trained}
 
 
-if __name__ == "__main__":
+def run(folder: Path, names: tuple[str, ...]) -> None:
+    """Make these runs as one of several processes, and write what came of them."""
     fsdp2_on_cpu.enable()
-    folder, processes = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    for name in sys.argv[2:]:
-        trainer = train(folder, name, processes)
-        found, rank = weights(trainer), trainer.args.process_index
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(result(trainer)))
-        if rank == 0:
-            save_file(found, folder / f"{name}.safetensors")
+    for name in names:
+        trainer = train(folder, name)
+        found, place = weights(trainer), Path(trainer.args.output_dir)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"rank{trainer.args.process_index}.json").write_text(json.dumps(result(trainer)))
+        if trainer.is_world_process_zero():
+            save_file(found, place / "weights.safetensors")
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), tuple(sys.argv[2:]))

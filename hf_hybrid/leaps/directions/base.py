@@ -242,6 +242,10 @@ class Direction:
         """Floating-point operations of one leap; a few per weight may be left out."""
         return 0.0
 
+    def bytes_sent(self) -> float:
+        """Bytes that all processes together send for one leap, where they share the weights."""
+        return 0.0
+
     def block_begins(self, *, undoable: bool) -> None:
         """Called when a new block begins at the current weights; `undoable` while the leap before it is on trial."""
 

@@ -136,9 +136,14 @@ class GradientMemory(Direction):
         return None if scale is None else torch.mul(memory, scale, out=out)
 
     def flops(self) -> float:
+        return sum(map(orthogonalisation_flops, self._orthogonalised_shapes())) / self.context.shards.processes
+
+    def bytes_sent(self) -> float:
+        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in self._orthogonalised_shapes()))
+
+    def _orthogonalised_shapes(self) -> list[torch.Size]:
         shards = self.context.shards
-        chosen = [index for index in range(len(shards.originals)) if self._orthogonalises(index)]
-        return sum(orthogonalisation_flops(shards.shape(index)) for index in chosen) / shards.processes
+        return [shards.shape(index) for index in range(len(shards.originals)) if self._orthogonalises(index)]
 
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]
