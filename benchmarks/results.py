@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "hf_hybrid")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "gguf", "hf_hybrid")
 
 
 class Results:

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoint import load_optimizer, load_weights, write_note
 from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
+from hf_hybrid.export.exporter import SHARD, check_output, export
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, keep_differentiable
@@ -264,6 +266,51 @@ class HybridTrainerMixin(PublishingMixin):
             return None
         avoided = run.record.backward_passes_avoided
         return RunPosition(run.last_phase.value, run.last_loss, avoided, memory_in_use(self.args.device))
+
+    def export(
+        self,
+        format: str,
+        folder: str | os.PathLike | None = None,
+        *,
+        eval_dataset: Any = None,
+        dtype: str = "auto",
+        max_shard_size: str = SHARD,
+    ) -> dict[str, Any]:
+        """
+        Write the model in a low-bit format, and measure held-out loss, bytes and speed beside those of the original.
+
+        Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
+        into their base, which is loaded anew.
+
+        Args:
+            format (`str`): `int8`, `int4`, `nf4`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_1`, `q4_0`.
+            folder (`str` or `PathLike`, *optional*):
+                Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
+            eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
+            dtype (`str`, *optional*): Of weights that are not quantised; `auto`: as they are.
+            max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+
+        Returns:
+            `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
+
+        Raises:
+            ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
+                processes train.
+        """
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
+                f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
+            )
+        folder = Path(folder or f"{os.path.abspath(self.args.output_dir)}-{format}")
+        check_output(folder)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        held_out = self.eval_dataset if eval_dataset is None else eval_dataset
+        batches = None if held_out is None else self.get_eval_dataloader(held_out)
+        card = Path(self.args.output_dir, "README.md")
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
+            self.save_model(saved)
+            return export(saved, folder, format, batches=batches, dtype=dtype, max_shard_size=max_shard_size, card=card)
 
     # A run begins and ends.
 

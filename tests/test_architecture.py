@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "words": {"arguments", "phases", "optimizers", "machine"},
     "arithmetic": {"leaps", "world_model", "streaming", "phase_memory", "plan"},
-    "engines": {"config", "recovery", "checkpoint", "manifest", "setup", "report"},
+    "engines": {"config", "recovery", "checkpoint", "manifest", "setup", "report", "export"},
     "Trainer": {"trainer", "integrations", "cli"},
 }
 # Rooms of the arithmetic floor that must not know each other.

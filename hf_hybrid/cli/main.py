@@ -12,6 +12,7 @@ from hf_hybrid import __version__
 COMMANDS = {
     "train": ("hf_hybrid.cli.train", "train a model on texts or conversations, on one process or several"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
+    "export": ("hf_hybrid.cli.export", "write a run as a low-bit model, and measure what that costs"),
     "report": ("hf_hybrid.cli.report", "write a report on a run, or a comparison of two"),
     "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
 }

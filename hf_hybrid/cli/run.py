@@ -6,6 +6,7 @@ Your own launcher can start it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cl
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import sys
@@ -26,6 +27,8 @@ from hf_hybrid.cli.options import (
 
 logger = logging.getLogger(__name__)
 
+DATA_NAME = "_hybrid_data.json"
+"""In `output_dir`, for `hf-hybrid export`: where the data came from. Files with a leading underscore are not pushed."""
 _OFFLINE = "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
 
 
@@ -113,6 +116,7 @@ def _trainer(options: TrainOptions):
     """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
     from transformers import default_data_collator, set_seed
 
+    from hf_hybrid.checkpoint import write_note
     from hf_hybrid.trainer import HybridTrainer
 
     args = options.config
@@ -128,7 +132,10 @@ def _trainer(options: TrainOptions):
             "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
         )
     with args.main_process_first(desc="tokenising"):
-        train_set, eval_set = training_data(options.data, tokenizer, args.data_seed or args.seed)
+        seed = args.data_seed or args.seed
+        train_set, eval_set = training_data(options.data, tokenizer, seed)
+    if args.should_save:
+        write_note(Path(args.output_dir) / DATA_NAME, {**_with_whole_paths(options.data), "seed": seed})
     # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
     return HybridTrainer(
         model,
@@ -138,6 +145,12 @@ def _trainer(options: TrainOptions):
         eval_dataset=eval_set,
         processing_class=tokenizer,
     )
+
+
+def _with_whole_paths(options: DataOptions) -> dict[str, Any]:
+    values = dataclasses.asdict(options)
+    paths = {key: Path(values[key]) for key in ("dataset", "eval_dataset") if values[key] is not None}
+    return values | {key: str(path.resolve()) for key, path in paths.items() if path.exists()}
 
 
 # The model: from the Hub, a folder or a config; with or without adapters.
@@ -277,7 +290,7 @@ def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any,
     """
     blocks = _blocks("dataset", options, tokenizer)
     if options.eval_dataset is not None:
-        return blocks, _blocks("eval_dataset", options, tokenizer)
+        return blocks, evaluation_data(options, tokenizer, seed)
     if not options.eval_share:
         return blocks, None
     if len(blocks) < 2:
@@ -288,6 +301,13 @@ def training_data(options: DataOptions, tokenizer: Any, seed: int) -> tuple[Any,
     held = min(max(round(options.eval_share * len(blocks)), 1), len(blocks) - 1)
     split = blocks.train_test_split(held, seed=seed)
     return split["train"], split["test"]
+
+
+def evaluation_data(options: DataOptions, tokenizer: Any, seed: int) -> Any:
+    """Return the sequences to evaluate on, as [`training_data`] does, without those to train on where it can."""
+    if options.eval_dataset is not None:
+        return _blocks("eval_dataset", options, tokenizer)
+    return training_data(options, tokenizer, seed)[1]
 
 
 def _load_texts(option: str, name: str, split: str, config: str | None):

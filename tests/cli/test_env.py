@@ -28,6 +28,7 @@ def test_env_says_what_is_missing_and_does_not_fail(monkeypatch):
     text = env.report()
     assert '- peft: not installed (pip install "hf-hybrid[peft]")' in text
     assert '- bitsandbytes: not installed (pip install "hf-hybrid[quantization]")' in text
+    assert '- gguf: not installed (pip install "hf-hybrid[export]")' in text
     assert '- trl: not installed (pip install "hf-hybrid[trl]")' in text
     assert '- matplotlib: not installed (pip install "hf-hybrid[report]")' in text
     assert "- GPUs by torch: unknown (ModuleNotFoundError)" in text

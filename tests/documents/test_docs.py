@@ -120,6 +120,8 @@ def names_of(page: str, tiny: str) -> dict:
         plain.train()
         plain.evaluate()
         names.update(trainer=small_trainer("out"), plain=plain)
+    if page == "docs/export.md":
+        names.update(trainer=small_trainer("out"))
     if page == "docs/profiling.md":
         names.update(Trainer=Trainer, args=TrainingArguments(**config_values("out", max_steps=4)))
     if page == "docs/reports.md":
@@ -133,6 +135,8 @@ def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
     page = page_name(path)
     if re.search("Hybrid(SFT|DPO|GRPO)", "".join(blocks(path, "python"))):
         pytest.importorskip("trl")
+    if page == "docs/export.md":
+        pytest.importorskip("torchao")
     monkeypatch.chdir(tmp_path)
     Path("my_texts.txt").write_text("\n\n".join(["Some words that are learned.", "And some more of them."] * 30))
     torch.manual_seed(0)

@@ -1,0 +1,136 @@
+"""
+What each low-bit format costs: held-out loss, bytes and speed of a model and of its exports.
+
+    python -m benchmarks.export.formats --model quickstart
+    python -m benchmarks.export.formats --model smollm2     # after `python -m benchmarks.speedup.pretrained`
+
+`quickstart` is the model of examples/01_quickstart.py after its 300 steps, measured on the sources that it held out.
+`smollm2` is SmolLM2-135M-Instruct, measured on Python's language reference. Its weights come from a GGUF file in the
+format q4_1 (see benchmarks/speedup/pretrained.py), so that `gguf-q4_1` finds them on its own grid and changes little:
+that line says nothing about other models.
+
+Each format is exported and measured beside the original by `hf_hybrid.export`. Then a fresh process loads the export
+and generates tokens, and the model that was quantised in memory generates its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.speedup.tasks import quickstart
+
+HERE = Path(__file__).resolve().parent
+FORMATS = ("int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0")
+STEPS, THREADS = 300, 1
+SEQUENCES = {"quickstart": (64, 128), "smollm2": (16, 512)}
+"""Sequences to measure on, and their length."""
+TOKENS = 12
+FRESH = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+folder, file, prompt, tokens = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+model = AutoModelForCausalLM.from_pretrained(folder, **file)
+print(json.dumps(model.generate(torch.tensor(prompt), max_new_tokens=tokens, do_sample=False).tolist()))
+"""
+
+
+def quickstart_run(folder: Path) -> list[dict]:
+    """Train the quickstart's model into `folder`. Returns held-out batches."""
+    from datasets import Dataset
+    from transformers import set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer
+
+    example = quickstart()
+    texts = Dataset.from_dict({"text": example.python_source()})
+    tokenizer = example.train_tokenizer(texts["text"])
+    count, length = SEQUENCES["quickstart"]
+    split = example.blocks(texts, tokenizer, length).train_test_split(0.05, seed=42)
+    args = HybridConfig(str(folder), max_steps=STEPS, save_strategy="no", report_to="none", use_cpu=True)
+    set_seed(args.seed)
+    model = example.small_llama(tokenizer)
+    trainer = HybridTrainer(model, args, train_dataset=split["train"], processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    return batches(split["test"].select(range(count))["input_ids"])
+
+
+def language_reference(folder: Path) -> list[dict]:
+    """Batches of Python's language reference, spread over the whole of it."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"]
+    count, length = SEQUENCES["smollm2"]
+    starts = range(0, len(ids) - length, len(ids) // count)
+    return batches([ids[start : start + length] for start in starts][:count])
+
+
+def batches(rows: list[list[int]]) -> list[dict]:
+    """Batches of four, with labels."""
+    import torch
+
+    parts = torch.tensor(rows).split(4)
+    return [{"input_ids": part, "labels": part} for part in parts]
+
+
+def tokens_in_memory(source: Path, exported: Path, name: str, prompt: list) -> list:
+    """Return what the model generates that is quantised in memory; of a GGUF file, what this process reads."""
+    import torch
+
+    from hf_hybrid.export import formats
+
+    quantization = formats.FORMATS[name].quantization
+    more = {} if quantization is None else {"quantization_config": quantization(torch.float32)}
+    model = formats.load(exported if quantization is None else source, torch.float32, **more)
+    return model.generate(torch.tensor(prompt), max_new_tokens=TOKENS, do_sample=False).tolist()
+
+
+def tokens_of_a_fresh_process(exported: Path, name: str, prompt: list) -> list:
+    """Return what another process generates from the files."""
+    file = {"gguf_file": "model.gguf"} if name.startswith("gguf") else {}
+    command = [sys.executable, "-c", FRESH, str(exported), json.dumps(file), json.dumps(prompt), str(TOKENS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = command_line(__doc__, HERE)
+    parser.add_argument("--model", choices=sorted(SEQUENCES), required=True, help="What is exported.")
+    args = parser.parse_args()
+
+    import torch
+    import transformers
+
+    from benchmarks.speedup.pretrained import FOLDER
+    from hf_hybrid.export import exporter
+
+    torch.set_num_threads(THREADS)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results = Results(args.results, "formats", ("model", "format"))
+    missing = [name for name in FORMATS if results.get(model=args.model, format=name) is None]
+    with tempfile.TemporaryDirectory() as folder:
+        source = FOLDER if args.model == "smollm2" else Path(folder, "run")
+        held_out = language_reference(source) if args.model == "smollm2" else quickstart_run(source)
+        prompt = held_out[0]["input_ids"][:1, :16].tolist()
+        for name in missing:
+            exported = Path(folder, name)
+            found = exporter.export(source, exported, name, batches=held_out)
+            tokens = tokens_in_memory(source, exported, name, prompt)
+            same = tokens == tokens_of_a_fresh_process(exported, name, prompt)
+            keys = ("original", "exported", "loss_change", "sequences", "tokens", "dtype")
+            row = {"model": args.model, "format": name, **{key: found[key] for key in keys}, "same_tokens": same}
+            results.add({**row, **provenance(THREADS)})
+            print(exporter.as_text(found), f"the same tokens in a fresh process: {same}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

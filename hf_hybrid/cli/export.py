@@ -1,0 +1,96 @@
+"""`hf-hybrid export`: a run as a low-bit model, with a table of what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BATCH = 4
+
+
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "export",
+        help=summary,
+        description=(
+            "Write the model of a run, or of one of its checkpoints, in a low-bit format, with tokenizer, generation "
+            "config and model card, and measure held-out loss, bytes and speed beside the original. Adapters are "
+            "merged. Nothing is written over."
+        ),
+    )
+
+    def add(name: str, **options) -> None:
+        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
+        parser.add_argument(*names, **options)
+
+    text = "int8, int4, nf4, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_1 or gguf-q4_0"
+    add("folder", help="output_dir of a run, or a checkpoint in it")
+    add("--format", required=True, help=text)
+    add("--output", help="folder to write, which must not exist (default: FOLDER-FORMAT)")
+    text = "auto, float32, bfloat16 or float16: weights that are not quantised (default: auto, as they are saved)"
+    add("--dtype", default="auto", help=text)
+    add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
+    text = "texts to measure the loss on, as `train` takes them (default: those that the run held out)"
+    add("--eval_dataset", help=text)
+    add("--eval_split", help="split of --eval_dataset (default: as the run, else train)")
+    add("--text_column", help="column of --eval_dataset with the texts (default: as the run, else text)")
+    add("--messages_column", help="column with conversations (default: as the run, else messages)")
+    add("--sequence_length", type=int, help="tokens per sequence (default: as the run, else 512)")
+    add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and print the table. Returns 0; 2 after a message if the run, the format or the data cannot be used."""
+    import transformers
+
+    from hf_hybrid.export import exporter, source
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = Path(args.folder)
+    output = Path(args.output or f"{folder.resolve()}-{args.format}")
+    try:
+        exporter.check_output(output)
+        source.check_source(folder)
+        batches = held_out_batches(args, folder)
+        options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
+        result = exporter.export(folder, output, args.format, batches=batches, **options)
+    except (ValueError, ImportError) as error:
+        sys.stderr.write(f"hf-hybrid export: error: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result))
+    sys.stderr.write(f"Written: {output}\n")
+    return 0
+
+
+def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]] | None:
+    """
+    Batches of the held-out text: of `--eval_dataset`, or of what the run noted; `None` if there is neither.
+
+    Raises:
+        OptionError: If the data cannot be read.
+    """
+    from hf_hybrid.cli.options import DataOptions, OptionError
+    from hf_hybrid.cli.run import DATA_NAME, evaluation_data
+    from hf_hybrid.export.source import read_tokenizer
+
+    noted = next((path for path in (folder / DATA_NAME, folder.resolve().parent / DATA_NAME) if path.is_file()), None)
+    values = {} if noted is None else json.loads(noted.read_text(encoding="utf-8"))
+    seed = values.pop("seed", 0)
+    own = ("eval_dataset", "eval_split", "text_column", "messages_column", "sequence_length")
+    options = DataOptions(**values | {name: getattr(args, name) for name in own if getattr(args, name) is not None})
+    if options.eval_dataset is None and (noted is None or not options.eval_share):
+        return None
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is None:
+        raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
+    rows = evaluation_data(options, tokenizer, seed)
+    rows = rows.select(range(min(args.eval_sequences, len(rows)))).with_format("torch")
+    return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]

@@ -1,0 +1,223 @@
+"""
+Export a run as a low-bit model, measure what that costs, and write both down.
+
+The order of work. Everything that can be refused is refused first: an output that exists, a folder that is not whole, a
+format that cannot be written. Adapters are merged. The format is written, with tokenizer and generation config. The
+files are then loaded again, as a user will load them, and it is that model whose loss, bytes and speed are measured
+beside those of the original. `export.json` and the card get the numbers. All of this happens in a folder beside the
+output, which takes its name as the last step, so that an output is whole or is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.constants import REPOCARD_NAME
+from huggingface_hub.utils import yaml_dump
+
+from hf_hybrid.checkpoint import write_json, write_text
+from hf_hybrid.export import measure
+from hf_hybrid.export.formats import FORMATS, GGUF_NAME, ExportError, check_format, device, load, write
+from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
+from hf_hybrid.report import provenance
+from hf_hybrid.report.summary import format_bytes, format_number
+
+RESULT_NAME = "export.json"
+SHARD = "5GB"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_WRITTEN_BY = "*Written by `hf_hybrid`"
+"""In every card of this package, and in no other."""
+
+
+def export(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    format: str,
+    *,
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    dtype: str = "auto",
+    max_shard_size: str = SHARD,
+    card: str | os.PathLike | None = None,
+) -> dict[str, Any]:
+    """
+    Export a saved model, or adapters with their base, and measure the export beside the original.
+
+    Args:
+        source (`str` or `PathLike`): Folder of a run or of a checkpoint, with safetensors. It is only read.
+        output (`str` or `PathLike`): Folder to write, which must not exist or be empty.
+        format (`str`): Of `FORMATS`, for example `int8` or `gguf-q8_0`.
+        batches (*optional*):
+            Held-out batches with `labels`, as the model's `forward` takes them. They are read twice. Without them no
+            loss is measured.
+        dtype (`str`, *optional*): Of the weights that are not quantised. `auto`: as they are saved.
+        max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+        card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
+
+    Returns:
+        `dict`: What `export.json` holds: `format`, `original` and `exported` (each with `loss`, `perplexity`,
+        `disk_bytes`, `memory_bytes` and `tokens_per_second`), `loss_change` (relative), `sequences` and `tokens` that
+        the loss is of, and where it was measured.
+
+    Raises:
+        ExportError: If the run is not whole, the format cannot be written, or `output` exists. Nothing is left behind.
+        ValueError: If the batches have no labels.
+    """
+    source, output = Path(source), Path(output)
+    check_output(output)
+    if dtype not in DTYPES:
+        raise ExportError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
+    check_source(source)
+    config, tokenizer = read_config(source), read_tokenizer(source)
+    own = config.dtype or torch.float32
+    kept = own if dtype == "auto" else getattr(torch, dtype)
+    check_format(format, config, tokenizer, kept)
+    with _workshop(output) as work:
+        plain, exported = plain_folder(source, work), work / "model"
+        write(format, plain, exported, tokenizer, kept, max_shard_size)
+        result = {"format": format, "dtype": str(kept).removeprefix("torch.")}
+        result |= _measured(plain, own, exported, kept, list(batches or ()))
+        result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
+        result["versions"] = provenance.versions(FORMATS[format].package)
+        result = provenance.shareable(result)
+        write_json(exported / RESULT_NAME, result)
+        write_text(
+            exported / REPOCARD_NAME, _card(Path(card or source / REPOCARD_NAME), output.name, result, tokenizer)
+        )
+        output.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(exported, output)
+    return result
+
+
+def check_output(output: Path) -> None:
+    """
+    Refuse to write over anything.
+
+    Raises:
+        ExportError: If there is something under the name already.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ExportError(f"`{output}` exists, and nothing is written over. Name another folder, or delete this one.")
+
+
+@contextmanager
+def _workshop(output: Path) -> Iterator[Path]:
+    """A folder beside the output, on the same disk; what a killed export left in it is removed."""
+    work = output.absolute().with_name(f"_{output.name}.unfinished")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+        yield work
+    except OSError as error:
+        raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list) -> dict[str, Any]:
+    models = [load(plain, own), load(exported, kept)]
+    found: list[dict[str, Any]] = [{"loss": None, "perplexity": None} for _ in models]
+    counts = {"sequences": 0, "tokens": 0}
+    if batches:
+        losses = [measure.held_out(model, batches) for model in models]
+        found = [{name: loss[name] for name in ("loss", "perplexity")} for loss in losses]
+        counts = {name: losses[0][name] for name in counts}
+    speeds = measure.generation_speeds(*models)
+    for values, model, folder, speed in zip(found, models, (plain, exported), speeds):
+        values["disk_bytes"], values["memory_bytes"] = measure.disk_bytes(folder), measure.memory_bytes(model)
+        values["tokens_per_second"] = speed
+    change = found[1]["loss"] / found[0]["loss"] - 1 if batches else None
+    return {"original": found[0], "exported": found[1], "loss_change": change, **counts, "device": device().type}
+
+
+# The numbers for people: on the terminal and in the card.
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what was measured, with the original's and the export's value; what was not measured is left out."""
+    names = {
+        "loss": ("held-out loss", "{:.4f}".format),
+        "perplexity": ("perplexity", format_number),
+        "disk_bytes": ("weights on disk", format_bytes),
+        "memory_bytes": ("weights in memory", format_bytes),
+        "tokens_per_second": ("tokens per second", format_number),
+    }
+    original, exported = result["original"], result["exported"]
+    found = [
+        (title, show(original[name]), show(exported[name]))
+        for name, (title, show) in names.items()
+        if original[name] is not None
+    ]
+    if result["loss_change"] is not None:
+        title, before, after = found[0]
+        found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
+    return found
+
+
+def measured_on(result: Mapping[str, Any]) -> str:
+    """Say what the numbers are of."""
+    on = f"Measured in one run on {result['hardware'].get('Accelerator', result['hardware']['CPU'])}"
+    prompt = f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"
+    if not result["tokens"]:
+        return f"{on}: {prompt}. No held-out text was given, so no loss was measured."
+    return (
+        f"{on}: the loss over {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences, and {prompt}."
+    )
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Return the table for a terminal."""
+    lines = [("", "original", result["format"]), *rows(result)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    shown = [f"{title:{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}" for title, before, after in lines]
+    return "\n".join([*map(str.rstrip, shown), measured_on(result)]) + "\n"
+
+
+def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
+    """The card of the run, whose results and usage give way to those of the export; or a short one."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    card = ModelCard(text if _WRITTEN_BY in text else f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
+    metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
+    metadata["tags"] = provenance.unique([*provenance.listed(metadata.get("tags")), "hf-hybrid", "quantized"])
+    head, *sections = re.split(r"^(?=## )", card.text.strip() + "\n", flags=re.M)
+    kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
+    body = "\n".join([head, _section(result, tokenizer), *kept])
+    return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
+
+
+def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
+    of_gguf = f', gguf_file="{GGUF_NAME}"' if FORMATS[result["format"]].package == "gguf" else ""
+    package = FORMATS[result["format"]].package
+    lines = [
+        "## Low-bit export",
+        "",
+        f"The weights are those of the run below in the format `{result['format']}`, "
+        f"{FORMATS[result['format']].about}. "
+        f"What is not quantised is in {result['dtype']}.",
+        "",
+        f"| | original | {result['format']} |",
+        "|---|---:|---:|",
+        *(f"| {title} | {before} | {after} |" for title, before, after in rows(result)),
+        "",
+        measured_on(result),
+        "",
+        "## Usage",
+        "",
+        f"It needs `{package}` {result['versions'].get(package, '')}".rstrip() + " or newer.",
+        "",
+        "```python",
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if tokenizer is not None else ''}",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{of_gguf})',
+        *(['tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'] if tokenizer is not None else []),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

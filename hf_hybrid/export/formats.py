@@ -1,0 +1,201 @@
+"""
+The formats of an export: what writes each of them, what it needs, and how its folder is loaded again.
+
+No format is quantised by code of this package. torchao (int8, int4) and bitsandbytes (nf4) quantise the linear layers
+while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py). A format that the
+installed libraries cannot write on this device is refused before any work, with what to install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_hybrid.export import gguf
+
+GGUF_NAME = "model.gguf"
+INT4_GROUP = 32
+"""Weights that share a scale in torchao's int4."""
+NF4_BLOCK = 64
+"""And in the nf4 of bitsandbytes."""
+
+
+INSTALL = {
+    "torchao": 'pip install "hf-hybrid[export]"',
+    "gguf": 'pip install "hf-hybrid[export]"',
+    "bitsandbytes": 'pip install "hf-hybrid[quantization]"',
+}
+
+
+class ExportError(ValueError):
+    """A run cannot be exported; the message says why and what to do."""
+
+
+class Format(NamedTuple):
+    """
+    A format: the package that writes it (`None`: transformers itself), what it is in a few words, and what makes the
+    quantization config of transformers from the dtype of the weights that stay (`None`: a GGUF file).
+    """
+
+    package: str | None
+    about: str
+    quantization: Callable[[torch.dtype], Any] | None = None
+
+
+def _int8(dtype: torch.dtype):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def _int4(dtype: torch.dtype):
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=INT4_GROUP))
+
+
+def _nf4(dtype: torch.dtype):
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
+    "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
+    "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),
+    **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
+}
+"""By the name that `--format` takes."""
+
+
+def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: torch.dtype) -> None:
+    """
+    Refuse a format that does not exist, or that cannot be written here for this model.
+
+    Args:
+        name (`str`): Of `FORMATS`.
+        config (`PreTrainedConfig`): Of the model to export.
+        tokenizer (*optional*): Of the model; a GGUF file holds it.
+        dtype (`torch.dtype`): Of the weights that are not quantised.
+
+    Raises:
+        ExportError: With what to install, or which format to take instead.
+    """
+    if name not in FORMATS:
+        of_llama_cpp = (
+            f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
+            f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
+            if name.startswith("gguf-")
+            else ""
+        )
+        raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{of_llama_cpp}")
+    package = FORMATS[name].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ExportError(f"`format={name}` needs {package}. Install it: {INSTALL[package]}")
+    if package == "gguf":
+        try:
+            gguf.check(config, tokenizer)
+        except ValueError as error:
+            raise ExportError(
+                f"`format={name}`: {error} Convert the model with llama.cpp's `convert_hf_to_gguf.py`."
+            ) from None
+    if name == "int4":
+        _try_int4(dtype)
+
+
+def _try_int4(dtype: torch.dtype) -> None:
+    """Quantise a layer: which devices and packages torchao's int4 needs changes with its version."""
+    from torchao.quantization import quantize_
+
+    try:
+        layer = nn.Sequential(nn.Linear(256, 256, dtype=dtype)).to(device())
+        quantize_(layer, _int4(dtype).quant_type)
+        layer(torch.zeros(1, 256, dtype=dtype, device=device()))
+    except Exception as error:  # of any kernel
+        raise ExportError(
+            f"`format=int4` cannot be computed by torchao on `{device()}` with `dtype={str(dtype)[6:]}`: {error}. It "
+            "needs a GPU, bfloat16 and mslk (`pip install mslk`). Set `format=nf4` or `format=gguf-q4_1` for 4 bits "
+            "elsewhere."
+        ) from None
+
+
+def _check_rows(model: nn.Module) -> None:
+    """Refuse rows that the CPU kernels of bitsandbytes cannot compute with."""
+    linear = ((name, module) for name, module in model.named_modules() if hasattr(module, "in_features"))
+    wrong = next(((name, module.in_features) for name, module in linear if module.in_features % NF4_BLOCK), None)
+    if wrong is not None:
+        raise ExportError(
+            f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{wrong[0]}` "
+            f"has {wrong[1]}. Export on a GPU, or set `format=gguf-q4_1` for 4 bits."
+        )
+
+
+def device() -> torch.device:
+    """Where models are quantised and measured: the accelerator if there is one, or else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedModel:
+    """
+    Load a model, and refuse one whose weights are not all there: transformers would draw the missing ones at random.
+
+    Args:
+        folder (`Path`): With safetensors, or with a GGUF file.
+        dtype (`torch.dtype`): Of the weights that are not quantised.
+        quantization (`dict`): `quantization_config=` quantises while the model is loaded.
+
+    Raises:
+        ExportError: If a file cannot be read, or weights are missing.
+    """
+    in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map={"": device()}, output_loading_info=True, **in_gguf, **quantization
+        )
+    except Exception as error:  # whatever a broken file leads to
+        raise ExportError(f"`{folder}` cannot be loaded: {error}") from error
+    if wrong := sorted([*found["missing_keys"], *map(str, found["mismatched_keys"])]):
+        raise ExportError(
+            f"`{folder}` lacks weights of its model, or has them in another shape: `{wrong[0]}` and {len(wrong) - 1} "
+            "more. Save the model again with `trainer.save_model()`, or export an earlier checkpoint."
+        )
+    return model.eval()
+
+
+def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dtype, max_shard_size: str) -> None:
+    """
+    Write a format, with tokenizer and generation config.
+
+    Args:
+        name (`str`): Of `FORMATS`, checked.
+        plain (`Path`): The model to quantise: whole, without adapters.
+        folder (`Path`): Where to write; it is made.
+        tokenizer (*optional*): That goes along.
+        dtype (`torch.dtype`): Of the weights that are not quantised.
+        max_shard_size (`str`): Of a file of weights, as `5GB`. A GGUF file is not split.
+    """
+    folder.mkdir()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    quantization = FORMATS[name].quantization
+    if quantization is not None:
+        model = load(plain, dtype, quantization_config=quantization(dtype))
+        if name == "nf4" and device().type == "cpu":
+            _check_rows(model)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return
+    model = load(plain, dtype)
+    gguf.write(model, tokenizer, folder / GGUF_NAME, name.removeprefix("gguf-"))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,174 @@
+"""
+GGUF, the file format of llama.cpp, through the `gguf` package that llama.cpp's authors publish.
+
+A GGUF file is one file with three parts: facts about the model (`llama.block_count`, ...), the tokenizer, and the
+tensors under llama.cpp's names. The package has the names, the writer and the quantisers. What is left to do here:
+
+- **Facts.** Those that llama.cpp needs to build the model, read from the config of transformers.
+- **Order of rows.** llama.cpp rotates pairs of neighbouring rows of queries and keys in a Llama, and transformers
+  rotates the first half of a head against the second. Their rows are interleaved accordingly.
+- **Kinds.** In a block format, 32 weights of a row share a scale (and a least value in q4_1 and q5_1). Vectors stay in
+  fp32, rows that blocks do not divide in fp16. Embeddings and head have 8 bits in the formats with fewer: they are
+  read in every token, and llama.cpp too gives them more bits than the rest.
+- **Tokenizer.** Byte-level BPE, with the name that llama.cpp has for the pattern that splits text into words.
+
+Models and tokenizers of other kinds are refused: they need llama.cpp's own converter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+KINDS = {
+    "f16": "16 bits, for llama.cpp's own quantiser (gguf)",
+    "q8_0": "8 bits in blocks of 32 (gguf)",
+    "q5_1": "5 bits in blocks of 32, with a least value (gguf)",
+    "q4_1": "4 bits in blocks of 32, with a least value (gguf)",
+    "q4_0": "4 bits in blocks of 32 (gguf)",
+}
+"""What the Python package can quantise. K-quants (`q4_k_m`, ...) it only reads."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""`model_type` in transformers, and the name of the architecture in GGUF."""
+INTERLEAVED = ("llama",)
+"""Of these, llama.cpp wants the rows of queries and keys in pairs."""
+USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+"""What a GGUF file of these architectures cannot say otherwise, or transformers does not read from it."""
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt-2": [{"type": "ByteLevel", "use_regex": True}],
+    "smollm": [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True}],
+    "llama-bpe": [{"type": "Split", "pattern": {"Regex": _LLAMA_3}}, {"type": "ByteLevel", "use_regex": False}],
+    "qwen2": [
+        {"type": "Split", "pattern": {"Regex": _LLAMA_3.replace("{1,3}", "")}},
+        {"type": "ByteLevel", "use_regex": False},
+    ],
+}
+"""Patterns that split text into words, by llama.cpp's names, as the steps that `tokenizer.json` has for them."""
+
+
+def check(config: PreTrainedConfig, tokenizer: Any) -> None:
+    """
+    Refuse a model or a tokenizer that is not written here.
+
+    Raises:
+        ValueError: With what stands against it, as a sentence.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"models of type `{config.model_type}` are not written, only {', '.join(ARCHITECTURES)}.")
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope != "default":
+        raise ValueError(f"stretched positions (`rope_type={rope}`) are not written.")
+    for option, wanted in USUAL.items():
+        if (found := getattr(config, option, wanted)) != wanted:
+            raise ValueError(f"`{option}={found}` is not written, only `{wanted}`.")
+    if tokenizer is None:
+        raise ValueError("the file holds the tokenizer, and the run has none.")
+    if _words(tokenizer) is None:
+        raise ValueError(
+            f"the tokenizer (`{type(tokenizer).__name__}`) is no byte-level BPE that llama.cpp has a name for."
+        )
+
+
+def _words(tokenizer: Any) -> str | None:
+    """llama.cpp's name for how the tokenizer splits words; `None` if it has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    if parts["model"]["type"] != "BPE" or parts["normalizer"] not in (None, {"type": "NFC"}):
+        return None
+    steps = parts["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    for name, wanted in SPLITS.items():
+        if len(steps) == len(wanted) and all(part.items() <= step.items() for step, part in zip(steps, wanted)):
+            return name
+    return None
+
+
+def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None:
+    """
+    Write a model and its tokenizer as a GGUF file.
+
+    Args:
+        model (`PreTrainedModel`): That [`check`] takes.
+        tokenizer: That [`check`] takes, saved in the folder of `path`.
+        path (`Path`): Of the file.
+        kind (`str`): Of `KINDS`.
+    """
+    import gguf
+
+    config = model.config
+    names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    writer = gguf.GGUFWriter(path, config.model_type)
+    _add_facts(writer, config, gguf.LlamaFileType["MOSTLY_" + kind.upper()], gguf.GGML_QUANT_VERSION)
+    _add_tokenizer(writer, tokenizer, path.parent, config)
+    tensor_names = gguf.get_tensor_name_map(names[config.model_type], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        known = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if known is None:
+            raise ValueError(f"`{name}` has no name in GGUF.")
+        if config.model_type in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        array = tensor.to("cpu", torch.float32).numpy()
+        to = gguf.GGMLQuantizationType[_kind_of(known, array.shape, kind)]
+        writer.add_tensor(known, gguf.quantize(array, to), raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
+    if len(shape) == 1:
+        return "F32"
+    if kind == "f16" or shape[-1] % 32:
+        return "F16"
+    return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
+
+
+def _add_facts(writer: Any, config: PreTrainedConfig, file_type: int, version: int) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(version)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, config: PreTrainedConfig) -> None:
+    """Every row of the embeddings gets a token. Rows over the tokenizer's vocabulary are unused ones."""
+    import gguf
+
+    tokens = [f"[PAD{number}]" for number in range(config.vocab_size)]
+    types = [gguf.TokenType.UNUSED] * config.vocab_size
+    added = tokenizer.added_tokens_decoder
+    for token, number in tokenizer.get_vocab().items():
+        special = added[number].special if number in added else None
+        names = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
+        tokens[number], types[number] = token, names[special]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_words(tokenizer))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size).add_to_gguf(writer, quiet=True)

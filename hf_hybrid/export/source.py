@@ -1,0 +1,120 @@
+"""The run that is exported: its folder is checked, adapters are merged, and what comes out is a plain model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+
+from hf_hybrid import manifest
+from hf_hybrid.export.formats import ExportError, device
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def check_source(folder: Path) -> None:
+    """
+    Refuse a folder that does not hold the whole weights of a model or of adapters, in safetensors.
+
+    Raises:
+        ExportError: Which file is missing or damaged, and what to export instead.
+    """
+    if not folder.is_dir():
+        raise ExportError(f"`{folder}` is no folder. Give the `output_dir` of a run, or one of its checkpoints.")
+    try:
+        sealed = manifest.read_manifest(folder)
+        wrong = manifest.damages(folder, sealed) if sealed is not None else []
+    except manifest.CheckpointError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise ExportError(f"The checkpoint `{folder}` is damaged: {'; '.join(wrong)}. Export another one.")
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    stem = "adapter_model" if is_adapter else "model"
+    if not is_adapter and not (folder / "config.json").is_file():
+        raise ExportError(
+            f"`{folder}` holds no model: it has neither `config.json` nor `{ADAPTER_CONFIG}`. {_hint(folder)}"
+        )
+    index = folder / f"{stem}.safetensors.index.json"
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
+    except (ValueError, KeyError, AttributeError):
+        raise ExportError(f"`{index}` is damaged. {_hint(folder)}") from None
+    for name in names or [f"{stem}.safetensors"]:
+        if not (folder / name).is_file():
+            raise ExportError(f"`{folder}` is not whole: `{name}` is missing. {_hint(folder)}")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError) as error:
+            raise ExportError(f"`{folder / name}` is damaged: {error}. {_hint(folder)}") from None
+
+
+def _hint(folder: Path) -> str:
+    last = manifest.last_checkpoint(folder)
+    if last is None:
+        return "Train again, or save the model with `trainer.save_model()`."
+    return (
+        f"If the run was interrupted, finish it with `--resume_from_checkpoint true`, or export its last checkpoint: "
+        f"`hf-hybrid export {last}`."
+    )
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """
+    Return the config of the model in a folder, or of the base of its adapters.
+
+    Raises:
+        ExportError: If it cannot be read, or the model is quantised already.
+    """
+    try:
+        found = folder
+        if (folder / ADAPTER_CONFIG).is_file():
+            found = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
+            if not found:
+                raise ExportError(
+                    f"The adapters in `{folder}` do not say what their base is, because it was not loaded with "
+                    "`from_pretrained`. Save the base, set `base_model_name_or_path` in their "
+                    f"`{ADAPTER_CONFIG}` to its folder, and export again."
+                )
+        config = AutoConfig.from_pretrained(found)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ExportError):
+            raise
+        raise ExportError(f"The config of the model in `{folder}` cannot be read: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method")
+        raise ExportError(
+            f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
+        )
+    return config
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in a folder; `None` if there is none."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def plain_folder(folder: Path, work: Path) -> Path:
+    """Return a folder with a plain model: the run's own, or for adapters one in `work`, merged into their base."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    try:
+        model = _peft().AutoPeftModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": device()})
+    except Exception as error:  # whatever a broken file leads to
+        raise ExportError(f"The adapters in `{folder}` cannot be put on their base: {error}") from error
+    merged = model.merge_and_unload()
+    merged.save_pretrained(work / "plain")
+    return work / "plain"
+
+
+def _peft():
+    try:
+        import peft
+    except ImportError:
+        raise ExportError('Adapters need peft. Install it: pip install "hf-hybrid[peft]"') from None
+    return peft

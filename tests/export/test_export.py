@@ -1,0 +1,395 @@
+"""Exports in every format: what they hold and cost, how they load, and what is refused without leaving a trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, hybrid_config, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.cli.main import main
+from hf_hybrid.export import exporter, formats, measure
+from hf_hybrid.export.formats import FORMATS, ExportError
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
+WRITTEN = sorted(PACKAGES)
+"""Formats that a CPU can write."""
+LOSSES = {"int8": 0.005, "nf4": 0.04, "gguf-f16": 0.001, "gguf-q8_0": 0.005}
+"""How far each may move the held-out loss; other formats with 4 and 5 bits as `nf4`."""
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with two merges."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {"th": 256, "the": 257, "<|end|>": 258}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def trained(folder: Path, model=None, **options) -> HybridTrainer:
+    """A run of twelve steps. Rows of 64 weights are the shortest that bitsandbytes computes with on a CPU."""
+    trainer = HybridTrainer(
+        tiny_model(vocab_size=264, hidden_size=64) if model is None else model,
+        hybrid_config(folder, max_steps=12, **options),
+        train_dataset=ByteText(100),
+        eval_dataset=ByteText(8, offset=200),
+        processing_class=bpe_tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = trained(tmp_path_factory.mktemp("export") / "out")
+    trainer.save_model()
+    trainer.create_model_card(model_name="small")
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(trainer) -> Path:
+    return Path(trainer.args.output_dir)
+
+
+@pytest.fixture(scope="module")
+def exports(trainer) -> dict[str, tuple[Path, dict]]:
+    """By format: the folder, and what was measured."""
+    found = {}
+    for name in WRITTEN:
+        try:
+            __import__(PACKAGES[name])
+        except ImportError:
+            continue
+        found[name] = (Path(f"{trainer.args.output_dir}-{name}"), trainer.export(name))
+    return found
+
+
+def batches(sequences: int = 8) -> list[dict]:
+    return [
+        {key: value[None] for key, value in row.items()}
+        for row in map(ByteText(sequences, 200).__getitem__, range(sequences))
+    ]
+
+
+def loaded(folder: Path, name: str):
+    return AutoModelForCausalLM.from_pretrained(folder, **({"gguf_file": "model.gguf"} if "gguf" in name else {}))
+
+
+def given(exports: dict, name: str) -> tuple[Path, dict]:
+    if name not in exports:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
+    return exports[name]
+
+
+# What an export is.
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_export_is_measured_beside_the_original(exports, trainer, name):
+    folder, result = given(exports, name)
+    assert result == json.loads((folder / "export.json").read_text())
+    original, exported = result["original"], result["exported"]
+    assert original["loss"] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert abs(result["loss_change"]) < LOSSES.get(name, 0.04)
+    again = measure.held_out(loaded(folder, name), batches())
+    assert again["loss"] == pytest.approx(exported["loss"], rel=1e-4)
+    assert (result["sequences"], result["tokens"]) == (8, 8 * 31)
+    weights = sum(path.stat().st_size for path in folder.glob("model.*"))
+    assert exported["disk_bytes"] == weights < original["disk_bytes"] * (0.7 if name == "gguf-f16" else 0.5)
+    parameters = sum(4 * parameter.numel() for parameter in trainer.model.parameters())
+    assert 0 <= original["memory_bytes"] - parameters < 200  # the frequencies of positions
+    # transformers unpacks GGUF files of a Llama.
+    assert ("gguf" in name) == (exported["memory_bytes"] == original["memory_bytes"])
+    assert original["tokens_per_second"] > 0 and exported["tokens_per_second"] > 0
+    assert sorted(path.name for path in folder.parent.glob("_*")) == []
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_tied_weights_stay_tied(exports, name):
+    folder, _ = given(exports, name)
+    model = loaded(folder, name)
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_exports_generate_in_a_fresh_process_what_they_generate_in_memory(exports, run):
+    prompt = torch.tensor([[72, 101, 257, 32, 84]])
+    expected = {}
+    for name, (folder, _) in exports.items():
+        quantization = FORMATS[name].quantization
+        more = {} if quantization is None else {"quantization_config": quantization(torch.float32)}
+        model = formats.load(folder if quantization is None else run, torch.float32, **more)
+        expected[name] = model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()
+    script = (
+        "import json, sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "found, prompt = {}, torch.tensor(json.loads(sys.argv[1]))\n"
+        "for name, folder in json.loads(sys.argv[2]).items():\n"
+        "    more = {'gguf_file': 'model.gguf'} if 'gguf' in name else {}\n"
+        "    model = AutoModelForCausalLM.from_pretrained(folder, **more)\n"
+        "    found[name] = model.generate(prompt, max_new_tokens=8, do_sample=False).tolist()\n"
+        "print(json.dumps(found))\n"
+    )
+    folders = json.dumps({name: str(folder) for name, (folder, _) in exports.items()})
+    command = [sys.executable, "-c", script, json.dumps(prompt.tolist()), folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.parametrize(
+    "kind, tied", [(LlamaConfig, True), (LlamaConfig, False), (Qwen2Config, True), (Qwen3Config, False)]
+)
+def test_gguf_holds_the_same_model_and_tokenizer(tmp_path, kind, tied):
+    pytest.importorskip("gguf")
+    # Fewer heads of keys than of queries, and in Qwen3 heads that are not as wide as their share of the hidden size.
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128 if kind is Qwen3Config else 16}
+    shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 264}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    config = kind(
+        **shape, tie_word_embeddings=tied, rope_parameters=rope, max_position_embeddings=64, rms_norm_eps=1e-3
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))  # no bias is zero, and no norm one
+    model.save_pretrained(tmp_path / "run")
+    bpe_tokenizer().save_pretrained(tmp_path / "run")
+    result = exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
+    assert result["original"]["loss"] is None and result["loss_change"] is None
+    read = loaded(tmp_path / "export", "gguf")
+    assert read.config.tie_word_embeddings == tied
+    assert read.config.max_position_embeddings == 64 and read.config.rms_norm_eps == pytest.approx(1e-3)
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(read(ids).logits, model(ids).logits, atol=2e-3, rtol=1e-2)
+    text = "the other thing,  and 12 more<|end|>"
+    ids = bpe_tokenizer()(text)["input_ids"]
+    assert 258 in ids and 257 in ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")(text)["input_ids"] == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "export", gguf_file="model.gguf")(text)["input_ids"] == ids
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_weights_are_written_in_shards(run, tmp_path, name):
+    pytest.importorskip(PACKAGES[name])
+    result = exporter.export(
+        run, tmp_path / "export", name, batches=batches(2), max_shard_size="40KB", dtype="bfloat16"
+    )
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    model = loaded(tmp_path / "export", name)
+    assert model.model.norm.weight.dtype == torch.bfloat16 and model.generation_config is not None
+    assert measure.held_out(model, batches(2))["loss"] == pytest.approx(result["exported"]["loss"], rel=1e-3)
+
+
+def test_the_card_has_the_costs_in_place_of_the_results(exports):
+    folder, result = given(exports, "int8")
+    card = (folder / "README.md").read_text()
+    assert "# small" in card and "## Low-bit export" in card and "### Phases" in card and "## Results" not in card
+    assert f"| held-out loss | {result['original']['loss']:.4f} | {result['exported']['loss']:.4f} (" in card
+    assert card.count("AutoModelForCausalLM.from_pretrained(") == 1 and "- quantized" in card
+    assert str(folder.parent) not in card + (folder / "export.json").read_text()
+    code = card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
+    exec(code, names := {})
+    assert names["tokenizer"].eos_token == "<|end|>" and names["model"].config.vocab_size == 264
+
+
+# Runs of every kind.
+
+
+def test_adapters_are_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("torchao")
+    tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = trained(tmp_path / "out", peft.get_peft_model(base, config), learning_rate=2e-2)
+    loss = trainer.evaluate()["eval_loss"]
+    untrained = measure.held_out(tiny_model(vocab_size=264, hidden_size=64).eval(), batches())["loss"]
+    assert loss < untrained - 0.05
+    result = trainer.export("int8")
+    assert result["original"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert result["exported"]["loss"] == pytest.approx(loss, rel=5e-3)
+    trainer.save_model()
+    again = exporter.export(tmp_path / "out", tmp_path / "again", "int8", batches=batches())
+    assert again["exported"]["loss"] == pytest.approx(result["exported"]["loss"], rel=1e-5)
+    assert not (tmp_path / "again" / "adapter_config.json").exists()
+
+
+def test_a_streamed_run_is_exported(tmp_path):
+    pytest.importorskip("torchao")
+    trainer = trained(tmp_path / "out", memory="stream", vram_budget_gib=1)
+    assert trainer.memory.streams
+    loss = trainer.evaluate()["eval_loss"]
+    result = trainer.export("int8", tmp_path / "small")
+    assert result["original"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert abs(result["loss_change"]) < 0.005
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)  # it goes on streaming
+
+
+def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
+    pytest.importorskip("torchao")
+    tiny_model(vocab_size=264).config.save_pretrained(tmp_path / "model")
+    bpe_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n\n".join(["The other thing is there, and then some more of them."] * 80))
+    out = tmp_path / "out"
+    words = {"model": tmp_path / "model", "dataset": tmp_path / "text.txt", "output_dir": out, "sequence_length": 32}
+    words |= {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": "true"}
+    options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    assert main(["train", *options, "--disable_tqdm", "true"]) == 0
+    evaluated = json.loads((out / "eval_results.json").read_text())["eval_loss"]
+    capsys.readouterr()
+    assert main(["export", str(out), "--format", "int8"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads((tmp_path / "out-int8" / "export.json").read_text())
+    assert result["original"]["loss"] == pytest.approx(evaluated, rel=1e-4)
+    assert f"held-out loss  {evaluated:.4f}"[:18] in " ".join(captured.out.split()).replace("loss ", "loss  ")
+    assert "Written:" in captured.err and "out-int8" in captured.err
+    # A checkpoint finds the note beside it, and other texts take its place.
+    own = ["--eval-dataset", str(tmp_path / "text.txt"), "--eval_sequences", "3", "--json"]
+    assert main(["export", str(out / "checkpoint-3"), "--format", "int8", *own]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"] == 3
+    # Nothing is written over, and the same command says so.
+    before = (tmp_path / "out-int8" / "export.json").read_bytes()
+    assert main(["export", str(out), "--format", "int8"]) == 2
+    assert "exists, and nothing is written over" in capsys.readouterr().err
+    assert (tmp_path / "out-int8" / "export.json").read_bytes() == before
+
+
+# What is refused.
+
+
+def cut_short(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def only_checkpoints(folder: Path) -> None:
+    (folder / "checkpoint-6").mkdir()
+    for path in list(folder.glob("*.*")):
+        path.rename(folder / "checkpoint-6" / path.name)
+    (folder / "checkpoint-6" / "hybrid_manifest.json").touch()
+
+
+def without_a_shard(folder: Path) -> None:
+    model = tiny_model(vocab_size=264)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="60KB")
+    next(folder.glob("model-00002-*")).unlink()
+
+
+def without_a_layer(folder: Path) -> None:
+    tiny_model(vocab_size=264, hidden_size=64, num_hidden_layers=1).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+
+
+def damaged_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def quantised_already(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (cut_short, r"model.safetensors` is damaged: .*Train again, or save the model"),
+        (only_checkpoints, r"holds no model.*export its last checkpoint: `hf-hybrid export .*checkpoint-6`"),
+        (without_a_shard, r"is not whole: `model-00002-of-\d+.safetensors` is missing"),
+        (without_a_layer, r"lacks weights of its model.*`model.layers.1"),
+        (damaged_config, r"cannot be read"),
+        (quantised_already, r"is quantised already \(`fp8`\)"),
+        (shutil.rmtree, r"is no folder"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_run_that_is_not_whole_is_refused(run, tmp_path, damage, says):
+    pytest.importorskip("gguf")
+    shutil.copytree(run, tmp_path / "out")
+    damage(tmp_path / "out")
+    with pytest.raises(ExportError, match=f"(?s){says}"):
+        exporter.export(tmp_path / "out", tmp_path / "export", "gguf-q8_0", batches=batches(1))
+    assert {path.name for path in tmp_path.iterdir()} <= {"out"}
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    trained(tmp_path / "out", save_strategy="steps", save_steps=12)
+    folder = tmp_path / "out" / "checkpoint-12"
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1  # a bit that no loader looks at
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ExportError, match="is damaged: `model.safetensors` is not what was saved"):
+        exporter.export(folder, tmp_path / "export", "gguf-q8_0")
+
+
+def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+
+    def refusal(name: str, source: Path = run, **options) -> str:
+        with pytest.raises(ExportError) as error:
+            exporter.export(source, tmp_path / "export", name, **options)
+        assert not (tmp_path / "export").exists()
+        return str(error.value)
+
+    assert "`format` must be one of int8, " in refusal("int3")
+    assert "`llama-quantize model.gguf OUTPUT.gguf q4_k_m`" in refusal("gguf-q4_k_m")
+    assert "`dtype` must be one of auto" in refusal("int8", dtype="fp8")
+    tiny_model(vocab_size=264).save_pretrained(tmp_path / "narrow")
+    assert "takes rows of a multiple of 64 weights" in refusal("nf4", tmp_path / "narrow")
+    assert "the run has none" in refusal("gguf-q8_0", tmp_path / "narrow")
+    AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    assert "models of type `gpt2` are not written" in refusal("gguf-q8_0", tmp_path / "gpt2")
+    tiny_model(vocab_size=264, attention_bias=True).save_pretrained(tmp_path / "narrow")
+    assert "`attention_bias=True` is not written" in refusal("gguf-q8_0", tmp_path / "narrow")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in FORMATS:
+        extra = "quantization" if name == "nf4" else "export"
+        assert f'pip install "hf-hybrid[{extra}]"' in refusal(name)
+
+
+def test_int4_needs_a_gpu(run, tmp_path):
+    pytest.importorskip("torchao")
+    with pytest.raises(ExportError, match="`format=int4` cannot be computed by torchao on `cpu`.*`format=nf4`"):
+        exporter.export(run, tmp_path / "export", "int4")
+
+
+def test_an_export_that_fails_leaves_nothing(trainer, run, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match="must give batches with `labels`"):
+        exporter.export(run, tmp_path / "export", "gguf-q8_0", batches=[{"input_ids": torch.zeros(1, 4).long()}])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "_export.unfinished").mkdir()  # of one that was killed
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporter, "write_json", full)
+    with pytest.raises(ExportError, match="cannot be written: .*No space left"):
+        trainer.export("gguf-q8_0", tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="nothing is written over"):
+        trainer.export("gguf-q8_0", tmp_path / "file")
