@@ -526,6 +526,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
         )
     trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
+    trains_quantised &= not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
     if trains_quantised:
         raise refuse(
             "The model is quantised and has no adapters: its weights cannot be trained.",

@@ -27,7 +27,7 @@ from benchmarks.speedup.tasks import quickstart
 HERE = Path(__file__).resolve().parent
 FORMATS = ("int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0")
 STEPS, THREADS = 300, 1
-SEQUENCES = {"quickstart": (64, 128), "smollm2": (16, 512)}
+SEQUENCES = {"quickstart": (64, 128), "smollm2": (16, 256)}
 """Sequences to measure on, and their length."""
 TOKENS = 12
 FRESH = """
@@ -39,12 +39,13 @@ print(json.dumps(model.generate(torch.tensor(prompt), max_new_tokens=tokens, do_
 """
 
 
-def quickstart_run(folder: Path) -> list[dict]:
-    """Train the quickstart's model into `folder`. Returns held-out batches."""
+def quickstart_run(folder: Path, ternary: bool = False) -> tuple[list[dict], dict[str, int]]:
+    """Train the quickstart's model into `folder`. Returns held-out batches, and the steps by phase."""
     from datasets import Dataset
     from transformers import set_seed
 
     from hf_hybrid import HybridConfig, HybridTrainer
+    from hf_hybrid.export.bitnet import to_bitnet
 
     example = quickstart()
     texts = Dataset.from_dict({"text": example.python_source()})
@@ -54,10 +55,11 @@ def quickstart_run(folder: Path) -> list[dict]:
     args = HybridConfig(str(folder), max_steps=STEPS, save_strategy="no", report_to="none", use_cpu=True)
     set_seed(args.seed)
     model = example.small_llama(tokenizer)
+    model = to_bitnet(model) if ternary else model
     trainer = HybridTrainer(model, args, train_dataset=split["train"], processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
-    return batches(split["test"].select(range(count))["input_ids"])
+    return batches(split["test"].select(range(count))["input_ids"]), trainer.hybrid_summary()["steps_by_phase"]
 
 
 def language_reference(folder: Path) -> list[dict]:
@@ -119,7 +121,7 @@ def main() -> None:
     missing = [name for name in FORMATS if results.get(model=args.model, format=name) is None]
     with tempfile.TemporaryDirectory() as folder:
         source = FOLDER if args.model == "smollm2" else Path(folder, "run")
-        held_out = language_reference(source) if args.model == "smollm2" else quickstart_run(source)
+        held_out = language_reference(source) if args.model == "smollm2" else quickstart_run(source)[0]
         prompt = held_out[0]["input_ids"][:1, :16].tolist()
         for name in missing:
             exported = Path(folder, name)

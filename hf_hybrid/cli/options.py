@@ -61,6 +61,11 @@ class ModelOptions(_Group):
     attn_implementation: Optional[str] = option(
         None, "Attention of the model, for example sdpa or flash_attention_2. Default: transformers chooses."
     )
+    qat: Literal["none", "bitnet"] = option(
+        "none",
+        "bitnet: train linear layers whose weights are rounded to -1, 0 and 1 in every forward pass (1.58 bits), from "
+        "random weights or on pretrained ones.",
+    )
     trust_remote_code: bool = option(False, "Run the code that a model on the Hub brings with it.")
 
 

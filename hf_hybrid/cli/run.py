@@ -125,6 +125,8 @@ def _trainer(options: TrainOptions):
         tokenizer = load_tokenizer(options.model)
         on_host = args.memory != "off"
         model = load_model(options.model, options.adapters, len(tokenizer), bf16=args.bf16, on_host=on_host)
+        if options.model.qat == "bitnet":
+            model = _to_bitnet(model, options)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if 0 < longest < options.data.sequence_length:
         raise OptionError(
@@ -145,6 +147,14 @@ def _trainer(options: TrainOptions):
         eval_dataset=eval_set,
         processing_class=tokenizer,
     )
+
+
+def _to_bitnet(model: Any, options: TrainOptions):
+    from hf_hybrid.export.bitnet import to_bitnet
+
+    if options.adapters.peft != "none":
+        raise OptionError(f"`--qat bitnet` trains all weights, and `--peft {options.adapters.peft}` freezes them.")
+    return to_bitnet(model)
 
 
 def _with_whole_paths(options: DataOptions) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 The formats of an export: what writes each of them, what it needs, and how its folder is loaded again.
 
 No format is quantised by code of this package. torchao (int8, int4) and bitsandbytes (nf4) quantise the linear layers
-while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py). A format that the
-installed libraries cannot write on this device is refused before any work, with what to install.
+while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py); transformers has
+the ternary layers (bitnet.py). A format that the installed libraries cannot write on this device is refused before any
+work, with what to install.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_hybrid.export import gguf
+from hf_hybrid.export import bitnet, gguf
 
 GGUF_NAME = "model.gguf"
 INT4_GROUP = 32
@@ -40,7 +41,7 @@ class ExportError(ValueError):
 class Format(NamedTuple):
     """
     A format: the package that writes it (`None`: transformers itself), what it is in a few words, and what makes the
-    quantization config of transformers from the dtype of the weights that stay (`None`: a GGUF file).
+    quantization config of transformers from the dtype of the weights that stay (`None`: a writer of its own).
     """
 
     package: str | None
@@ -74,6 +75,7 @@ FORMATS: dict[str, Format] = {
     "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
     "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
     "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),
+    "bitnet": Format(None, "1.58 bits, -1, 0 or 1, for models trained with `--qat bitnet` (transformers)"),
     **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
 }
 """By the name that `--format` takes."""
@@ -100,6 +102,8 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: tor
             else ""
         )
         raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{of_llama_cpp}")
+    if bitnet.trains_bitnet(config) and name != "bitnet":
+        raise ExportError(f"The model was trained to be ternary: export it with `format=bitnet`, got `{name}`.")
     package = FORMATS[name].package
     if package is not None and importlib.util.find_spec(package) is None:
         raise ExportError(f"`format={name}` needs {package}. Install it: {INSTALL[package]}")
@@ -196,6 +200,9 @@ def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dty
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return
     model = load(plain, dtype)
+    if name == "bitnet":
+        bitnet.write_packed(bitnet.to_bitnet(model), folder, max_shard_size)
+        return
     gguf.write(model, tokenizer, folder / GGUF_NAME, name.removeprefix("gguf-"))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from hf_hybrid import manifest
+from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -84,7 +85,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         if isinstance(error, ExportError):
             raise
         raise ExportError(f"The config of the model in `{folder}` cannot be read: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not trains_bitnet(config):
         method = dict(config.quantization_config).get("quant_method")
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
