@@ -276,8 +276,11 @@ def host_buffer(size: int, *, pin: bool) -> Tensor:
 
 def locked_bytes(size: int) -> int:
     """Bytes of host memory that [`host_buffer`] takes for `size` page-locked bytes."""
-    if size >= SMALL:
-        return -(-size // PAGE) * PAGE
+    return -(-size // PAGE) * PAGE if size >= SMALL else pinned_bytes(size)
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes of host memory that torch takes for `size` page-locked bytes."""
     # PowerOf2Ceil in torch's CachingHostAllocatorImpl::allocate (ATen/core/CachingHostAllocator.h).
     return 2 ** (size - 1).bit_length() if size else 0
 

@@ -48,6 +48,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
+    add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
+    add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
     add("--enable_predict", action="store_true", help="count the memory of leaps, or of the adapters' rate search")
     add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
     add("--details", action="store_true", help="print every plan by category, on device and host")
@@ -104,8 +106,16 @@ class _Report:
         from hf_hybrid.plan.accounting import host_memory, measure_machine
         from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.planner import Planner, recommended
-        from hf_hybrid.plan.setups import with_context
+        from hf_hybrid.plan.setups import parse_size, with_context
 
+        if (args.num_processes > 1) != (args.accelerate_config is not None):
+            raise ValueError(
+                f"`--num_processes {args.num_processes}` and `--accelerate_config {args.accelerate_config}` do not go "
+                "together. Give `--accelerate_config fsdp2` with two processes or more. Otherwise leave both out: with "
+                "DDP each process holds what one holds, and its gradients twice."
+            )
+        if args.num_processes > 1 and args.peft == "qlora":
+            raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
         here = with_context(device_memory())
         self.args, self.rates = args, None if here is None else measure_machine()
         self.with_adapters = importlib.util.find_spec("peft") is not None
@@ -117,7 +127,8 @@ class _Report:
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if asks else None,
             vram=args.vram or here,
-            ram=args.ram or host_memory(),
+            ram=parse_size(args.ram or host_memory(), "ram") // args.num_processes,
+            processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
@@ -166,9 +177,13 @@ class _Report:
             source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
             device = f"{setup.vram / GIB:.2f} GiB ({source})"
         host = f"{setup.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
+        share = ""
+        if setup.processes > 1:
+            share = f"{setup.processes} processes share the weights (FSDP2): all numbers are of each of them\n"
+            host = f"{host[:-1]}, divided by {setup.processes})"
         return (
             f"{args.model} ({config.model_type}): {', '.join(facts)}\n"
-            f"{setup.batch_size} sequences of {setup.sequence_length} tokens{steps}\n"
+            f"{setup.batch_size} sequences of {setup.sequence_length} tokens{steps}\n{share}"
             f"device: {device}\nhost:   {host}\n"
         )
 
@@ -214,6 +229,8 @@ class _Report:
         more.append(f"--dtype {best.way.weights}")
         if best.way.trains == "adapters":
             more.append(f"--peft {'qlora' if best.way.packed else 'lora'} --lora_r {args.lora_r}")
+        if args.accelerate_config is not None:
+            more.append(f"--num_processes {args.num_processes} --accelerate_config {args.accelerate_config}")
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
             f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "

@@ -321,6 +321,10 @@ class KeptWeights:
         """Return the names of what is kept."""
         return list(self._kept)
 
+    def held(self) -> list[Tensor]:
+        """Return the copies of this process."""
+        return [copy for copies in self._kept.values() for copy in copies]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the copies by moment and parameter, whole on the first process. All processes must call this."""
         return {

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,11 +139,20 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
 
 
 class Parameter(NamedTuple):
-    """A parameter: its number of weights, whether they are trained, and whether autocast lets them travel rounded."""
+    """
+    A parameter: its number of weights, whether they are trained, whether autocast lets them travel rounded, and its
+    number of rows, as many as weights if that is not known.
+    """
 
     count: int
     trained: bool
     rounds: bool = True
+    rows: int | None = None
+
+    def part(self, processes: int) -> int:
+        """Weights that the first of so many processes holds if they share the rows. FSDP2 fills up the others' part."""
+        rows = self.rows or self.count
+        return -(-rows // processes) * (self.count // rows)
 
 
 class Unit(NamedTuple):
@@ -176,6 +185,12 @@ class Unit(NamedTuple):
     def bytes(self, per_weight: tuple[float, float]) -> float:
         """Return bytes, from a number of bytes per trainable and per frozen weight."""
         return self.trainable * per_weight[0] + self.frozen * per_weight[1]
+
+    def part(self, processes: int) -> Unit:
+        """What each of so many processes holds if they share the rows of every parameter."""
+        pieces = tuple(piece._replace(count=piece.part(processes)) for piece in self.pieces if piece.count)
+        trained, frozen = (sum(p.count for p in pieces if p.trained is kind) for kind in (True, False))
+        return Unit(trained, frozen, -(-self.muon // processes), pieces)
 
     def split(self) -> tuple[Unit, Unit]:
         """Return the streamed part of a unit, and the part that stays on the device (adapters under a tenth of it)."""
@@ -252,6 +267,13 @@ class ModelShape:
         """All weights, each once."""
         return functools.reduce(Unit.join, [*self.layers, self.embedding, self.head, self.rest])
 
+    def part(self, processes: int) -> ModelShape:
+        """The rows that each of so many processes holds."""
+        layers = tuple(layer.part(processes) for layer in self.layers)
+        rest = {name: getattr(self, name).part(processes) for name in ("embedding", "head", "rest")}
+        part = replace(self, layers=layers, **rest)
+        return replace(part, largest_trainable=max((p.count for p in part.total.pieces if p.trained), default=0))
+
     def place(self, stream_embeddings: bool) -> tuple[list[Unit], list[Unit], Unit]:
         """Return the streamed layers, the streamed embeddings and head, and the part that stays on the device."""
         ends = [self.embedding, self.head]
@@ -267,7 +289,8 @@ def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], r
             seen.add(id(parameter))
             counts[not parameter.requires_grad] += parameter.numel()
             counts[2] += parameter.numel() * (id(parameter) in muon)
-            found.append(Parameter(parameter.numel(), parameter.requires_grad, id(parameter) in rounds))
+            rows = parameter.shape[0] if parameter.ndim else None
+            found.append(Parameter(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
     return Unit(*counts, tuple(found))
 
 

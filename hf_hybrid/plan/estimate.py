@@ -19,6 +19,12 @@ summed up from the sizes of the layers and from the trace's activations of check
              that wait there, and scratch of Muon's or the leaps' orthogonalisation, which holds a few copies of the
              largest matrix.
 
+**Shared by FSDP2.** Each process holds its rows of weights, gradients, states and leaps' buffers, on the device or
+(`cpu_offload`) on the host. The weights of a layer are gathered while it computes; those of the last norm and the head,
+and of embeddings that are tied to it, from the loss to the end of their backward pass. What is held and the largest of
+the moments in [`Estimator.shared`] are added up. Gathered weights and their gradients are in bf16 under bf16, and so is
+all that computes: the trace is that of a model in bf16.
+
 Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
 instead. They enter the same sums, and the plan says that it was not traced.
 
@@ -40,10 +46,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_hybrid.machine import locked_bytes
+from hf_hybrid.machine import locked_bytes, pinned_bytes
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, Parameter, Unit, format_bytes
 from hf_hybrid.plan.setups import Setup, Way, option
-from hf_hybrid.plan.trace import TRACED, Activations, Tracer, eight_bit_sizes
+from hf_hybrid.plan.trace import TRACED, Activations, Shared, Tracer, eight_bit_sizes
 from hf_hybrid.streaming.units import padded
 
 logger = logging.getLogger(__name__)
@@ -69,7 +75,7 @@ class Plan:
 
     setup: Setup
     shape: ModelShape
-    mode: str  # "resident" or "streamed"
+    mode: str  # "resident", "streamed" or "shared"
     resident_layers: int
     stream_embeddings: bool
     table: ByteTable  # on the device at its largest moment, on the host between steps
@@ -120,11 +126,12 @@ class Plan:
         names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
         names += ["memory", "chunked_loss"]
         streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "stream_embeddings"]
-        names += ["activation_checkpointing"] if self.mode == "resident" else streamed
+        names += streamed if self.mode == "streamed" else ["activation_checkpointing"]
         kept = {"resident_layers": self.resident_layers, "stream_embeddings": self.stream_embeddings}
-        decided = replace(self.setup, memory="off" if self.mode == "resident" else "stream", **kept)
+        decided = replace(self.setup, memory="stream" if self.mode == "streamed" else "off", **kept)
         found = (option(name, getattr(decided, name)) for name in names)
-        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}}
+        offload = {"fsdp": True, "fsdp_config": {"cpu_offload": True}} if self.setup.cpu_offload else {}
+        return {"optim": "adamw_torch_fused", **{name: value for name, value in found if value is not None}, **offload}
 
     def to_dict(self) -> dict:
         """Plain values for JSON: what was decided, and the peaks expected by category."""
@@ -147,6 +154,8 @@ class Plan:
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
+        if self.mode == "shared":
+            words += [f"FSDP2 on {self.setup.processes} processes", *["CPU offload"] * self.setup.cpu_offload]
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
 
@@ -254,6 +263,9 @@ class Estimator:
         return _first_that_fits(self._candidates(setup))
 
     def _candidates(self, setup: Setup) -> Iterator[Plan]:
+        if setup.processes > 1:
+            yield self.shared(setup)
+            return
         asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
         if setup.memory == "off" or (setup.memory == "auto" and not asks_for_streaming):
             yield self.resident(setup)
@@ -286,11 +298,66 @@ class Estimator:
                 table.add(category, "device", max(peak.get(category) - away * (category == "activations"), 0))
             table.add("states", "device", self.tracer.states(setup) - math.ceil(shape.total.muon * per.own[0]))
             table.add("buffers", "device", setup.workspaces(False))
-            self._add_leaps(table, setup, per, shape.total)
+            self._add_leaps(table, setup, per, shape, shape.total)
         if away:
             table.add("activations", "host", (len(shape.layers) - 2) * per.locked(active.boundary))
         stage = "" if peak is None else peak.stage
         return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, peak is not None, away)
+
+    def shared(self, setup: Setup) -> Plan:
+        """Rows on each of several processes. FSDP2 gathers groups of them: a layer, or the ends of the model."""
+        count, part = setup.processes, self.shape.part(setup.processes)
+        per, rows, place = _PerWeight(part, setup), part.total, "host" if setup.cpu_offload else "device"
+        taken = pinned_bytes if setup.cpu_offload and per.on_gpu else lambda size: size
+        table = ByteTable()
+        for piece in rows.pieces:
+            table.add("weights", place, taken(piece.count * per.own[not piece.trained]))
+            table.add("states", place, 4 * piece.trained)  # the number of the step
+        gradients = sum(taken(piece.count * per.own[0]) for piece in rows.pieces if piece.trained)
+        table.add("states", place, per.states(rows))
+        table.add("buffers", "device", part.buffer_bytes + setup.workspaces(False))
+        self._add_leaps(table, replace(setup, buffers_device="cpu") if setup.cpu_offload else setup, per, part, rows)
+        if setup.cpu_offload:
+            table.add("gradients", "host", gradients)
+        ends = functools.reduce(Unit.join, [part.head, part.rest, *[part.embedding] * part.tied])
+        groups = {*part.layers, *[part.embedding] * (not part.tied)}
+        layer, gathered = (count * max(unit.bytes(per.work) for unit in units) for units in (groups, (ends,)))
+        of_layer, of_ends = (count * per.work[0] * n for n in (max(unit.trainable for unit in groups), ends.trainable))
+        waits = setup.gradient_accumulation_steps > 1  # no gradient is sent before the last micro-batch
+        if waits:
+            table.add("gradients", "device", count * per.work[0] * rows.trainable)
+        computing, loss = self._moments(setup, 0 if waits or setup.cpu_offload else per.own[0])
+        largest = max(self.shape.largest_muon, self.shape.largest_leap * setup.leaps)
+        results = 4 * sum(unit.trainable for unit in part.layers) * (largest > 0)
+        _add_largest(
+            table,
+            # The next group is received before this one has computed. Then it is copied into its weights.
+            {
+                "activations": loss.activations,
+                "weights": gathered + max(gathered, layer),
+                "gradients": loss.gradients + of_ends,
+            },
+            # What was sent of gradients lasts until that of the next group is due.
+            {
+                "activations": computing.activations,
+                "weights": 2 * layer,
+                "gradients": computing.gradients + of_layer + max(of_layer, of_ends),
+            },
+            {"gradients": gradients * (not setup.cpu_offload)},
+            # Leaps or Muon: rows of all results; a matrix that was received, one to be sent, and scratch.
+            {"buffers": results + (2 * 4 + MUON_SCRATCH) * largest},
+        )
+        return Plan(setup, self.shape, "shared", len(part.layers), False, table, "", self.tracer is not None)
+
+    def _moments(self, setup: Setup, element_bytes: int) -> tuple[Shared, Shared]:
+        """Return the largest moments while a layer computes, and while the loss is computed; see `trace.shared`."""
+        found = self._ask_tracer(lambda tracer: tracer.shared(setup, element_bytes))
+        if found is not None:
+            return found
+        active = estimated_activations(self.shape, setup)
+        kept = len(self.shape.layers) * (1 if setup.checkpointed else SAVED_BY_A_LAYER) * active.boundary
+        gradients = element_bytes * self.shape.total.trainable / setup.processes
+        return Shared(kept + active.layer, gradients), Shared(kept + active.loss, 0)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
         """Layers on the host but for so many, and maybe embeddings and head."""
@@ -339,17 +406,17 @@ class Estimator:
         table.add("gradients", "device", resident.trainable * per.own[0])
         table.add("states", "device", per.states(resident))
         table.add("buffers", "device", self.shape.buffer_bytes + setup.workspaces(streamed))
-        self._add_leaps(table, setup, per, resident)
+        self._add_leaps(table, setup, per, self.shape, resident)
         return table
 
-    def _add_leaps(self, table: ByteTable, setup: Setup, per: _PerWeight, resident: Unit) -> None:
+    def _add_leaps(self, table: ByteTable, setup: Setup, per: _PerWeight, shape: ModelShape, resident: Unit) -> None:
         if not (setup.enable_predict and (setup.leaps or setup.kept_copies)):
             return
         beside = resident.trainable if setup.buffers_device == "auto" else 0
-        for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
-            scratch = 4 * self.shape.largest_trainable * (weights > 0)  # of the rate search as well
+        for place, weights in (("device", beside), ("host", shape.total.trainable - beside)):
+            scratch = 4 * shape.largest_trainable * (weights > 0)  # of the rate search as well
             table.add("drift", place, weights * per.leaps + scratch)
-        table.add("drift", "host", setup.kept_copies * per.own[0] * self.shape.total.trainable)
+        table.add("drift", "host", setup.kept_copies * per.own[0] * shape.total.trainable)
         if setup.leaps:
             # Buffers on the host are page-locked where the weights lie on a GPU.
             counts = [piece.count for piece in resident.pieces if piece.trained and setup.buffers_device == "cpu"]
@@ -481,6 +548,11 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     away = plan.parked * passes
     if plan.mode == "resident":
         return {"h2d": away, "d2h": away, "dram": 2 * away}
+    if plan.mode == "shared":  # what processes send each other is not counted
+        rows = plan.shape.part(setup.processes).total if setup.cpu_offload else Unit()
+        into, back = 2 * micro_batches * rows.bytes(per.own), rows.trainable * per.own[0]
+        updated = rows.trainable * 3 * per.own[0] + 2 * per.states(rows)
+        return {"h2d": into, "d2h": back, "dram": into + back + updated}
     layers, (embedding, head), _ = plan.shape.place(plan.stream_embeddings)
     layers.sort(key=lambda layer: per.packed(layer, int8=True))
     count = max(len(layers) - plan.resident_layers, 0)

@@ -41,6 +41,8 @@ def plan_memory(
     optimizer_states: str = "exact",
     enable_predict: bool = False,
     accelerator: str = "cuda",
+    processes: int = 1,
+    cpu_offload: bool = False,
 ) -> Plan:
     """
     Plan the memory of training by category, without weights, data or a GPU.
@@ -62,6 +64,10 @@ def plan_memory(
             Count what leaps hold. A pretrained model gives this back in its first step, because no leaps are made.
             With adapters, count instead the copies that the search for their learning rate keeps on the host.
         accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
+        processes (`int`):
+            Processes that share weights, gradients and states by FSDP2. The plan is that of each of them: batch, `vram`
+            and `ram` are its own.
+        cpu_offload (`bool`): Their rows stay on the host (`cpu_offload` of `fsdp_config`).
 
     Returns:
         [`Plan`]: with `peak_device_bytes`, `peak_host_bytes`, `categories` and `fits`. The plan is returned also where
@@ -73,6 +79,12 @@ def plan_memory(
     """
     if peft == "qlora" and memory == "stream":
         raise ValueError("`memory=stream` is not planned with `peft=qlora`. Set `memory=off`, or `peft=lora`.")
+    not_shared = {"memory=stream": memory == "stream", "peft=qlora": peft == "qlora", "chunked_loss=True": chunked_loss}
+    not_shared["optimizer_states=8bit"] = optimizer_states == "8bit"
+    for name in (name for name, given in not_shared.items() if given and processes > 1):
+        raise ValueError(f"`{name}` does not work with FSDP2, for which `processes={processes}` asks. Leave it out.")
+    if cpu_offload and processes == 1:
+        raise ValueError("`cpu_offload=True` is of FSDP2, and `processes=1` shares nothing. Set `memory=stream`.")
     planner = Planner(
         model,
         peft=peft,
@@ -87,6 +99,8 @@ def plan_memory(
         optimizer_states=optimizer_states,
         enable_predict=enable_predict,
         accelerator=accelerator,
+        processes=processes,
+        cpu_offload=cpu_offload,
     )
     trains = "all" if peft is None else "adapters"
     weights, autocast = loaded(dtype, trains)
@@ -130,6 +144,8 @@ class Planner:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
         without_leaps = {"values_per_weight": None, "kept_copies": ADAPTER_COPIES}
         setup = replace(way.setup, **without_leaps) if way.trains == "adapters" else way.setup
+        if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
+            estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
         return replace(estimator.best(setup), way=way)
 
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:

@@ -25,7 +25,7 @@ def with_context(free: int | None) -> int | None:
 
 
 _CHOICES = {"memory": ("off", "auto", "stream"), "optimizer_states": ("exact", "8bit"), "accelerator": ("cuda", "cpu")}
-_LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
+_LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Setup:
     ram: int | None = None  # bytes of the host
     accelerator: str = "cpu"  # "cuda": computes by its rules of autocast, and needs room beside the tensors
     workspace: int = 0  # bytes that cuBLAS takes for each thread that computes on a GPU
+    processes: int = 1  # among which FSDP2 shares the rows of weights, gradients and states; each has its own batch
+    cpu_offload: bool = False  # FSDP2 keeps these rows on the host
     memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
     autocast: bool = False  # to bf16
     activation_checkpointing: bool = False  # of a resident model; streamed layers always are
@@ -163,7 +165,10 @@ def loaded(dtype: str, trains: str) -> tuple[str, bool]:
 
 
 def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
-    """The ways that a table of plans compares, the fastest first; `setup` holds batch, limits and machine."""
+    """
+    The ways that a table of plans compares, the fastest first; `setup` holds batch, limits and machine. Several
+    processes share the weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
+    """
     found: list[Way] = []
 
     def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes) -> None:
@@ -173,6 +178,17 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
     chunks, chunked = {"chunked_loss": can_chunk}, ", chunked loss" * can_chunk
+    if setup.processes > 1:
+        spared = {"activation_checkpointing": True}
+        add(f"FSDP2, {precision}")
+        add(f"FSDP2, {precision}, checkpointing", **spared)
+        if dtype == "mixed":
+            add("FSDP2, fp32", dtype="float32")
+        add(f"FSDP2, {precision}, checkpointing, CPU offload", **spared, cpu_offload=True)
+        add("FSDP2, LoRA", "adapters")
+        add("FSDP2, LoRA, checkpointing", "adapters", **spared)
+        add("FSDP2, LoRA, checkpointing, CPU offload", "adapters", **spared, cpu_offload=True)
+        return found
     less = {**chunks, "activation_checkpointing": True}
     streamed, low = {**chunks, "memory": "stream"}, {"optimizer_states": "8bit"}
     add(precision)

@@ -126,7 +126,7 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     run, memory = trainer.run, trainer.memory
     buffers = [] if run.trajectory is None else run.trajectory.tensors_held()
     searches = run.trajectory is not None and isinstance(run.rescue, AdapterRateSearch)
-    copies = run.rescue.tensors().values() if searches else ()
+    copies = run.rescue.kept.held() if searches else ()
     host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
     host = None if host is None else {storage_address(tensor) for tensor in (*host, *copies)}
     extra = memory.tensors_held({"drift": [*buffers, *copies]})

@@ -62,6 +62,29 @@ def test_a_table_and_a_recommendation(config_file, capsys):
     assert "Recommended: bf16 autocast\n" in shown
 
 
+def test_several_processes_share_the_model(config_file, capsys, tmp_path):
+    target, shared = tmp_path / "plan.yaml", ("--num_processes", "8", "--accelerate_config", "fsdp2")
+    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", *shared, "--output", target) == 0
+    shown = capsys.readouterr().out
+    assert "8 processes share the weights (FSDP2): all numbers are of each of them" in shown
+    assert "host:   0.50 GiB (--ram, divided by 8)" in shown
+    assert len([line for line in shown.splitlines() if "  FSDP2, " in line or "> FSDP2, " in line]) == 7
+    assert " ".join(shared) in target.read_text().splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--num_processes", "8"], "`--num_processes 8` and `--accelerate_config None` do not go together"),
+        (["--accelerate_config", "fsdp2"], "Give `--accelerate_config fsdp2` with two processes or more"),
+        (["--num_processes", "2", "--accelerate_config", "fsdp2", "--peft", "qlora"], "`--peft qlora` is not planned"),
+    ],
+)
+def test_processes_that_share_nothing_are_refused(config_file, capsys, options, message):
+    assert plan(config_file, *options) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_what_is_short_is_said(config_file, capsys):
     target = config_file.parent / "none.yaml"
     assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", "--sequence_length", "32", "--output", target) == 1

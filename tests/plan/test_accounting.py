@@ -148,16 +148,26 @@ def numbers(unit: Unit) -> tuple[int, int, int]:
     return unit.trainable, unit.frozen, unit.muon
 
 
+def test_processes_share_rows():
+    """The first holds as many rows as any other, which are filled up."""
+    matrix, norm = Parameter(5 * 8, True, rows=5), Parameter(6, False, rows=6)
+    assert [piece.part(2) for piece in (matrix, norm)] == [3 * 8, 3] and matrix.part(8) == 8
+    held = matrix._replace(count=24), norm._replace(count=3)
+    assert Unit(40, 6, 40, (matrix, norm)).part(2) == Unit(24, 3, 20, held)
+    assert Unit(40).part(3).trainable == 14  # whose parameters are not known
+
+
 def test_shape_of_a_tied_model():
     model = tiny_model()
     shape = ModelShape.of(model, LAYERS)
-    matrices = [32 * 32] * 4 + [32 * 64] * 3
-    layer = Unit(LAYER, parameters=(*(Parameter(count, True) for count in matrices), *[Parameter(32, True, False)] * 2))
+    shapes, norm = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)], Parameter(32, True, False, rows=32)
+    matrices = [Parameter(rows * columns, True, rows=rows) for rows, columns in shapes]
+    layer = Unit(LAYER, parameters=(*matrices, norm, norm))
     assert shape == ModelShape(
         layers=(layer, layer),
-        embedding=Unit(EMBEDDING, parameters=(Parameter(EMBEDDING, True, False),)),  # read, and never rounded
+        embedding=Unit(EMBEDDING, parameters=(Parameter(EMBEDDING, True, False, 256),)),  # read, and never rounded
         head=Unit(),
-        rest=Unit(32, parameters=(Parameter(32, True, False),)),
+        rest=Unit(32, parameters=(norm,)),
         hidden=32,
         vocab=256,
         element_bytes=4,
