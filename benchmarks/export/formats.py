@@ -25,9 +25,9 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import quickstart
 
 HERE = Path(__file__).resolve().parent
-FORMATS = ("int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0")
+FORMATS = ("int8", "nf4", "gguf-q4_1", "gguf-q8_0", "gguf-q5_1", "gguf-q4_0")
 STEPS, THREADS = 300, 1
-SEQUENCES = {"quickstart": (64, 128), "smollm2": (16, 256)}
+SEQUENCES = {"quickstart": (64, 128), "smollm2": (8, 256)}
 """Sequences to measure on, and their length."""
 TOKENS = 12
 FRESH = """

@@ -140,7 +140,16 @@ class _Report:
         plans, setup = [self._row(plan) for plan in self.plans], self.planner.setup
         best = None if self.best is None else self.best.way.title
         values = {"vram": setup.vram, "ram": setup.ram, "rates": self.rates, "plans": plans, "recommended": best}
+        values["exports"] = self._exports()
         return json.dumps(values, indent=2) + "\n"
+
+    def _exports(self) -> dict[str, int]:
+        import torch
+
+        from hf_hybrid.plan.exports import exported_bytes
+        from hf_hybrid.plan.models import build
+
+        return exported_bytes(build(self.planner.config, torch.float32))
 
     def _row(self, plan: Plan) -> dict:
         names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
@@ -150,7 +159,9 @@ class _Report:
 
     def as_text(self) -> str:
         """The table, and the recommended plan by category."""
-        parts = [self._head(), self._table(), self._legend()]
+        sizes = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self._exports().items())
+        exports = f"GiB of weights after `hf-hybrid export --dtype bfloat16`: {sizes}\n"
+        parts = [self._head(), self._table(), self._legend(), exports]
         if self.args.details:
             parts += [f"{plan.way.title}, estimated\n{plan.table}\n" for plan in self.plans]
         if self.best is None:

@@ -9,9 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ("02_compare_with_trainer", "03_memory_policies", "04_resume", "10_custom_direction", "11_gpt2_small")
+NAMES = (
+    "02_compare_with_trainer",
+    "03_memory_policies",
+    "04_resume",
+    "10_custom_direction",
+    "11_gpt2_small",
+    "13_low_bit",
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -105,11 +113,23 @@ def test_gpt2_says_what_does_not_hold(start, tmp_path):
     assert status == 1 and "NOT  leaps were made" in out and "NOT  every phase was reached" in out
 
 
+def test_low_bit(start, tmp_path):
+    pytest.importorskip("torchao")
+    with torch.compiler.set_stance("force_eager"):  # compiling takes half a minute
+        out, status = start("13_low_bit", "--formats", "int8", "--max_steps", 6)
+    assert status == 0 and len(re.findall(r"^held-out loss +\d\.\d{4} +\d\.\d{4} \(", out, re.M)) == 3
+    for name in ("int8", "rounded", "bitnet"):
+        result = json.loads((tmp_path / f"out/low_bit-{name}/export.json").read_text())
+        assert result["exported"]["disk_bytes"] < result["original"]["disk_bytes"]
+    assert result["exported"]["loss"] == pytest.approx(result["original"]["loss"], abs=1e-3)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help(name, start):
     out, status = start(name, "--help")
     assert status == 0
     own = {"02": "--learning_rates", "03": "--ways", "04": "--die", "10": "--least_agreement", "11": "--n_layer"}
+    own |= {"13": "--ternary"}
     assert own[name[:2]] in out and "--max_steps" in out
 
 

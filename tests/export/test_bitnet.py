@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_model, weights
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
@@ -15,6 +16,7 @@ from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.bitnet import to_bitnet, trains_bitnet
 from hf_hybrid.export.formats import ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -109,6 +111,9 @@ def test_the_packed_model_is_the_latent_one_rounded(trained, tmp_path):
     layer = model.model.layers[1].self_attn.q_proj
     assert layer.weight.dtype == torch.uint8 and layer.weight.shape == (8, 32)  # four weights to a byte
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    written = (load_file(path) for path in (tmp_path / "small").glob("*.safetensors"))
+    stored = sum(tensor.nbytes for tensors in written for tensor in tensors.values())
+    assert stored == exported_bytes(tiny_model(), torch.float32)["bitnet"]
     dense = sum(parameter.numel() for name, parameter in trained.model.named_parameters() if "proj" in name)
     saved = original["memory_bytes"] - exported["memory_bytes"]
     assert saved == pytest.approx(4 * dense - dense / 4, rel=0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +27,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, formats, measure
 from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.plan.exports import exported_bytes
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", **{name: "gguf" for name in FORMATS if name.startswith("gguf")}}
 WRITTEN = sorted(PACKAGES)
@@ -122,6 +124,20 @@ def test_an_export_is_measured_beside_the_original(exports, trainer, name):
     assert ("gguf" in name) == (exported["memory_bytes"] == original["memory_bytes"])
     assert original["tokens_per_second"] > 0 and exported["tokens_per_second"] > 0
     assert sorted(path.name for path in folder.parent.glob("_*")) == []
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_plan_knows_the_bytes(exports, trainer, name):
+    folder, _ = given(exports, name)
+    if "gguf" in name:
+        from gguf import GGUFReader
+
+        written = sum(int(tensor.n_bytes) for tensor in GGUFReader(folder / "model.gguf").tensors)
+    else:
+        written = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    # bitsandbytes adds a few words about each matrix.
+    slack = 14 * 180 if name == "nf4" else 0
+    assert 0 <= written - exported_bytes(trainer.model, torch.float32)[name] <= slack
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -1,0 +1,54 @@
+"""The bytes of a model's weights in each format of `hf-hybrid export`, from its shapes alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_hybrid.plan.models import packed_bytes
+
+GGUF_BLOCKS = {"q8_0": 34, "q5_1": 24, "q4_1": 20, "q4_0": 18}
+"""Bytes of 32 weights, with their scale and, in the formats that end in 1, their least value."""
+
+
+def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+    """
+    Return the bytes of all weights by format, without the headers of files.
+
+    Args:
+        model (`nn.Module`): Causal language model in full precision, which may be on the meta device.
+        dtype (`torch.dtype`): Of weights that are not quantised: embeddings, norms, biases and the head.
+    """
+    head, parameters = model.get_output_embeddings(), list(model.parameters())
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    linear = {layer.weight: layer for layer in layers}
+    kept = sum(parameter.numel() for parameter in parameters if parameter not in linear) * dtype.itemsize
+
+    def of_matrix(name: str, weight: torch.Tensor, layer: nn.Module) -> int:
+        count, rows = weight.numel(), weight.shape[0]
+        if name == "nf4":
+            return packed_bytes(count)
+        if not isinstance(layer, nn.Linear):  # torchao and the ternary layers take these alone
+            return count * dtype.itemsize
+        return count + 5 * rows if name == "int8" else math.ceil(count / 4) + 4
+
+    found = {
+        name: kept + sum(of_matrix(name, weight, layer) for weight, layer in linear.items())
+        for name in ("int8", "nf4", "bitnet")
+    }
+    large = {embedding.weight for embedding in (model.get_input_embeddings(), head) if embedding is not None}
+
+    def of_tensor(block: int, parameter: nn.Parameter) -> int:
+        if parameter.dim() == 1:
+            return 4 * parameter.numel()
+        if parameter.shape[-1] % 32:
+            return 2 * parameter.numel()
+        return parameter.numel() // 32 * (max(block, GGUF_BLOCKS["q8_0"]) if parameter in large else block)
+
+    blocks = {"f16": 64, **GGUF_BLOCKS}
+    return found | {
+        f"gguf-{kind}": sum(of_tensor(block, parameter) for parameter in parameters) for kind, block in blocks.items()
+    }
