@@ -310,7 +310,7 @@ class HybridTrainerMixin(PublishingMixin):
         batches = None if held_out is None else self.get_eval_dataloader(held_out)
         card = Path(self.args.output_dir, "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
-            self.save_model(saved)
+            self.save_model(saved, _internal_call=True)  # else it would push
             return export(saved, folder, format, batches=batches, dtype=dtype, max_shard_size=max_shard_size, card=card)
 
     # A run begins and ends.

@@ -64,6 +64,7 @@ def trained(folder: Path, model=None, **options) -> HybridTrainer:
 def trainer(tmp_path_factory):
     trainer = trained(tmp_path_factory.mktemp("export") / "out")
     trainer.save_model()
+    trainer.evaluate()
     trainer.create_model_card(model_name="small")
     return trainer
 
@@ -223,6 +224,7 @@ def test_the_card_has_the_costs_in_place_of_the_results(exports):
     card = (folder / "README.md").read_text()
     assert "# small" in card and "## Low-bit export" in card and "### Phases" in card and "## Results" not in card
     assert f"| held-out loss | {result['original']['loss']:.4f} | {result['exported']['loss']:.4f} (" in card
+    assert "model-index" not in card and "## Results" in (folder.parent / "out" / "README.md").read_text()
     assert card.count("AutoModelForCausalLM.from_pretrained(") == 1 and "- quantized" in card
     assert str(folder.parent) not in card + (folder / "export.json").read_text()
     code = card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
@@ -250,6 +252,29 @@ def test_adapters_are_merged(tmp_path):
     again = exporter.export(tmp_path / "out", tmp_path / "again", "int8", batches=batches())
     assert again["exported"]["loss"] == pytest.approx(result["exported"]["loss"], rel=1e-5)
     assert not (tmp_path / "again" / "adapter_config.json").exists()
+
+
+def test_adapters_of_a_base_in_4_bits_are_merged_into_the_base_in_its_own_precision(tmp_path):
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("gguf")
+    base = tiny_model(vocab_size=264, hidden_size=64)
+    base.save_pretrained(tmp_path / "base")
+    bpe_tokenizer().save_pretrained(tmp_path / "out")
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=FORMATS["nf4"].quantization(torch.float32), device_map="cpu"
+    )
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")  # which change nothing yet
+    peft.get_peft_model(packed, config).save_pretrained(tmp_path / "out")
+    result = exporter.export(tmp_path / "out", tmp_path / "export", "gguf-q8_0", batches=batches())
+    assert result["original"]["loss"] == pytest.approx(measure.held_out(base.eval(), batches())["loss"], rel=1e-6)
+
+
+def test_an_export_pushes_nothing(trainer, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(trainer.args, "push_to_hub", True)
+    monkeypatch.setattr(trainer, "push_to_hub", lambda *args, **kwargs: pytest.fail("pushed"))
+    trainer.export("gguf-q8_0", tmp_path / "export")
 
 
 def test_a_streamed_run_is_exported(tmp_path):
