@@ -45,7 +45,10 @@ class HybridConfigBase(HybridArguments):
         if self.preset == "fast" and optim == optimizer_name(TrainingArguments):
             optim = "muon"
         if optim == "muon":
-            self.optim = TrainingArguments.optim  # the next line makes a member of `OptimizerNames` of it
+            self.optim = TrainingArguments.optim  # the class behind makes a member of `OptimizerNames` of it
+        sharding = sharding_of(self)
+        if sharding not in (None, "fsdp"):  # before the class behind looks for its package
+            _refuse_sharding(sharding, optim, self)
         super(HybridArguments, self).__post_init__()  # that of the class behind
         if optim == "muon":
             self.optim = optim

@@ -501,6 +501,8 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         why = "`fp16=True` scales losses, and streamed gradients leave before they are unscaled. Use `bf16=True`"
     elif sharding_of(args):
         why = f"`{sharding_of(args)}` places the weights itself. Drop it"
+    elif any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters()):
+        why = "the model is spread over processes already. Load it without `tp_plan` and `distributed_config`"
     elif args.world_size > 1:
         why = (
             f"there are {args.world_size} processes, and streaming is for one. Launch one process, or let FSDP2 spread "

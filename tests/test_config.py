@@ -185,9 +185,19 @@ def test_8bit_states_need_an_adamw(tmp_path):
         hybrid_config(tmp_path, optimizer_states="8bit", optim="sgd")
 
 
-def test_deepspeed_is_refused_before_it_is_looked_for(monkeypatch):
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
+@pytest.mark.parametrize("asks", ["option", "launcher"])
+def test_deepspeed_is_refused_before_it_is_looked_for(tmp_path, monkeypatch, asks, optim):
+    """Also where it is not installed."""
+    if asks == "launcher":
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    given = {"deepspeed": "zero3.json"} if asks == "option" else {}
+    what = "`optim=muon`" if optim == "muon" else "leaps"
+    with pytest.raises(ValueError, match=f"`deepspeed` cannot be combined with {what}: .*its accessors.* Use FSDP2"):
+        hybrid_config(tmp_path, optim=optim, enable_predict=optim != "muon", **given)
+
+
+def test_deepspeed_is_taken_without_leaps(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     args = SimpleNamespace(optim="adamw_torch", fp16=False, bf16=True)
-    with pytest.raises(ValueError, match="`deepspeed` cannot be combined with leaps.*`enable_predict=False`"):
-        check_training_arguments(args, HybridArguments())
     check_training_arguments(args, HybridArguments(enable_predict=False))

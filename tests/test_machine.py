@@ -11,38 +11,49 @@ import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
 from rig import launched
+from rig.processes import together
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.machine import warn_of_lone_process
+from hf_hybrid.manifest import last_checkpoint
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-CONFIGS = ROOT / "examples" / "accelerate_configs"
 
-
-def accelerate_launch(*arguments, cwd, timeout=600):
-    paths = f"{ROOT}{os.pathsep}{TESTS}"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = ["--config_file", CONFIGS / "ddp_cpu.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    return subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *map(str, [*command, *arguments])],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-
-
-RUNS = ("base", "resumed", "whole", "looked", "unseen", "muon", "lora", "iterable", "off", "plain")
+RUNS = (
+    "base",
+    "resumed",
+    "whole",
+    "looked",
+    "unseen",
+    "muon",
+    "lora",
+    "iterable",
+    "off",
+    "plain",
+    "off_muon",
+    "off_lora",
+)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("launched")
+
+
+@pytest.fixture(scope="module")
+def killed(folder):
+    """How a run ended whose second process was killed, and its last checkpoint."""
+    return together(2, lambda: launched.run(folder, ("killed",))), last_checkpoint(folder / "killed")
+
+
+@pytest.fixture(scope="module")
+def results(folder, killed):
     """By name of the run, what each of the two processes says of it."""
-    folder = tmp_path_factory.mktemp("launched")
-    ended = accelerate_launch(launched.__file__, folder, *RUNS, cwd=folder)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    names = ("killed", *RUNS)
-    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in names}
+    assert together(2, lambda: launched.run(folder, RUNS)) == [0, 0]
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -73,14 +84,22 @@ def test_two_processes_are_one_with_twice_the_batch(results, tmp_path):
     assert steps[0] == steps[1] and len(steps[0]) >= 3
 
 
-def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(results):
-    survivor, killed = results["killed"]
-    assert killed["exitcode"] == -signal.SIGKILL and survivor["exitcode"] == 1
-    assert 0 < int(killed["checkpoint"].rpartition("-")[2]) <= launched.DIES_AT
+def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(killed, results):
+    ended, checkpoint = killed
+    assert ended == [1, -signal.SIGKILL]
+    assert 0 < int(checkpoint.rpartition("-")[2]) <= launched.DIES_AT
     resumed, whole = results["resumed"][0], results["whole"][0]
     assert resumed["step"] == launched.STEPS
     assert resumed["digest"] == whole["digest"]
     assert resumed["decisions"]["leaps"] == whole["decisions"]["leaps"]
+
+
+@pytest.mark.slow
+def test_a_process_may_be_killed_without_leaps(tmp_path):
+    assert together(2, lambda: launched.run(tmp_path, ("off_killed",))) == [1, -signal.SIGKILL]
+    assert together(2, lambda: launched.run(tmp_path, ("off_whole", "off_resumed"))) == [0, 0]
+    whole, resumed = (json.loads((tmp_path / f"off_{name}-0.json").read_text()) for name in ("whole", "resumed"))
+    assert resumed["digest"] == whole["digest"] and resumed["step"] == launched.STEPS
 
 
 def test_without_leaps_it_is_trainer_bit_for_bit(results):
@@ -139,5 +158,8 @@ def test_a_model_that_is_sharded_already_is_refused(tmp_path):
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="is spread over processes already .a `DTensor`.* Let FSDP2 shard it"):
             HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(40))
+        streamed = hybrid_config(tmp_path, memory="stream", enable_predict=False)
+        with pytest.raises(ValueError, match="`memory=stream` .*spread over processes already. .*`tp_plan`"):
+            HybridTrainer(model, streamed, train_dataset=ByteText(40))
     finally:
         torch.distributed.destroy_process_group()

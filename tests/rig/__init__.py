@@ -10,7 +10,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
 | `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |
-| `launched.py` | the runs that two processes of `accelerate launch` make |
+| `launched.py` | the runs that two processes make under DDP |
 | `launched_fsdp2.py` | the runs that several processes make under FSDP2 |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `pages.py` | a page of HTML taken apart |

@@ -1,17 +1,10 @@
-"""
-The runs of two processes that `tests/test_machine.py` launches: all in one start, as starting takes long.
-
-    PYTHONPATH=tests accelerate launch tests/rig/launched.py FOLDER NAME...
-"""
+"""The runs that `tests/test_machine.py` makes in two processes under DDP."""
 
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +15,6 @@ from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.manifest import last_checkpoint
 
 STEPS = 28
 # What leaps may cost is counted per process, which computes them whole and the step by half: not a limit here.
@@ -79,25 +71,9 @@ def result(trainer) -> dict:
     }
 
 
-def killed(folder: Path) -> dict:
-    """
-    How a run ended whose second process is killed, and its last checkpoint.
-
-    Runs in a fork of each process, before that has a process group: the forks die, the processes go on.
-    """
-
-    def train():
-        # In the launcher's store, the processes that go on would find the addresses of the dead.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
-
-    die = multiprocessing.get_context("fork").Process(target=train)
-    die.start()
-    die.join(300)
-    die.kill()
-    die.join()
-    return {"exitcode": die.exitcode, "checkpoint": last_checkpoint(folder / "killed")}
+def killed(folder: Path):
+    """The second process is killed."""
+    build(folder / "killed", samples=60, callbacks=[Dies()], **SAVED).train()
 
 
 def base(folder: Path):
@@ -114,6 +90,26 @@ def whole(folder: Path):
 
 def resumed(folder: Path):
     trainer = build(folder / "killed", samples=60, **SAVED)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+OFF = {"enable_predict": False, "save_strategy": "steps", "save_steps": 3}
+
+
+def off_whole(folder: Path):
+    trainer = build(folder / "off_whole", samples=60, **OFF)
+    trainer.train()
+    return trainer
+
+
+def off_killed(folder: Path):
+    """The second process is killed."""
+    build(folder / "off_killed", samples=60, callbacks=[Dies()], **OFF).train()
+
+
+def off_resumed(folder: Path):
+    trainer = build(folder / "off_killed", samples=60, **OFF)
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
@@ -166,6 +162,21 @@ def lora(folder: Path):
     return trainer
 
 
+def off_muon(folder: Path):
+    trainer = build(folder / "off_muon", max_steps=8, optim="muon", enable_predict=False)
+    trainer.train()
+    return trainer
+
+
+def off_lora(folder: Path):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    config = hybrid_config(folder / "off_lora", **{**BASE, "max_steps": 8, "enable_predict": False})
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(400))
+    trainer.train()
+    return trainer
+
+
 def iterable(folder: Path):
     """Data without a length, which the first process reads for both."""
     data = HubIterableDataset.from_generator(lambda: (dict(row) for row in ByteText(400)))
@@ -187,12 +198,9 @@ def plain(folder: Path):
     return trainer
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    (folder / f"killed-{os.environ['RANK']}.json").write_text(json.dumps(killed(folder)))
-    while not all((folder / f"killed-{rank}.json").exists() for rank in (0, 1)):
-        time.sleep(0.02)  # the fork of the first process holds the port that the next process group meets at
-    for name in sys.argv[2:]:
+def run(folder: Path, names: tuple[str, ...]) -> None:
+    """Make these runs as one of several processes, and write what came of them."""
+    for name in names:
         trainer = globals()[name](folder)
         file = folder / f"{name}-{trainer.args.process_index}.json"
         file.write_text(json.dumps(result(trainer)))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import TrainerCallback
@@ -54,9 +55,12 @@ RUNS = {
     "looked": {"hurts_at": 12, "poisoned_at": 6, "probe_budget": 1.0, "max_steps": 24},
     "unseen": {"hurts_at": 18, "probe_budget": 0.0, "divergence_threshold": 3.0, "max_steps": 28, **HARMFUL},
     "world_model": {"planner": "dynamics"},
+    "iterable": {"iterable": True},
     "rescued_lora": {"lora": True, "learning_rate": 1e-4, "direction": "auto", "lr_rescue": "on"},
 }
-LIKE = {"offloaded": "base"}
+for name in ("base", "accumulated", "offloaded", "memory", "lora", "bf16"):
+    RUNS[f"plain_{name}"] = {**RUNS[name], "enable_predict": False, "max_steps": 12}
+LIKE = {"offloaded": "base", "plain_offloaded": "plain_base"}
 """Runs that are another one's in a single process."""
 
 SAVED = {"samples": 156, "max_steps": 28, "save_strategy": "steps", "save_steps": 3, "correct_phase_steps": 3}
@@ -75,9 +79,12 @@ for name, options in SAVED_RUNS.items():
     RUNS[f"{name}_halved"] = {**SAVED, **options, "stops_at": STOPS_AT}
     for count in (1, 2, 3):
         RUNS[f"{name}_from_{count}"] = {**SAVED, **options, "resume": f"{count}/{name}_halved"}
+IN_PARTS = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+"""Weights and optimizer states are saved by torch."""
+RUNS["killed_plain"] = {**SAVED, **SAVED_RUNS["plain"], **IN_PARTS, "dies_at": DEATHS[-1]}
+RUNS["resumed_plain"] = {**SAVED, **SAVED_RUNS["plain"], **IN_PARTS, "resume": "2/killed_plain"}
 for step in DEATHS:
-    # But for the last, weights and optimizer states are saved by torch, in parts.
-    kind = {} if step == DEATHS[-1] else {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    kind = {} if step == DEATHS[-1] else IN_PARTS
     RUNS[f"killed_{step}"] = {**SAVED, **kind, "dies_at": step}
     RUNS[f"resumed_{step}"] = {**SAVED, **kind, "resume": f"2/killed_{step}"}
 
@@ -153,6 +160,9 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     in_fp32 = options.pop("in_fp32", False)
     ends = Ends(options.pop("dies_at", None), options.pop("stops_at", None))
     data = ByteText(options.pop("samples", 1000))
+    if options.pop("iterable", False):
+        rows = data
+        data = IterableDataset.from_generator(lambda: (dict(row) for row in rows))
     if "resume" in options:
         resume = folder / options.pop("resume")
     if resume is not None and not resume.name.startswith("checkpoint-"):
