@@ -91,7 +91,6 @@ def export(
         write_text(
             exported / REPOCARD_NAME, _card(Path(card or source / REPOCARD_NAME), output.name, result, tokenizer)
         )
-        output.parent.mkdir(parents=True, exist_ok=True)
         os.replace(exported, output)
     return result
 
