@@ -12,8 +12,8 @@ the cosine falls to zero far below it: few directions of the small factors are s
 cosine negative, while all others still gain. If the rate grows by a factor of 2.2 per step, they have no time to. Then
 the cosine crosses zero at 5e-3 to 8e-3 on the task `lora` and at 9e-4 on LoRA of SmolLM2-135M, where the best rates are
 1.6e-2 and 1e-3 (docs/evaluation.md). So [`AdapterRateSearch`] raises the rate that fast, goes back, in the rate and in
-the weights, and holds twice the rate at which the cosine crossed zero. The weights of adapters are small, so that
-copies can be kept (a range test: Smith, 2017, arXiv 1506.01186, that looks at the cosine and loses few steps).
+the weights, tries the rate at which the cosine crossed zero and three times as much for some steps each, and goes on
+with the one whose weights are better. The weights of adapters are small, so that copies can be kept (a range test: Smith, 2017, arXiv 1506.01186, that looks at the cosine and loses few steps).
 
 A preference loss can fall while fewer pairs are ranked right, so both rules look at the accuracy of the training
 batches too, where the trainer has it ([`AccuracyWatch`]).
@@ -343,18 +343,26 @@ class KeptWeights:
 
 class AdapterRateSearch:
     """
-    The rescue of adapters: raise the rate fast until the cosine crosses zero, go back, and hold twice that rate.
+    The rescue of adapters: raise the rate fast until the cosine crosses zero, go back, and try two rates near it.
 
     The search begins as soon as the mean of the first cosines is clearly positive. With two sequences per step one of
-    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Then the rate grows by
-    `GROWTH` per step until a cosine is not positive and the next is small. Where the cosine crossed zero is
-    interpolated from the last positive one and the first that is not. The weights go back to those of the last positive
-    cosine, the optimizer's states begin anew, and `BEYOND` of the rate of the crossing is held. Some steps later a
-    probe asks whether the weights are better than those at which the search began. As long as they are not, or fewer
-    pairs of preferences are ranked right than before, they go back again, and the rate is halved. A search from 2e-5
-    takes about 15 steps.
+    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Then the rate jumps to
+    `FROM` and grows by `GROWTH` per step until a cosine is not positive and the next is small. Where the cosine crossed
+    zero is interpolated from the last positive one and the first that is not. The weights go back to those of the last
+    positive cosine, the optimizer's states begin anew, and some steps are made at `BEYOND` of the rate of the crossing.
+    A probe asks whether the weights are now better than those at which the search began. Then the weights go back once
+    more, and as many steps are made at the rate of the crossing. A second probe compares what the two rates have led
+    to. The run continues with the better one and its weights. A search from 2e-5 makes about 20 steps in vain.
 
-    The probe compares the same sequences at both weights. Losses of different batches differ by more than what a rate
+    The rate of the crossing alone does not tell the best rate. On a small model that has much to learn the best rate is
+    about three times as high. On a pretrained model with two sequences per step the noise of the gradients limits the
+    rate, and the best one is that of the crossing.
+
+    A preference loss needs a rate far below the crossing, and nothing is compared but the weights at the beginning. As
+    long as the weights are no better, or fewer pairs are ranked right than before, they go back, and the rate is
+    halved.
+
+    The probes compare the same sequences at both weights. Losses of different batches differ by more than what a rate
     costs that is five times too high: with two sequences per step they did not show it until training was destroyed.
 
     Args:
@@ -362,60 +370,67 @@ class AdapterRateSearch:
         kept (`KeptWeights`): Keeps weights until a rate is found.
     """
 
+    FROM = 1e-4
+    """Rate that the search begins with, if it is not above already: adapters need ten times that of full training."""
     GROWTH = 0.8
     """Log growth per step."""
-    KEPT = 2
-    """Copies of the adapters: of the beginning of the search, and of the last positive cosine."""
+    KEPT = 3
+    """Copies of the adapters: of the beginning of the search, of the last positive cosine, and after the first trial."""
     FIRST, WAIT = 6, 12
     """Cosines that are looked at before the scale grows, at least and at most."""
     CLEAR = 3.5
     """Standard errors above zero that their mean must be. Cosines without a sign are in 1.6 % of all cases."""
     RECOVERED = 0.5
     """Share of the mean of the first cosines that the cosine after one that is not positive must have to go on."""
-    BEYOND = math.log(2.0)
+    BEYOND = math.log(3.0)
     """
-    From the rate at which the cosine crosses zero to the one that is held. The best rate was 1.9 to 3.3 times that on
-    `lora`, and 1.1 times on LoRA of SmolLM2.
+    From the rate at which the cosine crosses zero to the higher one that is tried. The best rate was 1.9 to 3.9 times
+    that of the crossing on `lora`, and 1.1 times on LoRA of SmolLM2.
     """
     BEYOND_OF_PREFERENCES = math.log(0.05)
     """
-    The same in DPO, where each pair that is learned has less gradient: a rate at which training goes well for some
-    steps is far too high for a run. On the task `dpo` the cosine stays positive up to `HIGHEST`, and the best rate is
-    0.07 of that; it was chosen there (docs/evaluation.md).
+    From there to the one rate that is tried in DPO, where each pair that is learned has less gradient: a rate at which
+    training goes well for some steps is far too high for a run. On the task `dpo` the cosine stays positive up to
+    `HIGHEST`, and the best rate is 0.07 of that; it was chosen there (docs/evaluation.md).
     """
     AFTER_DIVERGENCE = math.log(0.2)
-    """From the rate at which the monitor saw training diverge to the one that is held."""
+    """From the rate at which the monitor saw training diverge to the one that is tried."""
     HIGHEST = 0.03
     """Rate that is never exceeded. The norms of a model can hide that adapters do no good."""
     WARMUP = 5
-    """Steps until the rate that was found is reached. Adam's first steps are of full length in every direction."""
-    CONFIRMED_AFTER = 8
-    """Steps with the rate that was found until the probe."""
+    """Steps until the rate of a trial is reached. Adam's first steps are of full length in every direction."""
+    TRIAL = 8
+    """Steps with a rate until the probe."""
 
     def __init__(self, learning_rate: float, kept: KeptWeights):
         self.learning_rate, self.kept = learning_rate, kept
         self.highest = max(0.0, math.log(self.HIGHEST / learning_rate))
         self.state = "waiting"
-        """Or "growing", "confirming" (a rate that was found), "held"."""
+        """Or "growing", "trying" (a rate near the crossing), "held"."""
         self.log_scale = self.used = 0.0
-        self.steps = self.since = 0
+        self.steps = 0
+        self.since = -self.WARMUP
+        """Step at which the optimizer's states began anew."""
         self.first: list[float] = []
         self.last_cosine = self.last_used = 0.0
         """The last positive cosine, and the log scale of the step that led to it."""
         self.watch = AccuracyWatch()
         self.crossing: float | None = None
         """Log scale at which the cosine crosses zero, while the last one was not positive."""
+        self.lower: float | None = None
+        """Log scale that is tried next."""
+        self.rival: float | None = None
+        """Log scale of the first trial, whose weights are kept."""
 
     @property
     def scale(self) -> float:
         """Factor on the scheduled learning rate; it rises within some steps after the optimizer's states began anew."""
-        risen = (self.steps - self.since + 1) / self.WARMUP if self.state == "confirming" else 1.0
-        return math.exp(self.log_scale) * min(1.0, risen)
+        return math.exp(self.log_scale) * min(1.0, (self.steps - self.since + 1) / self.WARMUP)
 
     @property
     def probe_is_due(self) -> bool:
         """Whether [`judge`] is to be called before the next step."""
-        return self.state == "confirming" and self.steps >= self.since + self.CONFIRMED_AFTER
+        return self.state == "trying" and self.steps >= self.since + self.TRIAL
 
     def observe(self, loss: float, cosine: float | None, rate: float, accuracy: float | None = None) -> None:
         """
@@ -434,9 +449,9 @@ class AdapterRateSearch:
         # Loss and cosine are from before this step's update: what they tell is about the update of the step before.
         caused_by, self.used = self.used, math.log(self.scale * max(rate / self.learning_rate, 1e-9))
         self.steps += 1
-        if self.state != "held" and self.watch.fell(accuracy) and self.state == "confirming" and self.log_scale > 0:
+        if self.state != "held" and self.watch.fell(accuracy) and self.state == "trying" and self.log_scale > 0:
             logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
-            self._go_back(self.log_scale - math.log(2))
+            self._refuse()
         elif cosine is not None and math.isfinite(cosine):
             if self.state == "waiting":
                 self._wait(cosine, caused_by)
@@ -465,43 +480,71 @@ class AdapterRateSearch:
         if goes_on and self.log_scale < self.highest:
             self.last_cosine, self.last_used, self.crossing = cosine, caused_by, None
             self.kept.keep("good")
-            self.log_scale = min(self.highest, self.log_scale + self.GROWTH)
+            grown = max(self.log_scale + self.GROWTH, math.log(self.FROM / self.learning_rate))
+            self.log_scale = min(self.highest, grown)
         elif goes_on:
-            self._go_back(self.highest + self.beyond)
+            self._try_near(self.highest)
         elif self.crossing is None:
             share = self.last_cosine / (self.last_cosine - cosine)
             self.crossing = self.last_used + share * (caused_by - self.last_used)
         else:
-            self._go_back(self.crossing + self.beyond)
+            self._try_near(self.crossing)
+
+    def _try_near(self, crossing: float) -> None:
+        if self.watch.sees_pairs:
+            self._try(crossing + self.BEYOND_OF_PREFERENCES)
+        else:
+            higher = min(self.highest, crossing + self.BEYOND)
+            self.lower = higher - self.BEYOND
+            self._try(higher)
+
+    def _try(self, log_scale: float) -> None:
+        """Make some steps at a rate, from the weights of the last positive cosine."""
+        self.log_scale = min(self.highest, max(0.0, log_scale))
+        self._go_back("good")
+        self.state = "trying"
+
+    def _go_back(self, moment: str) -> None:
+        self.kept.go_back(moment)
+        self.watch.begin_window()
+        self.since = self.steps
 
     def judge(self, losses: Callable[[], Sequence[float]]) -> None:
         """
-        Hold the rate that was found, unless the weights are no better than those at which the search began.
+        End a trial: compare the weights with those of the trial before it, or else of the beginning.
 
         Args:
             losses (`Callable`): Returns the losses of some sequences that training has not seen, always of the same,
                 at the weights of the moment.
         """
         now = losses()
-        with self.kept.as_at("start"):
+        with self.kept.as_at("start" if self.rival is None else "rival"):
             before = losses()
         gained, _ = paired_decrease(before, now)
         better = gained > 0 and not costs_accuracy(accuracy_of(before), accuracy_of(now))
-        if better or self.log_scale == 0:
+        if better and self.lower is not None:
+            self.kept.keep("rival")
+            self.rival = self.log_scale
+            self._try_lower()
+        elif better or self.log_scale == 0:
             self._hold()
         else:
-            self._go_back(self.log_scale - math.log(2))
+            self._refuse()
 
-    @property
-    def beyond(self) -> float:
-        """From the log scale at which the cosine crosses zero to the one that is held."""
-        return self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.BEYOND
+    def _refuse(self) -> None:
+        """Do without the rate that is tried: take the next one."""
+        if self.lower is not None:
+            self._try_lower()
+        elif self.rival is not None:
+            self.log_scale = self.rival
+            self._go_back("rival")
+            self._hold()
+        else:
+            self._try(self.log_scale - math.log(2))
 
-    def _go_back(self, log_scale: float) -> None:
-        self.log_scale = min(self.highest, max(0.0, log_scale))
-        self.kept.go_back("good")
-        self.watch.begin_window()
-        self.state, self.since = "confirming", self.steps
+    def _try_lower(self) -> None:
+        lower, self.lower = self.lower, None
+        self._try(lower)
 
     def _hold(self) -> None:
         self.state = "held"
@@ -510,14 +553,15 @@ class AdapterRateSearch:
     def back_off(self) -> None:
         """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
         if self.state == "growing":
-            self._go_back(self.used + min(self.AFTER_DIVERGENCE, self.beyond))
-        elif self.state == "confirming":
-            self._go_back(self.log_scale - math.log(2))
+            self._try(self.used + (self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.AFTER_DIVERGENCE))
+        elif self.state == "trying":
+            self._refuse()
         elif self.state == "held":
             self.log_scale = max(0.0, self.log_scale - math.log(4))
 
     _STATE = (
-        "state", "log_scale", "used", "steps", "since", "first", "last_cosine", "last_used", "crossing",
+        "state", "log_scale", "used", "steps", "since", "first", "last_cosine", "last_used", "crossing", "lower",
+        "rival",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from hf_hybrid.streaming.layers import find_layers
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
-ADAPTER_COPIES = 2
+ADAPTER_COPIES = 3
 """Copies of adapters that the search for their learning rate keeps (`AdapterRateSearch.KEPT`)."""
 
 

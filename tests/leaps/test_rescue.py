@@ -168,18 +168,49 @@ class Adapters:
         return scales
 
 
-@pytest.mark.parametrize("edge", [2.0, 5.0, 8.0])
-def test_adapters_get_twice_the_rate_at_which_the_cosine_crosses_zero(edge):
+@pytest.mark.parametrize("edge", [5.0, 6.5, 8.0])
+def test_adapters_get_the_better_one_of_two_rates_near_the_crossing(edge):
+    """Three times the rate at which the cosine crosses zero where that leads to better weights, and else that rate."""
     for seed in range(10):
-        training = Adapters(edge, seed=seed)
-        scales = training.steps(40)
-        assert math.log(scales[-1]) == pytest.approx(edge + AdapterRateSearch.BEYOND, abs=0.4)
-        assert training.search.state == "held" and scales[32:] == scales[-1:] * 8
+        for high_is_better, beyond in ((True, AdapterRateSearch.BEYOND), (False, 0.0)):
+            training = Adapters(edge, seed=seed, bad_from=math.inf if high_is_better else edge + 0.6)
+            scales = training.steps(50)
+            assert math.log(scales[-1]) == pytest.approx(edge + beyond, abs=0.4)
+            assert training.search.state == "held" and scales[42:] == scales[-1:] * 8
     going = Adapters(edge, seed=0)
-    while going.search.state != "confirming":
+    while going.search.state != "trying":
         going.steps(1)
     assert abs(going.weight[0] - edge) < 1.01 * AdapterRateSearch.GROWTH  # weights from before
     assert going.search.scale < math.exp(edge)  # a warm-up
+
+
+def test_the_run_goes_on_from_the_weights_of_the_better_trial():
+    training = Adapters(5.0, seed=0)
+    while training.search.rival is None:
+        training.steps(1)
+    after_first = training.search.kept._kept["rival"][0][0].item()
+    while training.search.state == "trying":
+        last = training.weight[0].item()
+        if training.search.probe_is_due:
+            training.search.judge(training.losses)
+        else:
+            training.steps(1)
+    assert last < after_first == training.weight[0] and training.search.kept.moments() == []
+    assert training.search.scale == pytest.approx(math.exp(training.search.rival) / AdapterRateSearch.WARMUP)
+
+
+def test_a_crossing_below_the_rate_that_the_search_jumps_to_is_found_roughly():
+    for seed in range(10):
+        training = Adapters(2.0, seed=seed, bad_from=3.0)
+        assert -0.1 < math.log(training.steps(60)[-1]) < 3.0 and training.search.state == "held"
+
+
+def test_a_trial_that_diverges_is_not_held():
+    training = Adapters(5.0, seed=0)
+    while training.search.state != "trying":
+        training.steps(1)
+    training.search.back_off()
+    assert math.log(training.steps(40)[-1]) == pytest.approx(5.0, abs=0.4)
 
 
 def test_adapters_at_a_good_rate_are_left_alone():
@@ -220,7 +251,7 @@ def test_one_cosine_by_chance_does_not_end_the_search():
 def test_adapters_do_not_hold_a_rate_that_does_harm():
     for seed in range(10):
         training = Adapters(8.0, seed=seed, bad_from=6.0)
-        assert 4.5 < math.log(training.steps(80)[-1]) < 6.0 and training.weight[0] < 6.0
+        assert 4.5 < math.log(training.steps(90)[-1]) < 6.0 and training.weight[0] < 6.0
     nowhere = Adapters(3.0, seed=0, bad_from=-1.0)  # nothing ever helps: the search ends all the same
     assert nowhere.steps(80)[-1] == 1.0 and nowhere.search.state == "held"
 

@@ -232,7 +232,7 @@ def test_adapters_are_planned_without_leaps_and_with_the_copies_of_their_rate_se
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     watch = MostCopies()
-    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5, "max_steps": 16}
+    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5, "max_steps": 40}
     trainer = watch.trainer = HybridTrainer(
         model, hybrid_config(tmp_path, **options), train_dataset=ByteText(200), callbacks=[watch]
     )

@@ -133,7 +133,7 @@ def test_what_nobody_counts_is_shown_as_unexplained(tmp_path):
 
 def test_copies_that_the_rate_search_keeps_are_counted(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    config = hybrid_config(tmp_path, direction="auto", lr_rescue="on", learning_rate=2e-5, max_steps=16)
+    config = hybrid_config(tmp_path, direction="auto", lr_rescue="on", learning_rate=2e-5, max_steps=40)
     profiler = MemoryProfilerCallback(account_every=1)
     trainer = HybridTrainer(model, config, train_dataset=ByteText(200), callbacks=[profiler])
     trainer.train()
