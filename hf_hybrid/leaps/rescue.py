@@ -346,9 +346,9 @@ class AdapterRateSearch:
     The rescue of adapters: raise the rate fast until the cosine crosses zero, go back, and try two rates near it.
 
     The search begins as soon as the mean of the first cosines is clearly positive. With two sequences per step one of
-    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Then the rate jumps to
-    `FROM` and grows by `GROWTH` per step until a cosine is not positive and the next is small. Where the cosine crossed
-    zero is interpolated from the last positive one and the first that is not. The weights go back to those of the last
+    them may be negative by chance. At a good rate the mean is not, and the scale stays at 1. Then the rate grows by
+    `GROWTH` per step until a cosine is not positive and the next is small. Where the cosine crossed zero is
+    interpolated from the last positive one and the first that is not. The weights go back to those of the last
     positive cosine, the optimizer's states begin anew, and some steps are made at `BEYOND` of the rate of the crossing.
     A probe asks whether the weights are now better than those at which the search began. Then the weights go back once
     more, and as many steps are made at the rate of the crossing. A second probe compares what the two rates have led
@@ -370,8 +370,6 @@ class AdapterRateSearch:
         kept (`KeptWeights`): Keeps weights until a rate is found.
     """
 
-    FROM = 1e-4
-    """Rate that the search begins with, if it is not above already: adapters need ten times that of full training."""
     GROWTH = 0.8
     """Log growth per step."""
     KEPT = 3
@@ -480,8 +478,7 @@ class AdapterRateSearch:
         if goes_on and self.log_scale < self.highest:
             self.last_cosine, self.last_used, self.crossing = cosine, caused_by, None
             self.kept.keep("good")
-            grown = max(self.log_scale + self.GROWTH, math.log(self.FROM / self.learning_rate))
-            self.log_scale = min(self.highest, grown)
+            self.log_scale = min(self.highest, self.log_scale + self.GROWTH)
         elif goes_on:
             self._try_near(self.highest)
         elif self.crossing is None:

@@ -168,7 +168,7 @@ class Adapters:
         return scales
 
 
-@pytest.mark.parametrize("edge", [5.0, 6.5, 8.0])
+@pytest.mark.parametrize("edge", [2.0, 5.0, 8.0])
 def test_adapters_get_the_better_one_of_two_rates_near_the_crossing(edge):
     """Three times the rate at which the cosine crosses zero where that leads to better weights, and else that rate."""
     for seed in range(10):
@@ -197,12 +197,6 @@ def test_the_run_goes_on_from_the_weights_of_the_better_trial():
             training.steps(1)
     assert last < after_first == training.weight[0] and training.search.kept.moments() == []
     assert training.search.scale == pytest.approx(math.exp(training.search.rival) / AdapterRateSearch.WARMUP)
-
-
-def test_a_crossing_below_the_rate_that_the_search_jumps_to_is_found_roughly():
-    for seed in range(10):
-        training = Adapters(2.0, seed=seed, bad_from=3.0)
-        assert -0.1 < math.log(training.steps(60)[-1]) < 3.0 and training.search.state == "held"
 
 
 def test_a_trial_that_diverges_is_not_held():
