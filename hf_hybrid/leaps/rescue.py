@@ -4,16 +4,17 @@ Learning-rate rescue: find during training how much larger the learning rate can
 The signal is the cosine between a fresh gradient and the direction that the optimizer moved along before. As the batch
 is new, it is an unbiased derivative of the loss along it (hypergradient descent: Baydin et al., 2018,
 arXiv 1703.04782): clearly positive while steps are too short, zero where they are right, negative beyond.
-The scale grows geometrically until the cosine has fallen to a quarter of its peak, goes back a little, and is held.
-A learning rate that is good already shows no clear cosine in the first steps and is left alone.
+The scale grows geometrically until the cosine has fallen to a quarter of its peak. One and a half times that scale is
+held. A learning rate that is good already shows no clear cosine in the first steps and is left alone.
 
 Adapters need another rule. Their best rate is about ten times that of full fine-tuning. While the rate grows slowly,
 the cosine falls to zero far below it: few directions of the small factors are steep and oscillate, which makes the
 cosine negative, while all others still gain. If the rate grows by a factor of 2.2 per step, they have no time to. Then
-the cosine crosses zero at 5e-3 to 8e-3 on the task `lora` and at 9e-4 on LoRA of SmolLM2-135M, where the best rates are
-1.6e-2 and 1e-3 (docs/evaluation.md). So [`AdapterRateSearch`] raises the rate that fast, goes back, in the rate and in
-the weights, tries the rate at which the cosine crossed zero and three times as much for some steps each, and goes on
-with the one whose weights are better. The weights of adapters are small, so that copies can be kept (a range test: Smith, 2017, arXiv 1506.01186, that looks at the cosine and loses few steps).
+the cosine crosses zero at 4e-3 to 8e-3 on the task `lora` and at 9e-4 on LoRA of SmolLM2-135M, where the best rates are
+1.6e-2 and 1e-3 (docs/evaluation.md). So [`AdapterRateSearch`] raises the rate that fast and goes back, in the rate and
+in the weights. Then it tries three times the rate at which the cosine crossed zero, and that rate itself, for some
+steps each, and goes on from the weights that are better. The weights of adapters are small, so that copies can be kept
+(a range test: Smith, 2017, arXiv 1506.01186, that looks at the cosine and loses few steps).
 
 A preference loss can fall while fewer pairs are ranked right, so both rules look at the accuracy of the training
 batches too, where the trainer has it ([`AccuracyWatch`]).
@@ -129,8 +130,13 @@ class LearningRateRescue:
     """Standard errors that make a cosine clear."""
     STOP_BELOW = 0.25
     """Share of the peak cosine at which growth stops."""
+    BEYOND = math.log(1.5)
+    """
+    From the scale at which growth stopped to the one that is held: the best rate is higher. Less growth than this may
+    be chance, and the scale goes back to 1.
+    """
     BACK = math.log(0.7)
-    """Step back from where growth stopped."""
+    """From a scale at which training went wrong to the one that is held."""
     GIVE_UP_AFTER = 0.25
     """Share of the run after which growth that has become unclear ends."""
     SPIKE = 2.5
@@ -138,6 +144,8 @@ class LearningRateRescue:
     COOLDOWN = 20
     probe_is_due = False
     """It needs no probes."""
+    needs_cosine = True
+    """It follows the cosine to the end of the run."""
 
     def __init__(self, *, max_steps: int, max_scale: float):
         self.max_steps = max_steps
@@ -174,7 +182,7 @@ class LearningRateRescue:
             return
         self.steps += 1
         if self._is_unstable(loss) or self._loses_accuracy(accuracy):
-            self._hold(self.log_scale)
+            self._hold(self.log_scale, self.BACK)
         elif cosine is not None and math.isfinite(cosine):
             decay = self.DECAY_HOLDING if self.holding else self.DECAY_GROWING
             self.average.add(cosine, self.log_scale, decay)
@@ -192,13 +200,13 @@ class LearningRateRescue:
         # The averaged cosine lags behind the scale: stop at the scale that it was measured at.
         seen_at = min(self.log_scale, self.average.mean_log_scale)
         if mean <= self.STOP_BELOW * self.peak:
-            self._hold(seen_at)
+            self._hold_beyond(seen_at)
         elif mean > clear and cosine > 0:
             self.log_scale = min(self.max_log, self.log_scale + self.growth)
         elif cosine < 0:
             self.log_scale = max(0.0, self.log_scale - 2 * self.growth)
         elif self.steps > self.GIVE_UP_AFTER * self.max_steps and mean < clear:
-            self._hold(seen_at)
+            self._hold_beyond(seen_at)
 
     def _adjust(self, mean: float, clear: float) -> None:
         if self.average.count <= 5:
@@ -209,11 +217,14 @@ class LearningRateRescue:
             self.log_scale = max(0.0, self.log_scale - self.growth / 2)
             self.cap = min(self.cap, self.log_scale + 0.7)
 
-    def _hold(self, log_scale: float) -> None:
+    def _hold_beyond(self, seen_at: float) -> None:
+        self._hold(seen_at, self.BEYOND if seen_at > self.BEYOND else -seen_at)
+
+    def _hold(self, log_scale: float, change: float) -> None:
         self.holding, self.held_at = True, self.steps
         self.watch.begin_window()
         self.cap = max(0.0, log_scale)
-        self.log_scale = max(0.0, log_scale + self.BACK)
+        self.log_scale = min(self.max_log, max(0.0, log_scale + change))
         self.average.clear()
 
     def _is_unstable(self, loss: float) -> bool:
@@ -244,7 +255,7 @@ class LearningRateRescue:
 
     def back_off(self) -> None:
         """Reduce the scale to a quarter and stop its growth, after training went badly wrong."""
-        self._hold(self.log_scale - math.log(4))
+        self._hold(self.log_scale, -math.log(4))
 
     _STATE = (
         "log_scale", "cap", "peak", "steps", "holding", "held_at", "smooth_loss", "best_loss", "loss_variance",
@@ -373,7 +384,7 @@ class AdapterRateSearch:
     GROWTH = 0.8
     """Log growth per step."""
     KEPT = 3
-    """Copies of the adapters: of the beginning of the search, of the last positive cosine, and after the first trial."""
+    """Copies of the adapters: at the beginning of the search, at the last positive cosine, after the first trial."""
     FIRST, WAIT = 6, 12
     """Cosines that are looked at before the scale grows, at least and at most."""
     CLEAR = 3.5
@@ -430,6 +441,11 @@ class AdapterRateSearch:
         """Whether [`judge`] is to be called before the next step."""
         return self.state == "trying" and self.steps >= self.since + self.TRIAL
 
+    @property
+    def needs_cosine(self) -> bool:
+        """Whether the cosine is still looked at, for which the host waits for the device in each step."""
+        return self.state in ("waiting", "growing")
+
     def observe(self, loss: float, cosine: float | None, rate: float, accuracy: float | None = None) -> None:
         """
         Learn from one real step.
@@ -437,7 +453,8 @@ class AdapterRateSearch:
         Args:
             loss (`float`): Training loss of the step; not finite if the step was skipped.
             cosine (`float`, *optional*):
-                Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown.
+                Of the descent direction of its gradient with the optimizer's previous direction; `None` if unknown, or
+                if [`needs_cosine`] is `False`.
             rate (`float`): The scheduled learning rate of the step.
             accuracy (`float`, *optional*): Share of the preference pairs of the step that are ranked right.
         """

@@ -529,7 +529,7 @@ class LeapRun:
             logger.warning("No leaps are made: %s. Name a `direction` to make them all the same.", self.no_leaps)
 
     def _observe_gradients(self) -> None:
-        if self.rescue is not None:
+        if self.rescue is not None and self.rescue.needs_cosine:
             self._real.cosine = self.trajectory.step_cosine()
         if self.trajectory.open is not None:
             self.residuals.observe_gradients()
