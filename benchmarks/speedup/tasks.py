@@ -215,6 +215,29 @@ TASKS = {
             preference=True,
             **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
         ),
+        Task(
+            "smol-dpo-long",
+            "`smol-dpo`, long enough to search for a learning rate in: 200 steps",
+            "pairs",
+            200,
+            (170, 200),
+            (2.5e-4, 5e-4, 1e-3),
+            lora=True,
+            preference=True,
+            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
+        ),
+        Task(
+            "smol-dpo-default",
+            "`smol-dpo-long` from the default learning rate of TRL's DPO",
+            "pairs",
+            200,
+            (200,),
+            (DPO_RATE,),
+            lora=True,
+            preference=True,
+            tuned="smol-dpo-long",
+            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
+        ),
     )
 }
 

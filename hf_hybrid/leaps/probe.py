@@ -136,9 +136,10 @@ class NextBatches:
         self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
         self.accumulation, self.processes = accumulation, processes
 
-    def draw(self) -> list[ProbeBatch]:
+    def draw(self, at_least: int = 0) -> list[ProbeBatch]:
+        """Return batches with as many sequences as wanted, or with more if `at_least` is more."""
         drawn: list[ProbeBatch] = []
-        missing = self.wanted
+        missing = max(self.wanted, at_least)
         while missing > 0 and len(batches := self.peek(len(drawn) + 1)) > len(drawn):
             inputs = self.cut(batches[-1], math.ceil(missing / self.processes))
             sequences = self.size(inputs)
@@ -162,9 +163,11 @@ class HeldOutBatches:
         self.wanted = min(wanted, self.sequences)
         self.next_batch = 0
 
-    def draw(self) -> list[ProbeBatch]:
+    def draw(self, at_least: int = 0) -> list[ProbeBatch]:
+        """Return batches with as many sequences as wanted, or with more if `at_least` is more and the set has them."""
         drawn: list[ProbeBatch] = []
-        while sum(batch.sequences for batch in drawn) < self.wanted:
+        wanted = max(self.wanted, min(at_least, self.sequences))
+        while sum(batch.sequences for batch in drawn) < wanted:
             drawn.append(self.batches[self.next_batch % len(self.batches)])
             self.next_batch = (self.next_batch + 1) % len(self.batches)
         return drawn
@@ -186,13 +189,16 @@ class Probe:
         self.cost_steps = 0.0
         self._current: list[ProbeBatch] = []
 
-    def choose(self) -> bool:
+    def choose(self, at_least: int = 0) -> bool:
         """
         Pick the sequences of the next comparison. Every [`losses`] until the next call uses them.
 
+        Args:
+            at_least (`int`): Take as many, if that is more than a leap's probe takes and the epoch has them.
+
         Returns whether there are enough of them, which there may not be at the end of an epoch.
         """
-        self._current = self.source.draw()
+        self._current = self.source.draw(at_least)
         self.price = sum(batch.cost for batch in self._current) or self.price
         return sum(batch.sequences for batch in self._current) >= MIN_SEQUENCES
 

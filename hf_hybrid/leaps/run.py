@@ -314,7 +314,7 @@ class LeapRun:
         probe, started = self.probe, time.perf_counter()
         spent, passes = probe.cost_steps, probe.forward_passes
         try:
-            if probe.choose():
+            if probe.choose(at_least=self.rescue.SEQUENCES):
                 self.rescue.judge(probe.losses)
         except Exception as error:
             self.survive(error, "learning rate not probed")

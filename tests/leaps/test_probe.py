@@ -103,6 +103,24 @@ def test_an_epoch_that_ends_has_too_few_sequences_for_a_probe():
     assert not probe.choose()
 
 
+def test_a_comparison_can_ask_for_more_sequences_than_a_leap():
+    upcoming = NextBatches(
+        lambda count: ["ab", "cd", "ef"][:count],
+        wanted=2,
+        size=len,
+        cut=lambda b, n: b[:n],
+        accumulation=1,
+        processes=1,
+    )
+    held_out = HeldOutBatches([ProbeBatch(text, 2, 1.0) for text in ("ab", "cd", "ef")], wanted=2)
+    for source in (upcoming, held_out):
+        probe = Probe(source, lambda text: [float(ord(letter)) for letter in text], price=1.0)
+        assert probe.choose() and len(probe.losses()) == 2
+        assert probe.choose(at_least=4) and len(probe.losses()) == 4
+        assert probe.choose(at_least=99) and len(probe.losses()) == 6
+        assert probe.choose() and len(probe.losses()) == 2
+
+
 class Watching(HybridTrainer):
     """Remembers which rows were probed and which were trained on."""
 

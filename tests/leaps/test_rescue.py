@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.probe import PairLoss
@@ -306,13 +307,25 @@ def test_streamed_adapters_are_rescued_alike(tmp_path):
     assert streamed.evaluate()["eval_loss"] == pytest.approx(resident.evaluate()["eval_loss"], abs=1e-3)
 
 
+class SearchStages(TrainerCallback):
+    """Steps after which the search grew, was in its first trial and in its second."""
+
+    def __init__(self):
+        self.steps = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        search = self.trainer.run.rescue
+        self.steps.setdefault((search.state, search.rival is None), []).append(state.global_step)
+
+
 def test_a_resume_inside_of_the_search_goes_back_to_the_same_weights(tmp_path):
-    options = {"lr_rescue": "on", "max_steps": 24, "save_strategy": "steps", "save_steps": 1}
-    whole = adapted(tmp_path, **options)
+    options = {"lr_rescue": "on", "max_steps": 40, "save_strategy": "steps", "save_steps": 1}
+    whole, stages = adapted(tmp_path, **options), SearchStages()
+    stages.trainer = whole
+    whole.add_callback(stages)
     whole.train()
-    scales = {entry["step"]: entry["scale"] for entry in whole.hybrid_summary()["learning_rate_scales"]}
-    ends = max(step for step, scale in scales.items() if scale == whole.hybrid_summary()["learning_rate_scale"])
-    for step in (ends - 7, ends - 2):  # while it grows, and after it went back
+    for stage in (("growing", True), ("trying", True), ("trying", False)):
+        step = stages.steps[stage][len(stages.steps[stage]) // 2]
         resumed = adapted(tmp_path / str(step), **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(resumed.model), weights(whole.model))
