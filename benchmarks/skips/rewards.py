@@ -1,12 +1,13 @@
 """
 GRPO of a genuinely pretrained model: the reward before and after, and the CPU seconds, TRL's trainer beside ours.
 
-    python -m benchmarks.skips.rewards          # `python -m benchmarks.speedup.pretrained` first; 15 minutes, one thread
+    python -m benchmarks.skips.rewards          # after `python -m benchmarks.speedup.pretrained`; one thread
 
-SmolLM2-135M with LoRA says what functions of Python's standard library do. A completion has the reward 1 if it is one
-finished sentence: the model ends it itself, within the length, with a full stop. All others have 0, so that groups whose
-completions are all alike have no advantage. The reward before and after is that of greedy completions for functions of
-modules that no run trains on. Both trainers draw completions from the same seed.
+SmolLM2-135M with LoRA says what functions of Python's standard library do. A completion has the reward 1 if its first
+line is a sentence of three words or more that ends with a full stop, and else 0. The pretrained model mostly starts a
+new line, a list or a program. Groups whose completions are all alike have no advantage. The reward before and after is
+that of greedy completions for functions of modules that no run trains on. Both trainers draw completions from the same
+seed.
 """
 
 from __future__ import annotations
@@ -29,29 +30,20 @@ LENGTH, PROMPTS, COMPLETIONS, TEST = 24, 2, 4, 32
 """Tokens of a completion, prompts of a step, completions of a prompt, held-out functions."""
 
 
-class FinishedSentence:
+def one_sentence(completions: list[str], **_) -> list[float]:
     """The reward of TRL's `reward_funcs`."""
-
-    __name__ = "finished_sentence"
-
-    def __init__(self, end: int):
-        self.end = end
-
-    def __call__(self, completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
-        return [
-            float(ids[-1] == self.end and text.strip()[-1:] == ".") for text, ids in zip(completions, completion_ids)
-        ]
+    lines = [completion.split("\n")[0].strip() for completion in completions]
+    return [float(line.endswith(".") and len(line.split()) >= 3) for line in lines]
 
 
 @torch.no_grad()
-def held_out_reward(model, tokenizer, prompts: list[str], reward: FinishedSentence) -> float:
+def held_out_reward(model, tokenizer, prompts: list[str]) -> float:
     """Mean reward of greedy completions."""
     model.eval()
     given = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     ids = model.generate(**given, max_new_tokens=LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    rows = [row.tolist() for row in ids[:, given["input_ids"].shape[1] :]]
-    rows = [row[: row.index(reward.end) + 1] if reward.end in row else row for row in rows]
-    return statistics.mean(reward(tokenizer.batch_decode(rows, skip_special_tokens=True), rows))
+    completions = tokenizer.batch_decode(ids[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    return statistics.mean(one_sentence(completions))
 
 
 def train(arm: str, steps: int, rate: float, seed: int) -> dict:
@@ -59,7 +51,6 @@ def train(arm: str, steps: int, rate: float, seed: int) -> dict:
     trainer_class, config_class = ARMS[arm]
     sources = DocstringsAndSmolLM2()
     learned, held_out = ([row["prompt"] for row in rows] for rows in sources._rows())
-    reward = FinishedSentence(sources.tokenizer.eos_token_id)
     set_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -71,15 +62,15 @@ def train(arm: str, steps: int, rate: float, seed: int) -> dict:
             gradient_checkpointing=False,
         )  # fmt: skip
         trainer = trainer_class(
-            model, reward, args, train_dataset=Dataset.from_dict({"prompt": learned}), peft_config=adapters,
+            model, one_sentence, args, train_dataset=Dataset.from_dict({"prompt": learned}), peft_config=adapters,
             processing_class=sources.tokenizer,
         )  # fmt: skip
-        before = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST], reward)
+        before = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST])
         whole, generation = Stopwatch(), Stopwatch()
         trainer.training_step = whole.around(trainer.training_step)
         trainer._generate_and_score_completions = generation.around(trainer._generate_and_score_completions)
         trainer.train()
-    after = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST], reward)
+    after = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST])
     sampled = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     found = {
         "reward_before": before, "reward_after": after, "sampled_rewards": sampled,
