@@ -505,8 +505,9 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         why = "the model is spread over processes already. Load it without `tp_plan` and `distributed_config`"
     elif args.world_size > 1:
         why = (
-            f"there are {args.world_size} processes, and streaming is for one. Launch one process, or let FSDP2 spread "
-            "the weights over them (`fsdp=True`, with `cpu_offload` in `fsdp_config` if they do not fit)"
+            f"there are {args.world_size} processes, and streaming is for one: each would hold all on the host. "
+            "Launch one process, or let FSDP2 spread the weights over them (`fsdp=True`, with `cpu_offload` in "
+            "`fsdp_config` if they do not fit), which keeps one copy on the host"
         )
     elif args.torch_compile:
         why = "`torch_compile=True` would compile placeholders. Drop it"
