@@ -143,8 +143,8 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     _check_memory_options(optim, options)
     if sharding == "fsdp" and computes_on_cpu(args):
         raise ValueError(
-            "`fsdp` shards nothing with `use_cpu=True`: accelerate has it for GPUs only and would train with DDP. Drop "
-            "`fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
+            "`fsdp` shards nothing with `use_cpu=True` or without a GPU: accelerate has it for GPUs only and would "
+            "train with DDP. Drop `fsdp` (and `--use_fsdp` of the launcher), or train on GPUs."
         )
     of_muon = {"muon_lr_scale": 1.0, "muon_momentum": None}
     given = [name for name, default in of_muon.items() if getattr(options, name) != default]

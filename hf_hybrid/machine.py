@@ -70,8 +70,9 @@ def mixed_precision_of(args: Any) -> str:
 
 
 def computes_on_cpu(args: Any) -> bool:
-    """Whether the options or the launcher ask for the CPU."""
-    return getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
+    """Whether the options or the launcher ask for the CPU, or there is nothing else."""
+    asked = getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
+    return asked or not torch.accelerator.is_available()
 
 
 def check_whole_parameters(model: Any) -> None:

@@ -86,7 +86,7 @@ def test_without_leaps_any_learning_rate_is_taken(tmp_path):
         hybrid_config(tmp_path, learning_rate=1e9)
 
 
-def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path):
+def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path, accelerator):
     from types import SimpleNamespace
 
     from hf_hybrid.config import check_training_arguments
@@ -109,7 +109,18 @@ def fsdp2_arguments(**change) -> SimpleNamespace:
     return SimpleNamespace(**{**base, **change})
 
 
-def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch):
+@pytest.fixture
+def accelerator(monkeypatch):
+    """There is one, as far as the check of options knows."""
+    monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
+
+
+def test_fsdp_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="`fsdp` shards nothing with `use_cpu=True` or without a GPU"):
+        check_training_arguments(fsdp2_arguments(), HybridArguments())
+
+
+def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch, accelerator):
     for optim in ("adamw_torch", "muon"):
         check_training_arguments(fsdp2_arguments(optim=optim), HybridArguments())
         with pytest.raises(ValueError, match="`fsdp` cannot be combined with .*version 1.*flat parameter.*Use FSDP2"):
@@ -136,7 +147,7 @@ def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch):
         ("chunked_loss", "on"),
     ],
 )
-def test_options_for_whole_weights_are_refused_under_fsdp2(option, value):
+def test_options_for_whole_weights_are_refused_under_fsdp2(accelerator, option, value):
     with pytest.raises(ValueError, match=f"`{option}={value}` was made for whole weights, and FSDP2"):
         check_training_arguments(fsdp2_arguments(), HybridArguments(**{option: value}))
 
