@@ -285,12 +285,13 @@ def test_options_that_cannot_work_are_refused(options, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_sharding_is_refused_without_leaps_too(name):
+def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
     from types import SimpleNamespace
 
     from hf_hybrid import HybridArguments
     from hf_hybrid.config import check_training_arguments
 
+    monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
     args = SimpleNamespace(**{"fp16": False, "deepspeed": None, "fsdp": None, "optim": "muon", name: "full"})
     with pytest.raises(ValueError, match=f"`{name}` cannot be combined with `optim=muon`: .* Use FSDP2"):
         check_training_arguments(args, HybridArguments(enable_predict=False))
