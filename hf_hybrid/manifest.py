@@ -50,7 +50,7 @@ TRAINER_STATE_NAME = "trainer_state.json"
 SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
-_ASIDE = "_replaced-"  # uploads leave out what begins with `_`
+_ASIDE, _PARTIAL = "_replaced-", "_replacing-"  # uploads leave out what begins with `_`
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
 _UNFINISHED = "hybrid_unfinished.txt"  # in a checkpoint while it is written
 _PASSING = (_UNFINISHED, "checkpoint-is-incomplete.txt")  # the latter in Trainer's just-in-time checkpoints
@@ -113,13 +113,13 @@ def replacing(folder: Path) -> Iterator[None]:
     """
     _undo_unfinished(folder)  # a save that was killed
     if folder.is_dir():
-        os.replace(folder, _aside(folder))
+        _put_aside(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _UNFINISHED).touch()
         yield
     except Exception as error:
-        if not is_sealed(folder):
+        if not (is_sealed(folder) or _aside(folder).is_dir()):
             shutil.rmtree(folder, ignore_errors=True)
         _undo_unfinished(folder)
         if not _is_full(error):
@@ -216,6 +216,35 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(_ASIDE + folder.name)
+
+
+def _put_aside(folder: Path) -> None:
+    """
+    Keep a checkpoint under another name, and leave its folder empty.
+
+    The files are linked, not moved, so that a folder of its name is there at every moment: a job that is restarted
+    after a kill looks for one, and begins anew if it sees none.
+    """
+    partial = folder.with_name(_PARTIAL + folder.name)
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    try:
+        shutil.copytree(folder, partial, copy_function=os.link)
+    except OSError:  # the file system has no hard links
+        shutil.rmtree(partial, ignore_errors=True)
+        os.replace(folder, _aside(folder))
+    else:
+        os.replace(partial, _aside(folder))
+        _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Delete what is in a checkpoint. Its manifest goes first, so that nothing takes the rest for whole."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _digests(pool: ThreadPoolExecutor, paths: Iterable[Path]) -> list[str]:
@@ -402,6 +431,8 @@ def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
     """
     for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
         _undo_unfinished(output_dir / aside.name.removeprefix(_ASIDE))
+    for partial in output_dir.glob(f"{_PARTIAL}checkpoint-*"):
+        shutil.rmtree(partial, ignore_errors=True)
     folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
     run, passed_over = _run_of(output_dir), {}
     sealed = run is not None or any(is_sealed(folder) for folder in folders)
@@ -447,7 +478,10 @@ def _undo_unfinished(folder: Path) -> None:
         if is_sealed(folder):
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                _empty(folder)
+                if os.name == "nt":  # elsewhere an empty folder is replaced in one stroke
+                    folder.rmdir()
             os.replace(aside, folder)
 
 

@@ -1,6 +1,7 @@
 """`hf_hybrid/manifest.py`: checkpoints that are whole or refused, which one a resume takes, and which are deleted."""
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -166,6 +167,45 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
         checkpoint.mkdir(exist_ok=True)
         manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
     assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
+
+
+def test_a_kill_at_any_moment_of_a_replacement_leaves_a_folder_to_resume_from(folder, tmp_path, monkeypatch):
+    """A job that is restarted looks for `checkpoint-*`, and would begin anew if it saw none."""
+    (folder / "checkpoint-6" / "old.bin").write_text("of an earlier save")
+    for path in folder.glob("checkpoint-*"):
+        if path.name != "checkpoint-6":
+            shutil.rmtree(path)
+
+    class Killed(BaseException):
+        pass
+
+    def kill_after(original, left):
+        def call(*args, **kwargs):
+            original(*args, **kwargs)
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        return call
+
+    for moment in itertools.count(1):
+        out, left = tmp_path / str(moment), [moment]
+        shutil.copytree(folder, out)
+        checkpoint, killed = out / "checkpoint-6", False
+        with monkeypatch.context() as patched:
+            for name in ("link", "mkdir", "rename", "replace", "rmdir", "unlink"):
+                patched.setattr(os, name, kill_after(getattr(os, name), left))
+            try:
+                manifest.replacing(checkpoint).__enter__()
+            except Killed:
+                killed = True
+        (checkpoint / "model.safetensors").write_text("half of it") if not killed else None
+        assert checkpoint.is_dir()
+        assert found(out)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
+        assert not list(out.glob("_*"))
+        if not killed:
+            break
+    assert moment > 10
 
 
 def test_weights_that_the_user_saved_anew_are_taken(folder):
