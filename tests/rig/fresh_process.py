@@ -16,7 +16,7 @@ import types
 import warnings
 from pathlib import Path
 
-OPTIONAL = ("trl", "peft", "bitsandbytes", "matplotlib", "IPython", "axolotl")
+OPTIONAL = ("trl", "peft", "bitsandbytes", "torchao", "gguf", "matplotlib", "IPython", "axolotl")
 OTHERS = {
     "torch",
     "transformers",
