@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 
 OPTIONAL = ("trl", "peft", "bitsandbytes", "torchao", "gguf", "matplotlib", "IPython", "axolotl")
+TRAINERS = tuple(f"{kind}{part}" for kind in ("SFT", "DPO", "GRPO", "RLOO") for part in ("Trainer", "Config"))
 OTHERS = {
     "torch",
     "transformers",
@@ -83,7 +84,7 @@ def import_others() -> None:
     for name in OPTIONAL:
         try:
             package = importlib.import_module(name)
-            [getattr(package, own) for own in ("SFTTrainer", "DPOTrainer", "SFTConfig", "DPOConfig") if name == "trl"]
+            [getattr(package, own) for own in TRAINERS if name == "trl"]
         except ImportError:
             continue
 
