@@ -188,7 +188,7 @@ class HybridTrainerMixin(PublishingMixin):
         elif device_map is not None:
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
-        self.log_file = LogFile(self.args.output_dir, writes=options.enable_predict and self.is_world_process_zero())
+        self.log_file = LogFile(self.args.output_dir, writes=self.is_world_process_zero())
         probe_of_device = device_probe(self.args.device)
         self.memory_guard = MemoryGuard(
             probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
@@ -337,7 +337,9 @@ class HybridTrainerMixin(PublishingMixin):
             self.memory.end()
             self._chunked_loss.remove()
             self._leave_step()
-        if self.hybrid_args.enable_predict and "train_loss" in output.metrics:
+        if not self.hybrid_args.enable_predict:
+            self.log_file.move_into_checkpoint()
+        elif "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 

@@ -41,19 +41,40 @@ class LogFile:
     keeps it. A training begins with a line `{"step": S, "begun": true}`, where `S` is 0 for a new run and the step of
     the checkpoint for a resumed one: lines above it that belong to later steps are superseded.
 
+    A run without leaps shall leave the entries of plain `Trainer` in its output folder, which scripts count. Its file
+    moves into the newest checkpoint when the training ends, and back when another training begins.
+
     Args:
         folder (`str` or `Path`): The output folder.
         writes (`bool`): Whether this process writes. Only the first one should.
     """
 
     def __init__(self, folder: str | Path, *, writes: bool):
-        self.path, self.writes = Path(folder).absolute() / LOG_NAME, writes  # scripts may change their folder
+        self.folder, self.writes = Path(folder).absolute(), writes  # scripts may change their folder
+        self.path = self.folder / LOG_NAME
         self._begun = self._has_failed = False
 
     def begin(self, step: int) -> None:
         """Begin a training that goes on from step `step`. Nothing is written before."""
-        self._begun = True
+        self._begun, self.path = True, self.folder / LOG_NAME
+        if self.writes:
+            self._move(_log_in(self.folder), self.path)
         self.add({"step": step, "begun": True})
+
+    def move_into_checkpoint(self) -> None:
+        """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""
+        newest = max(_numbered(self.folder, _CHECKPOINT), default=None)
+        if self.writes and newest is not None and self._move(self.path, newest[1] / LOG_NAME):
+            self.path = newest[1] / LOG_NAME
+
+    def _move(self, old: Path, new: Path) -> bool:
+        try:
+            if old != new:
+                os.replace(old, new)
+            return True
+        except OSError as error:
+            logger.warning("`%s` cannot be moved to `%s`: %s", old, new, error)
+            return False
 
     def add(self, entry: dict) -> None:
         """Append a line. A full disk must not end a training, so an error is only told, and only once."""
@@ -427,7 +448,7 @@ def with_steps(entries: object) -> list[dict]:
 
 
 def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
-    for path in folder.iterdir():
+    for path in folder.glob("*"):  # nothing, where there is no such folder
         match = pattern.fullmatch(path.name)
         if match:
             yield int(match[1]), path
@@ -515,11 +536,18 @@ def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
         only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
     """
     kept: list[dict] = []
-    for line in read_lines(Path(folder) / LOG_NAME, [] if notes is None else notes):
+    for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
         if "begun" in line:
             kept = [earlier for earlier in kept if earlier["step"] <= line["step"]] if line["step"] else []
         kept.append(line if only is None else {key: line[key] for key in only if key in line})
     return kept
+
+
+def _log_in(folder: Path) -> Path:
+    """The log of the run in `folder`: there, or in the newest checkpoint that has one."""
+    checkpoints = [path for _, path in sorted(_numbered(folder, _CHECKPOINT), reverse=True)]
+    places = [path / LOG_NAME for path in (folder, *checkpoints)]
+    return next((path for path in places if os.path.lexists(path)), places[0])
 
 
 def _parts(lines: Iterable[dict], name: str) -> list[dict]:

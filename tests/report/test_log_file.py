@@ -1,6 +1,7 @@
 """`hybrid_log.jsonl`: what a run writes as it goes, and what of it holds after kills, resumes and new beginnings."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
@@ -75,7 +76,8 @@ class Stop(TrainerCallback):
 
 
 def trained(folder, *, callbacks=(), resume=None, **options):
-    config = hybrid_config(folder, save_strategy="steps", save_steps=20, logging_steps=4, **options)
+    options = {"save_strategy": "steps", "save_steps": 20, "logging_steps": 4} | options
+    config = hybrid_config(folder, **options)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(160), callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -99,10 +101,47 @@ def test_a_run_that_was_killed_and_resumed_has_the_log_of_one_that_was_not(tmp_p
     assert run.leaps == summary["leaps"] and findings(run)["leaps"]["by_verdict"] == summary["leaps_by_verdict"]
 
 
-def test_a_run_without_leaps_has_its_losses_where_trainer_puts_them(tmp_path):
-    trainer = trained(tmp_path, max_steps=8, enable_predict=False, save_only_model=True)
-    assert not (tmp_path / LOG_NAME).exists()
+class Names(TrainerCallback):
+    """The entries of the output folder at every log."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, **kwargs):
+        self.seen.append(sorted(path.name for path in Path(args.output_dir).iterdir()))
+
+
+def test_a_run_without_leaps_keeps_its_log_and_leaves_only_its_checkpoints(tmp_path):
+    names = Names()
+    trainer = trained(tmp_path, max_steps=44, enable_predict=False, save_only_model=True, callbacks=[names])
+    assert all(LOG_NAME in seen for seen in names.seen), "on disk from the first step on"
+    checkpoints = ["checkpoint-20", "checkpoint-40", "checkpoint-44"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == checkpoints
+    assert (tmp_path / "checkpoint-44" / LOG_NAME).is_file()
     trainer.evaluate(ByteText(16))
-    trainer.save_state()
+    assert sorted(path.name for path in tmp_path.iterdir()) == checkpoints
+    history = [entry["step"] for entry in trainer.state.log_history]
+    assert steps_of(tmp_path) == steps_of(tmp_path / "checkpoint-44") == history
+    assert findings(load_run(tmp_path))["headline"]["final_loss"]["held_out_step"] == 44
+
+
+def test_a_run_without_leaps_that_was_killed_goes_on_with_its_log(tmp_path):
+    trained(tmp_path / "whole", max_steps=36, enable_predict=False)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "killed", max_steps=36, callbacks=[Stop()], enable_predict=False)
+    assert load_run(tmp_path / "killed").series("loss")[-1][0] == 24, "the log goes farther than the checkpoint"
+    trained(tmp_path / "killed", max_steps=36, resume=True, enable_predict=False)
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
+    trained(tmp_path / "killed", max_steps=44, resume=True, enable_predict=False)
+    assert steps_of(tmp_path / "killed")[:9] == list(range(4, 37, 4)), "a longer run goes on with it too"
+    assert [path.parent.name for path in tmp_path.glob(f"killed/*/{LOG_NAME}")] == ["checkpoint-44"]
+    trained(tmp_path / "killed", max_steps=4, enable_predict=False)
+    assert steps_of(tmp_path / "killed") == [4, 4], "a new run supersedes what an old one left in its checkpoint"
+
+
+def test_without_a_checkpoint_the_log_stays_in_the_output_folder(tmp_path):
+    trainer = trained(tmp_path, max_steps=8, enable_predict=False, save_strategy="no")
+    assert [path.name for path in tmp_path.iterdir()] == [LOG_NAME]
+    trainer.evaluate(ByteText(16))
     loss = findings(load_run(tmp_path))["headline"]["final_loss"]
     assert loss["training_step"] == loss["held_out_step"] == 8 and 0 < loss["held_out"] < 10
