@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,8 @@ class HybridTrainerMixin(PublishingMixin):
         eval_dataset: Any = None,
         dtype: str = "auto",
         max_shard_size: str = SHARD,
+        tasks: Sequence[str] = (),
+        limit: int | None = None,
     ) -> dict[str, Any]:
         """
         Write the model in a low-bit format, and measure held-out loss, bytes and speed beside those of the original.
@@ -290,13 +292,16 @@ class HybridTrainerMixin(PublishingMixin):
             eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
             dtype (`str`, *optional*): Of weights that are not quantised; `auto`: as they are.
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+            tasks (`Sequence[str]`, *optional*):
+                Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
+            limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
 
         Returns:
             `dict`: What was measured, as in `export.json`; see [`~hf_hybrid.export.exporter.export`].
 
         Raises:
             ValueError: If the format cannot be written here, with what to install; if `folder` is not empty; if several
-                processes train.
+                processes train; if lm-eval is not installed or cannot evaluate a task.
         """
         if self.accelerator.num_processes > 1:
             raise ValueError(
@@ -311,7 +316,8 @@ class HybridTrainerMixin(PublishingMixin):
         card = Path(self.args.output_dir, "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            return export(saved, folder, format, batches=batches, dtype=dtype, max_shard_size=max_shard_size, card=card)
+            options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
+            return export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
 

@@ -3,9 +3,9 @@ Export a run as a low-bit model, measure what that costs, and write both down.
 
 The order of work. Everything that can be refused is refused first: an output that exists, a folder that is not whole, a
 format that cannot be written. Adapters are merged. The format is written, with tokenizer and generation config. The
-files are then loaded again, as a user will load them, and it is that model whose loss, bytes and speed are measured
-beside those of the original. `export.json` and the card get the numbers. All of this happens in a folder beside the
-output, which takes its name as the last step, so that an output is whole or is not there.
+files are then loaded again, as a user will load them, and it is that model whose loss, scores, bytes and speed are
+measured beside those of the original. `export.json` and the card get the numbers. All of this happens in a folder
+beside the output, which takes its name as the last step, so that an output is whole or is not there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ def export(
     batches: Iterable[Mapping[str, Any]] | None = None,
     dtype: str = "auto",
     max_shard_size: str = SHARD,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     card: str | os.PathLike | None = None,
 ) -> dict[str, Any]:
     """
@@ -59,16 +61,18 @@ def export(
             loss is measured.
         dtype (`str`, *optional*): Of the weights that are not quantised. `auto`: as they are saved.
         max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
+        tasks (`Sequence[str]`, *optional*): Tasks of lm-eval, or YAML files of tasks, on which both models are scored.
+        limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
         card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
 
     Returns:
         `dict`: What `export.json` holds: `format`, `original` and `exported` (each with `loss`, `perplexity`,
-        `disk_bytes`, `memory_bytes` and `tokens_per_second`), `loss_change` (relative), `sequences` and `tokens` that
-        the loss is of, and where it was measured.
+        `tasks` by name, `disk_bytes`, `memory_bytes` and `tokens_per_second`), `loss_change` (relative), `sequences`
+        and `tokens` that the loss is of, `tasks` (examples by name), and where it was measured.
 
     Raises:
         ExportError: If the run is not whole, the format cannot be written, or `output` exists. Nothing is left behind.
-        ValueError: If the batches have no labels.
+        ValueError: If the batches have no labels, or lm-eval cannot evaluate a task.
     """
     source, output = Path(source), Path(output)
     check_output(output)
@@ -79,13 +83,14 @@ def export(
     own = config.dtype or torch.float32
     kept = own if dtype == "auto" else getattr(torch, dtype)
     check_format(format, config, tokenizer, kept)
+    scorer = _scorer(list(tasks), limit, tokenizer)
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work), work / "model"
         write(format, plain, exported, tokenizer, kept, max_shard_size)
         result = {"format": format, "dtype": str(kept).removeprefix("torch.")}
-        result |= _measured(plain, own, exported, kept, list(batches or ()))
+        result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
-        result["versions"] = provenance.versions(FORMATS[format].package)
+        result["versions"] = provenance.versions(FORMATS[format].package, "lm_eval" if tasks else None)
         result = provenance.shareable(result)
         write_json(exported / RESULT_NAME, result)
         write_text(
@@ -120,20 +125,40 @@ def _workshop(output: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _measured(plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list) -> dict[str, Any]:
+def _scorer(tasks: list[str], limit: int | None, tokenizer: Any) -> Callable | None:
+    """Return what scores a model on tasks; `None` without tasks. What can be refused is refused here."""
+    if not tasks:
+        return None
+    if tokenizer is None:
+        raise ExportError("`tasks` needs the tokenizer of the run, and the run has none. Save it in its folder.")
+    if limit is not None and limit < 1:
+        raise ExportError(f"`limit` must be at least 1, got `{limit}`. Leave it out to take all examples.")
+    try:
+        manager = measure.find_tasks(tasks)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    return lambda model: measure.task_scores(model, tokenizer, tasks, limit, manager)
+
+
+def _measured(
+    plain: Path, own: torch.dtype, exported: Path, kept: torch.dtype, batches: list, scorer: Callable | None
+) -> dict[str, Any]:
     models = [load(plain, own), load(exported, kept)]
     found: list[dict[str, Any]] = [{"loss": None, "perplexity": None} for _ in models]
-    counts = {"sequences": 0, "tokens": 0}
+    counts: dict[str, Any] = {"sequences": 0, "tokens": 0}
     if batches:
         losses = [measure.held_out(model, batches) for model in models]
         found = [{name: loss[name] for name in ("loss", "perplexity")} for loss in losses]
         counts = {name: losses[0][name] for name in counts}
+    examples: dict[str, Any] = {}
     speeds = measure.generation_speeds(*models)
     for values, model, folder, speed in zip(found, models, (plain, exported), speeds):
+        values["tasks"], examples = ({}, {}) if scorer is None else scorer(model)
         values["disk_bytes"], values["memory_bytes"] = measure.disk_bytes(folder), measure.memory_bytes(model)
         values["tokens_per_second"] = speed
     change = found[1]["loss"] / found[0]["loss"] - 1 if batches else None
-    return {"original": found[0], "exported": found[1], "loss_change": change, **counts, "device": device().type}
+    counts |= {"tasks": examples, "device": device().type}
+    return {"original": found[0], "exported": found[1], "loss_change": change, **counts}
 
 
 # The numbers for people: on the terminal and in the card.
@@ -157,18 +182,29 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if result["loss_change"] is not None:
         title, before, after = found[0]
         found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
+    for task, scores in original["tasks"].items():
+        for name in (name for name in scores if "_stderr" not in name):
+            found.append((f"{task}: {name}", *(_score(part["tasks"][task], name) for part in (original, exported))))
     return found
+
+
+def _score(scores: Mapping[str, float], name: str) -> str:
+    metric, *of_filter = name.split(" ")
+    error = scores.get(" ".join([f"{metric}_stderr", *of_filter]))
+    return f"{scores[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def measured_on(result: Mapping[str, Any]) -> str:
     """Say what the numbers are of."""
     on = f"Measured in one run on {result['hardware'].get('Accelerator', result['hardware']['CPU'])}"
-    prompt = f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"
-    if not result["tokens"]:
-        return f"{on}: {prompt}. No held-out text was given, so no loss was measured."
-    return (
-        f"{on}: the loss over {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences, and {prompt}."
-    )
+    parts = [f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"]
+    if result["tokens"]:
+        parts.insert(0, f"the loss over {result['tokens']:,} tokens in {result['sequences']:,} held-out sequences")
+    if result["tasks"]:
+        counts = (f"{name}: {of['examples']}, {of['few_shot']}-shot" for name, of in result["tasks"].items())
+        parts.append(f"scores of lm-eval with their standard errors ({'; '.join(counts)})")
+    no_loss = "" if result["tokens"] else " No held-out text was given, so no loss was measured."
+    return f"{on}: {', and '.join(parts)}.{no_loss}"
 
 
 def as_text(result: Mapping[str, Any]) -> str:
