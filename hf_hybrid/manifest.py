@@ -17,9 +17,11 @@ another trainer) resume if no checkpoint beside them has one, or if they are nam
 checked. A run that was interrupted in its first save begins anew, with a warning.
 
 A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
-the file is written only where older checkpoints are, so that the folder is otherwise as `Trainer` leaves it. A run is a
-list of pairs `[id, step]`: what has this id began at this step. A new run has one pair. If a run is continued from a
-checkpoint while it has later ones, a pair is added, because those later ones are of a course that was abandoned.
+the file is written only where older checkpoints or weights are, so that the folder is otherwise as `Trainer` leaves it.
+It also has the checksums of the weights that were in the folder when training began, until others are saved: if the
+newest run is interrupted, the weights in its folder are not its own. A run is a list of pairs `[id, step]`: what has
+this id began at this step. A new run has one pair. If a run is continued from a checkpoint while it has later ones, a
+pair is added, because those later ones are of a course that was abandoned.
 """
 
 from __future__ import annotations
@@ -147,13 +149,9 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _PASSING]
     with ThreadPoolExecutor(THREADS) as waiting, ThreadPoolExecutor(THREADS) as pool:
         flushed = [waiting.submit(_flush, path) for path in paths]
-        digests = _digests(pool, paths)
+        files = _known(pool, folder, paths)
         for work in flushed:
             work.result()
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
-        for path, digest in zip(paths, digests)
-    }
     values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
     values |= {"model": start.model, "files": files}
     for inner in {path.parent for path in paths}:
@@ -194,13 +192,40 @@ def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
-    """Whether a folder has checkpoints, or says already which run is its newest."""
-    return (Path(output_dir) / RUN_NAME).exists() or bool(_checkpoints(Path(output_dir)))
+    """Whether a folder has checkpoints or weights, or says already which run is its newest."""
+    folder = Path(output_dir)
+    return (folder / RUN_NAME).exists() or bool(_checkpoints(folder) or _weights(folder))
 
 
 def write_run(output_dir: str | Path, run: Run) -> None:
-    """Write which run is the newest of a folder."""
-    write_note(Path(output_dir) / RUN_NAME, {"schema_version": SCHEMA_VERSION, "run": run})
+    """Write which run is the newest of a folder, as it begins, and which weights are there already."""
+    folder, values = Path(output_dir), {"schema_version": SCHEMA_VERSION, "run": run}
+    with ThreadPoolExecutor(THREADS) as pool:
+        earlier = _known(pool, folder, _weights(folder))
+    write_note(folder / RUN_NAME, values | ({"earlier_weights": earlier} if earlier else {}))
+
+
+def weights_saved(folder: str | Path) -> None:
+    """Note that weights were saved in a folder: what is there now is no longer of an earlier run."""
+    path = Path(folder) / RUN_NAME
+    with contextlib.suppress(CheckpointError):  # there is no such file, or nothing can be read from it
+        values = _read_json(path)
+        if values.pop("earlier_weights", None):
+            write_note(path, values)
+
+
+def earlier_weights(folder: str | Path) -> list[str]:
+    """
+    Return the files of weights in the folder of a run that were there before its newest training began, and are still
+    the same: that training has not saved its own.
+
+    Raises:
+        CheckpointError: If the file that knows them is damaged.
+    """
+    folder = Path(folder)
+    known = _read_json(folder / RUN_NAME).get("earlier_weights", {}) if (folder / RUN_NAME).is_file() else {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [name for name, facts in _known(pool, folder, _weights(folder)).items() if known.get(name) == facts]
 
 
 def _is_full(error: BaseException | None) -> bool:
@@ -245,6 +270,21 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Return the files of weights that lie in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file())
+
+
+def _known(pool: ThreadPoolExecutor, folder: Path, paths: list[Path]) -> dict[str, dict]:
+    """Return what a manifest has of files: the bytes and the checksum of each, by its path in the folder."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
+        for path, digest in zip(paths, _digests(pool, paths))
+    }
 
 
 def _digests(pool: ThreadPoolExecutor, paths: Iterable[Path]) -> list[str]:
@@ -418,7 +458,7 @@ def _named(folder: Path) -> tuple[Path, list[str]]:
 def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
     """Return the files of weights in a manifest if none of them is left and others are there, for example shards."""
     saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
-    there = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    there = {path.name for path in _weights(folder)}
     return sorted(saved) if there and not saved & there else []
 
 
@@ -504,8 +544,14 @@ def _not_saved(folder: Path) -> list[str]:
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the last checkpoint of a folder whose save came to its end, for messages."""
-    sealed = [folder for folder in _checkpoints(Path(output_dir)) if is_sealed(folder)]
+    """Return the last checkpoint of a folder's newest run whose save came to its end, for messages."""
+    output_dir, run = Path(output_dir), None
+    with contextlib.suppress(CheckpointError):
+        run = _run_of(output_dir)
+    if run is None:
+        sealed = [folder for folder in _checkpoints(output_dir) if is_sealed(folder)]
+    else:
+        sealed = [folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)]
     return str(max(sealed, key=_step_of)) if sealed else None
 
 

@@ -705,11 +705,13 @@ class HybridTrainerMixin(PublishingMixin):
         with self.memory.running():
             return super().evaluation_loop(*args, **kwargs)
 
-    def save_model(self, *args, **kwargs):
+    def save_model(self, output_dir=None, *args, **kwargs):
         self.plugins.call("before_export")
         if self.run.trajectory is not None and not self.run.trajectory.weights_are_finite():
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
-        super().save_model(*args, **kwargs)
+        super().save_model(output_dir, *args, **kwargs)
+        if self.args.should_save:
+            manifest.weights_saved(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model, trial):
         """Save, seal, and only then delete older checkpoints: Trainer would before the new one is whole."""
