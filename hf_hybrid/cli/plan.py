@@ -46,6 +46,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
     add("--peft", choices=("none", "lora", "qlora"), default="none", help="what the best plan trains (default: none)")
+    text = "bitnet: ternary weights, with their rounded copies beside the latent ones (default: none)"
+    add("--qat", choices=("none", "bitnet"), default="none", help=text)
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
@@ -116,23 +118,27 @@ class _Report:
             )
         if args.num_processes > 1 and args.peft == "qlora":
             raise ValueError("`--peft qlora` is not planned with FSDP2. Give `--peft lora`, or plan for one process.")
+        if args.qat != "none" and args.peft != "none":
+            raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
         here = with_context(device_memory())
         self.args, self.rates = args, None if here is None else measure_machine()
         self.with_adapters = importlib.util.find_spec("peft") is not None
         asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
+        with_adapters = self.with_adapters and args.qat == "none"
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
             batch_size=args.batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if asks else None,
+            qat=args.qat,
             vram=args.vram or here,
             ram=parse_size(args.ram or host_memory(), "ram") // args.num_processes,
             processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
-        self.plans: list[Plan] = self.planner.plans(args.dtype, with_adapters=self.with_adapters)
+        self.plans: list[Plan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
         self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
 
     def as_json(self) -> str:
@@ -240,6 +246,8 @@ class _Report:
         more.append(f"--dtype {best.way.weights}")
         if best.way.trains == "adapters":
             more.append(f"--peft {'qlora' if best.way.packed else 'lora'} --lora_r {args.lora_r}")
+        if args.qat != "none":
+            more.append(f"--qat {args.qat}")
         if args.accelerate_config is not None:
             more.append(f"--num_processes {args.num_processes} --accelerate_config {args.accelerate_config}")
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB

@@ -1,4 +1,7 @@
-"""Build a model without data from a Hub id, a folder or a config file, with adapters or a packed base if asked."""
+"""
+Build a model without data from a Hub id, a folder or a config file; if asked, with adapters, a packed base, or ternary
+layers.
+"""
 
 from __future__ import annotations
 
@@ -165,12 +168,52 @@ def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
     return model
 
 
-def stand_in_for_4bit(model: nn.Module) -> nn.Module:
-    """Replace, in place, layers that bitsandbytes has packed, because their products need the numbers."""
+# Ternary layers, as transformers' BitNet trains them: weights and inputs are rounded anew in each forward pass, and the
+# rounded ones are what the backward pass multiplies with. So a second copy of the weights lives from the forward to the
+# backward pass, and each layer keeps inputs of its own, also where several layers have the same ones.
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+class TernaryLinear(nn.Linear):
+    """What an `AutoBitLinear` of transformers holds and allocates while it trains, without its numbers."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
+        nn.Module.__init__(self)
+        (self.out_features, self.in_features), self.weight, self.bias = weight.shape, weight, bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[..., inputs]` to `[..., outputs]`."""
+        weight = _Rounded.apply(self.weight)
+        return F.linear(_Rounded.apply(inputs), weight, self.bias)
+
+
+def make_ternary(model: nn.Module) -> nn.Module:
+    """Replace, in place, the linear layers that train with ternary weights: all but the head."""
+    head = model.get_output_embeddings()
     for parent, name, module in _children(model):
-        if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
+        if module is not head and type(module) is nn.Linear:
+            setattr(parent, name, TernaryLinear(module.weight, module.bias))
+    return model
+
+
+def stand_in_for_low_bit(model: nn.Module) -> nn.Module:
+    """Replace, in place, layers that need the numbers: those that bitsandbytes has packed, and ternary ones."""
+    for parent, name, module in _children(model):
+        kind = type(module).__name__
+        if kind == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
             dtype = module.compute_dtype or torch.bfloat16
             setattr(parent, name, PackedLinear(module.in_features, module.out_features, module.bias, dtype))
+        elif kind == "AutoBitLinear":
+            setattr(parent, name, TernaryLinear(module.weight, module.bias))
     return model
 
 

@@ -14,7 +14,7 @@ from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
-from hf_hybrid.plan.models import add_adapters, build, lora_config, pack_base, read_config
+from hf_hybrid.plan.models import add_adapters, build, lora_config, make_ternary, pack_base, read_config
 from hf_hybrid.plan.setups import Setup, Way, loaded, parse_size, usual_ways
 from hf_hybrid.plan.trace import Excerpt, Tracer
 from hf_hybrid.streaming.layers import find_layers
@@ -33,6 +33,7 @@ def plan_memory(
     dtype: str = "mixed",
     memory: str = "auto",
     peft: object = None,
+    qat: str = "none",
     vram: str | int | None = None,
     ram: str | int | None = None,
     gradient_accumulation_steps: int = 1,
@@ -55,6 +56,7 @@ def plan_memory(
         dtype (`str`): `"mixed"`: fp32 weights (a frozen base: bf16) under bf16 autocast; `"float32"`, `"bfloat16"`.
         memory (`str`): `"off"`: resident; `"stream"`: layers on the host; `"auto"`: streamed if it does not fit.
         peft (`str` or `peft.PeftConfig`, *optional*): `"lora"`, `"qlora"` (base in nf4) or a config; all weights else.
+        qat (`str`): `"bitnet"`: layers with ternary weights, and their rounded copies beside the latent weights.
         vram (`str` or `int`, *optional*), ram (`str` or `int`, *optional*): As `"24GiB"` or in bytes; no limit else.
         gradient_accumulation_steps (`int`): Micro-batches per optimizer step.
         activation_checkpointing (`bool`): Of a resident model; streamed layers always are.
@@ -79,6 +81,8 @@ def plan_memory(
     """
     if peft == "qlora" and memory == "stream":
         raise ValueError("`memory=stream` is not planned with `peft=qlora`. Set `memory=off`, or `peft=lora`.")
+    if qat != "none" and peft is not None:
+        raise ValueError(f"`qat={qat}` trains all weights, and `peft` freezes them. Leave one of them out.")
     not_shared = {"memory=stream": memory == "stream", "peft=qlora": peft == "qlora", "chunked_loss=True": chunked_loss}
     not_shared["optimizer_states=8bit"] = optimizer_states == "8bit"
     for name in (name for name, given in not_shared.items() if given and processes > 1):
@@ -88,6 +92,7 @@ def plan_memory(
     planner = Planner(
         model,
         peft=peft,
+        qat=qat,
         sequence_length=sequence_length,
         batch_size=batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -110,10 +115,20 @@ def plan_memory(
 class Planner:
     """Plans for one model, batch and machine. Common parts of several plans are built and traced once."""
 
-    def __init__(self, model: str | Path | object, *, peft: object = None, sequence_length: int | None = None, **setup):
+    def __init__(
+        self,
+        model: str | Path | object,
+        *,
+        peft: object = None,
+        qat: str = "none",
+        sequence_length: int | None = None,
+        **setup,
+    ):
         if isinstance(peft, str) and peft not in ("lora", "qlora"):
             raise ValueError(f"`peft` must be lora, qlora or a `peft.PeftConfig`, got `{peft}`.")
-        self._peft = peft
+        if qat not in ("none", "bitnet"):
+            raise ValueError(f"`qat` must be none or bitnet, got `{qat}`.")
+        self._peft, self._ternary = peft, qat == "bitnet"
         self.config = read_config(model)
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
@@ -153,7 +168,8 @@ class Planner:
         if key not in self._estimators:
             whole = self._whole(weights)
             excerpt = Excerpt.of(whole)
-            model = pack_base(excerpt.model) if packed else excerpt.model
+            change = pack_base if packed else make_ternary if self._ternary else (lambda model: model)
+            model = change(excerpt.model)
             adapters = lora_config if self._peft in (None, "lora", "qlora") else lambda: self._peft
             excerpt = replace(excerpt, model=add_adapters(model, adapters()) if trains == "adapters" else model)
             # Leaps and counts are those of the weights that are packed.

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hf_hybrid.plan.models import stand_in_for_4bit
+from hf_hybrid.plan.models import stand_in_for_low_bit
 from hf_hybrid.plan.setups import Setup, checkpointing_option
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
@@ -121,7 +121,7 @@ def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
 
 def _as_trained(model: nn.Module) -> nn.Module:
     """Run the step as `Trainer` does on a GPU."""
-    base = stand_in_for_4bit(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    base = stand_in_for_low_bit(model.get_base_model() if hasattr(model, "get_base_model") else model)
     base.config.use_cache = False
     attention = getattr(base.config, "_attn_implementation", None) or ""
     if attention == "sdpa" or "flash" in attention:

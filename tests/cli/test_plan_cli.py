@@ -111,6 +111,21 @@ def test_json(config_file, capsys):
     assert best["fits"] and best["categories"]["total"]["device"] == best["peak_device_bytes"]
 
 
+def test_ternary_weights_train_all_and_hold_more(config_file, capsys, tmp_path):
+    def least(*words) -> int:
+        asked = ("--vram", "2GiB", "--ram", "4GiB", "--output", tmp_path / "plan.yaml", "--json", *words)
+        assert plan(config_file, *asked) == 0
+        found = json.loads(capsys.readouterr().out)["plans"]
+        assert "--qat" not in words or not any("LoRA" in row["title"] for row in found)
+        return found[0]["peak_device_bytes"]
+
+    assert least("--qat", "bitnet") > least()
+    assert plan(config_file, "--qat", "bitnet", "--output", tmp_path / "plan.yaml") == 0
+    assert "--qat bitnet --dataset" in (tmp_path / "plan.yaml").read_text()
+    assert plan(config_file, "--qat", "bitnet", "--peft", "lora") == 2
+    assert "`--qat bitnet` trains all weights, and `--peft lora` freezes them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("memory", ["off", "stream"])
 def test_the_yaml_trains(memory, tmp_path, capsys):
     """Whatever fits: the options load, build the config, and a trainer carries them out."""

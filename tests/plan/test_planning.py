@@ -12,6 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.export.bitnet import to_bitnet
 from hf_hybrid.leaps.rescue import AdapterRateSearch
 from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
@@ -78,13 +79,19 @@ def test_layers_that_are_left_out_change_nothing(name, changes):
     assert some.activations(setup) == whole.activations(setup)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_is_that_of_torchs_tracker_over_a_real_step(checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "dtype", "qat"),
+    [(False, "mixed", "none"), (True, "mixed", "none"), (False, "mixed", "bitnet"), (False, "float32", "bitnet")],
+)
+def test_the_peak_is_that_of_torchs_tracker_over_a_real_step(checkpointing, dtype, qat):
     """On tensors with data, through the model's own attention."""
     model = tiny_model(num_hidden_layers=5, vocab_size=1024, use_cache=False).train()
-    planned = plan_memory(
-        model, sequence_length=48, batch_size=4, activation_checkpointing=checkpointing, memory="off", accelerator="cpu"
-    )
+    asked = {"sequence_length": 48, "batch_size": 4, "activation_checkpointing": checkpointing, "dtype": dtype}
+    planned = plan_memory(model, qat=qat, memory="off", accelerator="cpu", **asked)
+    if qat == "bitnet":
+        less = plan_memory(model, memory="off", accelerator="cpu", **asked)
+        assert planned.peak_device_bytes > 1.01 * less.peak_device_bytes
+        to_bitnet(model)
     if checkpointing:
         enable_checkpointing(model, "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -95,8 +102,8 @@ def test_the_peak_is_that_of_torchs_tracker_over_a_real_step(checkpointing):
     batch = torch.randint(1024, (4, 48))
     tracker = MemTracker()
     tracker.track_external(model, optimizer, batch)
-    with tracker:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+    with tracker, torch.compiler.set_stance("force_eager"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "mixed"):
             loss = model(input_ids=batch, labels=batch)["loss"]
         loss.backward()
         optimizer.step()
@@ -151,6 +158,8 @@ def ask_both(model, vram, tmp_path, **asked):
         model, sequence_length=32, batch_size=4, dtype="float32", vram=vram, ram=ram, accelerator="cpu", **asked
     )
     options = {name: asked[name] for name in ("memory", "enable_predict", "optimizer_states") if name in asked}
+    if "qat" in asked:
+        to_bitnet(model)
     budgets = {"vram_budget_gib": vram / 2**30, "host_budget_gib": ram / 2**30}
     config = hybrid_config(tmp_path, **batch, **options, **budgets)
     try:
@@ -161,7 +170,15 @@ def ask_both(model, vram, tmp_path, **asked):
 
 @pytest.mark.parametrize(
     ("share", "asked"),
-    [(1.0, {}), (0.999, {"enable_predict": True}), (0.7, {"gradient_accumulation_steps": 3}), (0.5, {}), (0.3, {})],
+    [
+        (1.0, {}),
+        (0.999, {"enable_predict": True}),
+        (0.7, {"gradient_accumulation_steps": 3}),
+        (0.5, {}),
+        (0.3, {}),
+        (1.0, {"qat": "bitnet"}),
+        (0.7, {"qat": "bitnet"}),
+    ],
 )
 def test_trainer_and_plan_give_the_same_answer(share, asked, tmp_path):
     """From what just fits on the device to what cannot be trained; also which layers stay there, to the byte."""
@@ -266,6 +283,13 @@ def test_packed_weights_are_those_of_bitsandbytes():
         parts = (packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
         held = sum(part.numel() * part.element_size() for part in parts)
         assert packed_bytes(shape[0] * shape[1]) == held
+
+
+def test_ternary_layers_are_planned_for_all_weights_alone():
+    with pytest.raises(ValueError, match="`qat=bitnet` trains all weights, and `peft` freezes them"):
+        plan_memory(CONFIGS["llama"], sequence_length=32, peft="lora", qat="bitnet")
+    with pytest.raises(ValueError, match="`qat` must be none or bitnet, got `int4`"):
+        plan_memory(CONFIGS["llama"], sequence_length=32, qat="int4")
 
 
 def test_a_packed_base_holds_less_and_trains_as_much():
