@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 
 from rig import rollouts  # noqa: E402
 from test_trl import PHASES, dpo, sft  # noqa: E402
-from trl import GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
     HybridDPOTrainer,
     HybridGRPOTrainer,
+    HybridRLOOTrainer,
     HybridSFTConfig,
     HybridSFTTrainer,
 )
@@ -37,15 +38,16 @@ TRAINERS = {
     "packed_sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, packing=True, **LEAPS),
     "dpo_of_adapters": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, peft_config=ADAPTERS, **LEAPS),
 }
-GRPO = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer}
+ROLLOUTS = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer, "rloo": HybridRLOOTrainer, "plain_rloo": RLOOTrainer}
 SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
 DECISIONS = ("steps_by_phase", "leaps_by_verdict", "forward_only_passes", "roll_backs")
 
 
 def build(name, folder, **options):
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if name in GRPO:
-        return rollouts.build(GRPO[name], folder, share=0.6, loss_type="grpo", max_steps=4, **options)
+    if name in ROLLOUTS:
+        loss = {"loss_type": "grpo"} if "grpo" in name else {}
+        return rollouts.build(ROLLOUTS[name], folder, share=0.6, max_steps=4, **loss, **options)
     return TRAINERS[name](folder, per_device_train_batch_size=4 // processes, **options)
 
 
@@ -61,7 +63,7 @@ def train(name, folder, **options):
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
-    for name in (*TRAINERS, *GRPO):
+    for name in (*TRAINERS, *ROLLOUTS):
         found, weights = train(name, folder, **SHARDING[sharding])
         rank = int(os.environ["RANK"])
         (folder / f"{name}{rank}.json").write_text(json.dumps(found))
@@ -97,11 +99,12 @@ def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, n
         assert ("fsdp" in (first["plain_prompts_because"] or "")) is (sharding == "fsdp2")
 
 
-def test_rows_without_advantage(launched):
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_rows_without_advantage(launched, name):
     """Processes have different numbers of rows that count. Under FSDP2 every row is computed."""
     sharding, folder = launched
-    found, plain = (load_file(folder / f"{name}.safetensors") for name in GRPO)
+    found, plain = (load_file(folder / f"{run}.safetensors") for run in (name, f"plain_{name}"))
     assert all(torch.allclose(found[key], plain[key], rtol=0, atol=1e-7) for key in plain)
-    for process in of(folder, "grpo"):
+    for process in of(folder, name):
         assert (process["rows_skipped"] > 0) is (sharding == "ddp")
         assert ("fsdp" in (process["every_row_because"] or "")) is (sharding == "fsdp2")
