@@ -1,0 +1,218 @@
+"""
+Where will this run end? The training loss at the end of a run as a distribution, from the losses logged so far.
+
+The learning-rate schedule is known in advance, and most of what a run still gains follows from it. Two laws of loss
+curves say how (the annealing law, Tissue et al., 2024, arXiv 2408.11029; the multi-power law, Luo et al., 2025, arXiv
+2503.12811). The loss falls as a power of the *sum* of the learning rates so far, S, and it stands higher the higher the
+rate is now, because large steps keep the weights from settling:
+
+    loss(t) = floor + fall * (S(t) + offset) ** -exponent + noise_floor * rate(t) / peak rate
+
+Early in a run these numbers are not determined: many curves fit what came, and they end far apart. So no single curve
+is fitted. For each of a grid of shapes (`exponent`, `offset`) the law is linear in the other three numbers; with a
+Gaussian prior on them the posterior is exact, and so is the evidence, the probability of the losses that came. The
+forecast is the mixture of all shapes by their evidence. This is what learning-curve networks approximate (LC-PFN,
+Adriaensen et al., 2023, arXiv 2310.20447), in closed form and a millisecond.
+
+No run follows the law exactly. What is left over is modelled by two kinds of error: the noise of single batches, which
+the losses themselves tell, and a drift of the curve, a random walk in log S. The drift lets the curve forget its
+beginning, and widens the interval with the distance to the end.
+
+The constants below were fitted on recorded runs of tiny models (benchmarks/world_model/curves.py records them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FEWEST = 5
+"""Finite losses before the first forecast."""
+MOST_WINDOWS = 48
+"""Logged losses are averaged into at most so many windows."""
+FINAL_SHARE, FINAL_STEPS = 0.05, 5
+"""The final loss is the mean over this last share of the run, and at least over so many steps."""
+EXPONENTS = np.array([0.05, 0.3, 0.6, 1.0, 1.6])
+OFFSETS = np.array([0.003, 0.02, 0.1, 0.4])
+"""As shares of the summed rate of the whole run."""
+POINTS = 4
+"""Points of a window at which the law is averaged."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """
+    What is known before a run begins.
+
+    Args:
+        fall (`float`), annealing (`float`): Means of what the loss falls from start to end of the law, and of what it
+            falls as the rate goes from its peak to zero, as shares of the loss level so far.
+        fall_spread (`float`), annealing_spread (`float`): Their standard deviations.
+        drift (`float`): Standard deviation of the drift per e-fold of the summed rate, as a share of the loss level.
+        drift_from (`float`): Share of the summed rate below which the drift is linear instead of logarithmic.
+        noise (`float`): Factor on the noise that is seen between neighbouring losses.
+        temper (`float`): Power to which the evidence is raised; below 1 the shapes stay more equal.
+        width (`float`): Factor on the standard deviation of the forecast.
+    """
+
+    fall: float = 0.205
+    fall_spread: float = 0.351
+    annealing: float = 0.0763
+    annealing_spread: float = 0.011
+    drift: float = 0.0761
+    drift_from: float = 0.014
+    noise: float = 0.91
+    temper: float = 16.7
+    width: float = 1.0
+
+
+PRIOR = Prior()
+
+
+@dataclass(frozen=True)
+class FinalLoss:
+    """
+    The loss at the end of a run as a distribution, a mixture of Gaussians.
+
+    Attributes:
+        median (`float`), low (`float`), high (`float`): Median and ends of the 90 % interval, in nats.
+        weights, means, deviations (`tuple[float, ...]`): The mixture.
+    """
+
+    median: float
+    low: float
+    high: float
+    weights: tuple[float, ...]
+    means: tuple[float, ...]
+    deviations: tuple[float, ...]
+
+    def probability_below(self, loss: float) -> float:
+        """Probability that the run ends with a loss below `loss`."""
+        return _probability_below(loss, self.weights, self.means, self.deviations)
+
+
+def _probability_below(loss: float, weights, means, deviations) -> float:
+    parts = zip(weights, means, deviations)
+    return sum(w * 0.5 * math.erfc((m - loss) / (d * math.sqrt(2.0))) for w, m, d in parts)
+
+
+def final_steps(max_steps: int) -> int:
+    """Number of last steps whose mean loss counts as the final loss of a run."""
+    return min(max(round(FINAL_SHARE * max_steps), FINAL_STEPS), max_steps)
+
+
+def forecast_final_loss(
+    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int, prior: Prior = PRIOR
+) -> FinalLoss | None:
+    """
+    Forecast the mean training loss of the last steps of a run (`final_steps`).
+
+    Args:
+        steps (`Sequence[int]`): Optimizer steps at which `losses` were logged, from 1, ascending.
+        losses (`Sequence[float]`): Mean training loss since the logged step before, as `Trainer` logs it.
+        learning_rates (`Sequence[float]`): Rate of each of the steps 1 to `max_steps`, in any unit.
+        max_steps (`int`): Steps of the run.
+        prior (`Prior`): For those who fit it.
+
+    Returns:
+        `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, and if the last loss is not finite.
+
+    Raises:
+        ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
+    """
+    ends, seen = np.asarray(steps, dtype=np.int64), np.asarray(losses, dtype=np.float64)
+    rates = np.asarray(learning_rates, dtype=np.float64)
+    if len(ends) != len(seen):
+        raise ValueError(f"`steps` has {len(ends)} entries and `losses` {len(seen)}, but each loss has one step.")
+    if len(rates) != max_steps:
+        raise ValueError(f"`learning_rates` has {len(rates)} entries, but needs one for each of {max_steps} steps.")
+    if len(ends) and (ends[0] < 1 or ends[-1] > max_steps or (np.diff(ends) <= 0).any()):
+        raise ValueError(f"`steps` must ascend from 1 to at most `max_steps`={max_steps}.")
+    begins = np.concatenate([[0], ends[:-1]])
+    finite = np.isfinite(seen)
+    if finite.sum() < FEWEST or not finite[-1]:
+        return None
+    begins, ends, seen = _windows(begins[finite], ends[finite], seen[finite])
+    return _forecast(begins, ends, seen, rates, max_steps, prior)
+
+
+def _windows(begins: np.ndarray, ends: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Average neighbouring losses, so that at most `MOST_WINDOWS` are left."""
+    if len(ends) <= MOST_WINDOWS:
+        return begins, ends, losses
+    edges = np.linspace(0, len(ends), MOST_WINDOWS + 1).round().astype(int)
+    counts = (ends - begins).astype(np.float64)
+    sums, totals = np.add.reduceat(losses * counts, edges[:-1]), np.add.reduceat(counts, edges[:-1])
+    return begins[edges[:-1]], ends[edges[1:] - 1], sums / totals
+
+
+def _noise_per_step(losses: np.ndarray, counts: np.ndarray) -> float:
+    """Variance of the loss of one step, from the differences of neighbouring windows; a median, so spikes do not count."""
+    difference = np.diff(losses, 2) if len(losses) > 6 else np.diff(losses)
+    parts = 1.0 / counts
+    variance = parts[:-2] + 4 * parts[1:-1] + parts[2:] if len(losses) > 6 else parts[:-1] + parts[1:]
+    return (1.4826 * float(np.median(np.abs(difference) / np.sqrt(variance)))) ** 2
+
+
+def _forecast(begins, ends, losses, rates, max_steps, prior: Prior) -> FinalLoss:
+    summed = np.concatenate([[0.0], np.cumsum(np.maximum(rates, 0.0))])
+    if summed[-1] <= 0:
+        summed, rates = np.arange(max_steps + 1.0), np.ones(max_steps)
+    summed, rates = summed / summed[-1], rates / max(rates.max(), 1e-30)
+    last = final_steps(max_steps)
+    # One row per window, the end of the run as the last; `POINTS` columns.
+    begins, ends = np.append(begins, max_steps - last), np.append(ends, max_steps)
+    counts = (ends - begins).astype(np.float64)
+    at = begins[:, None] + counts[:, None] * (np.arange(POINTS) + 0.5) / POINTS
+    s, rate = np.interp(at, np.arange(max_steps + 1), summed), rates[np.minimum(at.astype(int), max_steps - 1)]
+    level = float(np.median(losses[len(losses) // 2 :]))
+    scale = max(abs(level), 1e-6)
+    y = (losses - level) / scale
+    # The laws: [shapes, rows]. Each falls from 0 now to -1 at the end of the run if `fall` is 1.
+    now = s[-2, -1]
+    a, o = (grid.ravel()[:, None, None] for grid in np.meshgrid(EXPONENTS, OFFSETS, indexing="ij"))
+    law = ((s + o) ** -a).mean(-1)
+    law = (law - law[:, -2:-1]) / ((o**-a) - (1 + o) ** -a)[:, :, 0]
+    annealing = np.broadcast_to(rate.mean(-1) - rate[-2].mean(), law.shape)
+    # Prior covariance of all rows under level, law, annealing, drift and noise.
+    x = np.log(s.mean(-1) + prior.drift_from)
+    x_now = math.log(now + prior.drift_from)
+    ahead = np.maximum(x - x_now, 0.0)
+    behind = np.maximum(x_now - x, 0.0)
+    drift = prior.drift**2 * (np.minimum.outer(ahead, ahead) + np.minimum.outer(behind, behind))
+    noise = prior.noise * _noise_per_step(y, counts[:-1]) / counts + 1e-8
+    mean = prior.fall * law + prior.annealing * annealing
+    covariance = (
+        1.0
+        + prior.fall_spread**2 * law[:, :, None] * law[:, None, :]
+        + prior.annealing_spread**2 * annealing[:, :, None] * annealing[:, None, :]
+        + drift
+        + np.diag(noise)
+    )
+    factor = np.linalg.cholesky(covariance[:, :-1, :-1])
+    solved = np.linalg.solve(factor, np.stack([y - mean[:, :-1], covariance[:, :-1, -1]], -1))
+    z, gain = solved[..., 0], solved[..., 1]
+    evidence = -0.5 * (z**2).sum(-1) - np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(-1)
+    weights = np.exp(prior.temper * (evidence - evidence.max()))
+    weights /= weights.sum()
+    means = level + scale * (mean[:, -1] + (z * gain).sum(-1))
+    variance = covariance[:, -1, -1] - (gain**2).sum(-1)
+    deviations = scale * prior.width * np.sqrt(np.maximum(variance, 1e-12))
+    return _mixture(weights, means, deviations)
+
+
+def _mixture(weights: np.ndarray, means: np.ndarray, deviations: np.ndarray) -> FinalLoss:
+    mixture = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
+    low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
+    median, five, ninety_five = (_quantile(share, low, high, mixture) for share in (0.5, 0.05, 0.95))
+    return FinalLoss(median, five, ninety_five, *mixture)
+
+
+def _quantile(share: float, low: float, high: float, mixture) -> float:
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if _probability_below(middle, *mixture) < share else (low, middle)
+    return 0.5 * (low + high)
