@@ -150,7 +150,7 @@ def _windows(begins: np.ndarray, ends: np.ndarray, losses: np.ndarray) -> tuple[
 
 
 def _noise_per_step(losses: np.ndarray, counts: np.ndarray) -> float:
-    """Variance of the loss of one step, from the differences of neighbouring windows; a median, so spikes do not count."""
+    """Variance of the loss of one step: a median over differences of neighbouring windows, which spikes do not move."""
     difference = np.diff(losses, 2) if len(losses) > 6 else np.diff(losses)
     parts = 1.0 / counts
     variance = parts[:-2] + 4 * parts[1:-1] + parts[2:] if len(losses) > 6 else parts[:-1] + parts[1:]
