@@ -33,9 +33,11 @@ class Arm:
         config (`dict`, *optional*): Options of `HybridConfig`; `None` for plain `Trainer`.
         arguments (`dict`): Options of `TrainingArguments` that differ from the task's.
         optimizer (`Callable`, *optional*): From trainable parameters, learning rate and steps to an optimizer.
+        callback (`Callable`, *optional*): Returns a `TrainerCallback`.
         direction (`Callable`, *optional*): Returns a direction that is not part of the package.
         rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
+        lora (`bool`): Whether it makes sense only for tasks that train adapters.
         probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
 
@@ -44,9 +46,11 @@ class Arm:
     config: dict | None = None
     arguments: dict = field(default_factory=dict)
     optimizer: Callable | None = None
+    callback: Callable | None = None
     direction: Callable | None = None
     rate_of: str = "adamw"
     needs_nino: bool = False
+    lora: bool = False
     probe_set: bool = False
 
 
@@ -68,6 +72,10 @@ def _ademamix(parameters, rate, steps):
 def _direction(module: str, name: str) -> Callable:
     """Imports a direction when a run needs it: the process that schedules runs does without torch."""
     return lambda: getattr(importlib.import_module(f"benchmarks.{module}"), name)
+
+
+def _extra_steps(rule: str) -> Callable:
+    return lambda: importlib.import_module("benchmarks.speedup.pairs").ExtraSteps(rule)
 
 
 ARMS = {
@@ -111,6 +119,9 @@ ARMS = {
             {},
             direction=_direction("speedup.controls", "ShuffledHistory"),
         ),
+        # Extra steps on the products of LoRA's pairs, and extra steps of the same norms that know nothing of them.
+        Arm("pair-steps", "AdamW and steps on low-rank products", callback=_extra_steps("product"), lora=True),
+        Arm("pair-adam", "control: the extra steps are Adam's", callback=_extra_steps("adam"), lora=True),
         # Peers.
         Arm("prodigy", "Prodigy", optimizer=_prodigy, rate_of="one"),
         Arm(
@@ -159,6 +170,8 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
 
                 common["direction"] = functools.partial(common["direction"], network=Nowcaster.load(nino))
             common["probe_dataset"] = data["probe"] if arm.probe_set else None
+        if arm.callback is not None:
+            common["callbacks"] = [arm.callback()]
         trainer = kind(model, args=config_kind(**values), **common)
         started = time.process_time()
         seconds = trainer.train().metrics["train_runtime"]

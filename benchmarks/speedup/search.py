@@ -125,4 +125,8 @@ class Search:
 
 def arms_of(task: str, arms: list[str]) -> list[str]:
     """The arms that make sense for a task, in the order of `ARMS`."""
-    return [arm for arm in ARMS if arm in arms and (TASKS[task].tuned is True or arm in DEFAULT_ARMS)]
+    return [
+        name
+        for name, arm in ARMS.items()
+        if name in arms and (TASKS[task].tuned is True or name in DEFAULT_ARMS) and (TASKS[task].lora or not arm.lora)
+    ]
