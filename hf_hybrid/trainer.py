@@ -286,7 +286,7 @@ class HybridTrainerMixin(PublishingMixin):
 
         Args:
             format (`str`):
-                `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_1`, `q4_0`.
+                `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`, `q4_0`.
             folder (`str` or `PathLike`, *optional*):
                 Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
             eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.

@@ -3,11 +3,15 @@ What each low-bit format costs: held-out loss, bytes and speed of a model and of
 
     python -m benchmarks.export.formats --model quickstart
     python -m benchmarks.export.formats --model smollm2     # after `python -m benchmarks.speedup.pretrained`
+    python -m benchmarks.export.formats --model reordered
 
 `quickstart` is the model of examples/01_quickstart.py after its 300 steps, measured on the sources that it held out.
 `smollm2` is SmolLM2-135M-Instruct, measured on Python's language reference. Its weights come from a GGUF file in the
-format q4_1 (see benchmarks/speedup/pretrained.py), so that `gguf-q4_1` finds them on its own grid and changes little:
-that line says nothing about other models.
+format q4_1 (see benchmarks/speedup/pretrained.py), so that `gguf-q4_1` finds them on its own grid and changes nothing:
+that line says nothing about other models. Few steps of fine-tuning would hardly change that, because a step of the grid
+is hundreds of times what AdamW moves a weight by in one step. So `reordered` is the same model with its channels in
+another order. It computes the same function with the same weights, but a block of 32 neighbours then has weights from
+32 blocks of the file, whose grids differ, as in a model that was never quantised.
 
 Each format is exported and measured beside the original by `hf_hybrid.export`. Then a fresh process loads the export
 and generates tokens, and the model that was quantised in memory generates its own.
@@ -25,9 +29,9 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import quickstart
 
 HERE = Path(__file__).resolve().parent
-FORMATS = ("int8", "nf4", "gguf-q4_1", "gguf-q8_0", "gguf-q5_1", "gguf-q4_0")
+FORMATS = ("gguf-q4_m", "gguf-q5_1", "nf4", "gguf-q4_0", "gguf-q4_1", "int8", "gguf-q8_0")
 STEPS, THREADS = 300, 1
-SEQUENCES = {"quickstart": (64, 128), "smollm2": (8, 256)}
+SEQUENCES = {"quickstart": (64, 128), "smollm2": (8, 256), "reordered": (8, 256)}
 """Sequences to measure on, and their length."""
 TOKENS = 12
 FRESH = """
@@ -62,6 +66,45 @@ def quickstart_run(folder: Path, ternary: bool = False) -> tuple[list[dict], dic
     return batches(split["test"].select(range(count))["input_ids"]), trainer.hybrid_summary()["steps_by_phase"]
 
 
+def reorder(folder: Path, to: Path) -> Path:
+    """Write a Llama whose hidden channels, inner channels, and channels of each head's values are in another order."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, random = AutoModelForCausalLM.from_pretrained(folder), torch.Generator().manual_seed(0)
+    heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
+    wide = model.config.hidden_size // heads
+
+    def order(count: int) -> torch.Tensor:
+        return torch.randperm(count, generator=random)
+
+    def take(weight: torch.Tensor, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> None:
+        found = weight.data if rows is None else weight.data[rows]
+        weight.data = (found if columns is None else found[:, columns]).contiguous()
+
+    hidden = order(model.config.hidden_size)
+    take(model.model.embed_tokens.weight, columns=hidden)
+    take(model.model.norm.weight, rows=hidden)
+    model.tie_weights()
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        inner, within = order(model.config.intermediate_size), [order(wide) for _ in range(groups)]
+        values = torch.cat([wide * group + channels for group, channels in enumerate(within)])
+        mixed = torch.cat([wide * head + within[head * groups // heads] for head in range(heads)])
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            take(norm.weight, rows=hidden)
+        for linear in (attention.q_proj, attention.k_proj):
+            take(linear.weight, columns=hidden)
+        take(attention.v_proj.weight, rows=values, columns=hidden)
+        take(attention.o_proj.weight, rows=hidden, columns=mixed)
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            take(linear.weight, rows=inner, columns=hidden)
+        take(mlp.down_proj.weight, rows=hidden, columns=inner)
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(to)
+    return to
+
+
 def language_reference(folder: Path) -> list[dict]:
     """Batches of Python's language reference, spread over the whole of it."""
     from pydoc_data.topics import topics
@@ -70,7 +113,7 @@ def language_reference(folder: Path) -> list[dict]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"]
-    count, length = SEQUENCES["smollm2"]
+    count, length = SEQUENCES["smollm2"]  # and of `reordered`
     starts = range(0, len(ids) - length, len(ids) // count)
     return batches([ids[start : start + length] for start in starts][:count])
 
@@ -120,8 +163,12 @@ def main() -> None:
     results = Results(args.results, "formats", ("model", "format"))
     missing = [name for name in FORMATS if results.get(model=args.model, format=name) is None]
     with tempfile.TemporaryDirectory() as folder:
-        source = FOLDER if args.model == "smollm2" else Path(folder, "run")
-        held_out = language_reference(source) if args.model == "smollm2" else quickstart_run(source)[0]
+        source = Path(folder, "run")
+        if args.model == "quickstart":
+            held_out = quickstart_run(source)[0]
+        else:
+            source = FOLDER if args.model == "smollm2" else reorder(FOLDER, source)
+            held_out = language_reference(source)
         prompt = held_out[0]["input_ids"][:1, :16].tolist()
         for name in missing:
             exported = Path(folder, name)

@@ -129,7 +129,7 @@ def _try_int4(dtype: torch.dtype) -> None:
     except Exception as error:  # of any kernel
         raise ExportError(
             f"`format=int4` cannot be computed by torchao on `{device()}` with `dtype={str(dtype)[6:]}`: {error}. It "
-            "needs a GPU, bfloat16 and mslk (`pip install mslk`). Set `format=nf4` or `format=gguf-q4_1` for 4 bits "
+            "needs a GPU, bfloat16 and mslk (`pip install mslk`). Set `format=nf4` or `format=gguf-q4_m` for 4 bits "
             "elsewhere."
         ) from None
 
@@ -141,7 +141,7 @@ def _check_rows(model: nn.Module) -> None:
     if wrong is not None:
         raise ExportError(
             f"`format=nf4`: on the CPU bitsandbytes takes rows of a multiple of {NF4_BLOCK} weights, and `{wrong[0]}` "
-            f"has {wrong[1]}. Export on a GPU, or set `format=gguf-q4_1` for 4 bits."
+            f"has {wrong[1]}. Export on a GPU, or set `format=gguf-q4_m` for 4 bits."
         )
 
 

@@ -9,7 +9,9 @@ tensors under llama.cpp's names. The package has the names, the writer and the q
   rotates the first half of a head against the second. Their rows are interleaved accordingly.
 - **Kinds.** In a block format, 32 weights of a row share a scale (and a least value in q4_1 and q5_1). Vectors stay in
   fp32, rows that blocks do not divide in fp16. Embeddings and head have 8 bits in the formats with fewer: they are
-  read in every token, and llama.cpp too gives them more bits than the rest.
+  read in every token, and llama.cpp too gives them more bits than the rest. `q4_m` is q4_1 with more bits where they
+  count most: in the value projections, which are small where heads share them, and in the second matrix of the MLP.
+  llama.cpp's own mixes (`q4_k_m`) favour the same two.
 - **Tokenizer.** Byte-level BPE, with the name that llama.cpp has for the pattern that splits text into words.
 
 Models and tokenizers of other kinds are refused: they need llama.cpp's own converter.
@@ -30,8 +32,11 @@ KINDS = {
     "q5_1": "5 bits in blocks of 32, with a least value (gguf)",
     "q4_1": "4 bits in blocks of 32, with a least value (gguf)",
     "q4_0": "4 bits in blocks of 32 (gguf)",
+    "q4_m": "4 bits in blocks of 32, with a least value; 8 for value and 5 for down projections (gguf)",
 }
 """What the Python package can quantise. K-quants (`q4_k_m`, ...) it only reads."""
+MIXED = {"attn_v": "Q8_0", "ffn_down": "Q5_1"}
+"""What `q4_m` has in place of q4_1, by llama.cpp's names."""
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """`model_type` in transformers, and the name of the architecture in GGUF."""
 INTERLEAVED = ("llama",)
@@ -109,7 +114,7 @@ def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None
     config = model.config
     names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     writer = gguf.GGUFWriter(path, config.model_type)
-    _add_facts(writer, config, gguf.LlamaFileType["MOSTLY_" + kind.upper()], gguf.GGML_QUANT_VERSION)
+    _add_facts(writer, config, gguf.LlamaFileType["MOSTLY_" + _most(kind)], gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, tokenizer, path.parent, config)
     tensor_names = gguf.get_tensor_name_map(names[config.model_type], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -135,7 +140,13 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
         return "F32"
     if kind == "f16" or shape[-1] % 32:
         return "F16"
-    return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q8_0"
+    return MIXED.get(name.split(".")[-2], _most(kind)) if kind == "q4_m" else _most(kind)
+
+
+def _most(kind: str) -> str:
+    return "Q4_1" if kind == "q4_m" else kind.upper()
 
 
 def _add_facts(writer: Any, config: PreTrainedConfig, file_type: int, version: int) -> None:

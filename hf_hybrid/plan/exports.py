@@ -12,6 +12,8 @@ from hf_hybrid.plan.models import packed_bytes
 
 GGUF_BLOCKS = {"q8_0": 34, "q5_1": 24, "q4_1": 20, "q4_0": 18}
 """Bytes of 32 weights, with their scale and, in the formats that end in 1, their least value."""
+GGUF_MIX = {"v_proj": "q8_0", "down_proj": "q5_1"}
+"""The layers that are not q4_1 in q4_m."""
 
 
 def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
@@ -41,14 +43,18 @@ def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dic
     }
     large = {embedding.weight for embedding in (model.get_input_embeddings(), head) if embedding is not None}
 
-    def of_tensor(block: int, parameter: nn.Parameter) -> int:
+    def of_tensor(kind: str, name: str, parameter: nn.Parameter) -> int:
         if parameter.dim() == 1:
             return 4 * parameter.numel()
-        if parameter.shape[-1] % 32:
+        if kind == "f16" or parameter.shape[-1] % 32:
             return 2 * parameter.numel()
-        return parameter.numel() // 32 * (max(block, GGUF_BLOCKS["q8_0"]) if parameter in large else block)
+        if parameter in large:
+            kind = "q8_0"
+        elif kind == "q4_m":
+            kind = GGUF_MIX.get(name.split(".")[-2], "q4_1")
+        return parameter.numel() // 32 * GGUF_BLOCKS[kind]
 
-    blocks = {"f16": 64, **GGUF_BLOCKS}
+    kinds = ("f16", *GGUF_BLOCKS, "q4_m")
     return found | {
-        f"gguf-{kind}": sum(of_tensor(block, parameter) for parameter in parameters) for kind, block in blocks.items()
+        f"gguf-{kind}": sum(of_tensor(kind, *named) for named in model.named_parameters()) for kind in kinds
     }

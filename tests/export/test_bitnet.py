@@ -16,6 +16,7 @@ from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.bitnet import to_bitnet, trains_bitnet
 from hf_hybrid.export.formats import ExportError
+from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.plan.exports import exported_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,6 +71,28 @@ def test_all_phases_train_the_latent_weights(trained):
     assert summary["leaps_made"] and losses(trained)[-1] < losses(trained)[0] - 1
     latent = trained.model.model.layers[0].mlp.up_proj.weight
     assert len(latent.detach().unique()) > 100  # not three
+
+
+def test_a_leap_that_hurts_the_rounded_model_is_undone_in_the_latent_weights(tmp_path, monkeypatch):
+    leap, roll_back, before, undone = Trajectory.leap, Trajectory.roll_back, [], []
+
+    def far_uphill(trajectory, gain):
+        if trajectory.open.gain == 0:  # not moved yet
+            before.append([parameter.detach().clone() for parameter in trajectory.parameters])
+        trajectory.max_relative_norm = 1e3
+        return leap(trajectory, -5000 * gain)
+
+    def compared(trajectory):
+        moved = not all(map(torch.equal, trajectory.parameters, before[-1]))
+        roll_back(trajectory)
+        undone.append(moved and all(map(torch.equal, trajectory.parameters, before[-1])))
+
+    monkeypatch.setattr(Trajectory, "leap", far_uphill)
+    monkeypatch.setattr(Trajectory, "roll_back", compared)
+    summary = trainer_of(tmp_path / "out", probe_budget=1.0).hybrid_summary()
+    probed = [record for record in summary["leaps"] if record["verdict"] == "rejected"]
+    assert probed and all(record["loss_after"] > record["loss_before"] for record in probed)
+    assert undone and all(undone)
 
 
 def test_a_resumed_run_is_equal_to_the_last_bit(trained, tmp_path):

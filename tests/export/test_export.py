@@ -26,7 +26,7 @@ from transformers import (
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.main import main
-from hf_hybrid.export import exporter, formats, measure
+from hf_hybrid.export import exporter, formats, measure, source
 from hf_hybrid.export.formats import FORMATS, ExportError
 from hf_hybrid.plan.exports import exported_bytes
 
@@ -450,17 +450,17 @@ def test_weights_of_an_earlier_run_are_refused_until_others_are_saved(tmp_path):
     (tmp_path / "copied" / "hybrid_run.json").write_text("{")
     assert "`hybrid_run.json` is damaged" in refusal("copied")
     (tmp_path / "copied" / "hybrid_run.json").unlink()
-    exporter.export(tmp_path / "copied", tmp_path / "earlier", "gguf-q8_0")
-    exporter.export(tmp_path / "out" / "checkpoint-3", tmp_path / "checkpoint", "gguf-q8_0")
+    source.check_source(tmp_path / "copied")
+    source.check_source(tmp_path / "out" / "checkpoint-3")
     # Weights that were saved by other means are taken, and so are those of a run that ends with the same bytes.
     finished = trained(tmp_path / "out", **options)
     assert "is of an earlier run" in refusal()
     finished.model.save_pretrained(tmp_path / "out")
-    exporter.export(tmp_path / "out", tmp_path / "saved", "gguf-q8_0")
+    source.check_source(tmp_path / "out")
     again = trained(tmp_path / "out", **options)
     assert "is of an earlier run" in refusal()
     again.save_model()
-    exporter.export(tmp_path / "out", tmp_path / "again", "gguf-q8_0")
+    source.check_source(tmp_path / "out")
 
 
 @pytest.mark.parametrize("leaps", [True, False])
