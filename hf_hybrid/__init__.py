@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Direction": "hf_hybrid.leaps.directions.base",
+    "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
     "HybridDPOConfig": "hf_hybrid.integrations.trl",
@@ -28,7 +29,7 @@ _LAZY = {
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
     "plan_memory": "hf_hybrid.plan.planner",
 }
-# Without those that need TRL: `from hf_hybrid import *` works without it.
+# Without those that need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
     "Direction",
     "HybridArguments",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.grpo import HybridGRPOTrainer as HybridGRPOTrainer
     from hf_hybrid.integrations.grpo import HybridRLOOConfig as HybridRLOOConfig
     from hf_hybrid.integrations.grpo import HybridRLOOTrainer as HybridRLOOTrainer
+    from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
     from hf_hybrid.integrations.trl import HybridDPOConfig as HybridDPOConfig
     from hf_hybrid.integrations.trl import HybridDPOTrainer as HybridDPOTrainer
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig

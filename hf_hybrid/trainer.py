@@ -375,7 +375,7 @@ class HybridTrainerMixin(PublishingMixin):
         share_optimizer(self)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
-        self.log_file.begin(self.state.global_step)
+        self.log_file.begin(self.state.global_step, self.state.max_steps)
         if not leaps:
             self.plugins.call("on_train_begin", context)
             return

@@ -15,7 +15,7 @@ import hf_hybrid
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub")
 EXTRAS = {"peft": "peft", "bitsandbytes": "quantization", "torchao": "export", "gguf": "export", "trl": "trl"}
-EXTRAS |= {"matplotlib": "report", "deepspeed": None}
+EXTRAS |= {"matplotlib": "report", "optuna": "sweep", "deepspeed": None}
 """Packages that some options need, and the extra of `hf_hybrid` that installs each."""
 _SETTINGS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")

@@ -253,6 +253,11 @@ class CommandLine:
         self._from_file = {} if self.path is None else _read_yaml(self.path)
         self._variables = self._from_file.pop(ENVIRONMENT, None)
 
+    def from_file(self) -> dict[str, Any]:
+        """Return the options of the YAML file by name, as it has them, with the variables under `env`."""
+        options = {name.replace("-", "_"): value for name, value in self._from_file.items()}
+        return options if self._variables is None else {**options, ENVIRONMENT: self._variables}
+
     def set_environment(self) -> None:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
         variables, where = {} if self._variables is None else self._variables, f"`{ENVIRONMENT}` in `{self.path}`"

@@ -38,8 +38,8 @@ class LogFile:
     Appends to `hybrid_log.jsonl` in a run's output folder, from the first step on; docs/logging.md describes its lines.
 
     The file grows with the run, so that nothing else has to. Each line is handed to the system at once and a killed run
-    keeps it. A training begins with a line `{"step": S, "begun": true}`, where `S` is 0 for a new run and the step of
-    the checkpoint for a resumed one: lines above it that belong to later steps are superseded.
+    keeps it. A training begins with a line `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a new run
+    and the step of the checkpoint for a resumed one: lines above it that belong to later steps are superseded.
 
     A run without leaps shall leave the entries of plain `Trainer` in its output folder, which scripts count. Its file
     moves into the newest checkpoint when the training ends, and back when another training begins.
@@ -54,12 +54,12 @@ class LogFile:
         self.path = self.folder / LOG_NAME
         self._begun = self._has_failed = False
 
-    def begin(self, step: int) -> None:
-        """Begin a training that goes on from step `step`. Nothing is written before."""
+    def begin(self, step: int, max_steps: int) -> None:
+        """Begin a training that goes on from step `step` to `max_steps`. Nothing is written before."""
         self._begun, self.path = True, self.folder / LOG_NAME
         if self.writes:
             self._move(_log_in(self.folder), self.path)
-        self.add({"step": step, "begun": True})
+        self.add({"step": step, "begun": True, "max_steps": max_steps})
 
     def move_into_checkpoint(self) -> None:
         """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""

@@ -52,6 +52,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/mixed_precision.md": [("bf16=True", "bf16=True, use_cpu=True")],
     "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
+    "docs/sweeps.md": [("max_steps=200", "max_steps=20"), ("n_trials=10", "n_trials=2")],
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/exact_skips.md": [
@@ -103,6 +104,7 @@ def names_of(page: str, tiny: str) -> dict:
         "TINY": tiny,
         "QWEN_CONFIG": str(ROOT / "examples" / "model_configs" / "qwen2.5-7b.json"),
         "model": tiny_model(),
+        "model_init": lambda: tiny_model(),
         "dataset": ByteText(40),
         "train_dataset": ByteText(100),
         "eval_dataset": ByteText(8, offset=200),
@@ -202,7 +204,8 @@ def check_hf_hybrid(words: list[str], folder: Path) -> None:
         return build_parser(command).parse_args([command, *rest])
     (folder / "run.yaml").write_text("max_steps: 3\n")
     (folder / "hybrid_config.json").write_text('{"max_steps": 3}')
-    stand_in = {"run.yaml": "run.yaml", "out/gpt2/hybrid_config.json": "hybrid_config.json"}
+    stand_in = {"run.yaml": "run.yaml", "out/gpt2-sweep/best.yaml": "run.yaml"}
+    stand_in["out/gpt2/hybrid_config.json"] = "hybrid_config.json"
     line = options.CommandLine([str(folder / stand_in[word]) if word in stand_in else word for word in rest])
     assert line.values
 

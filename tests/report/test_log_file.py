@@ -18,7 +18,7 @@ def steps_of(folder):
 
 def log_of(folder, *, begun=0):
     log = LogFile(folder, writes=True)
-    log.begin(begun)
+    log.begin(begun, 20)
     return log
 
 
@@ -39,7 +39,7 @@ def test_a_new_run_supersedes_an_old_one(tmp_path):
 
 def test_only_the_first_process_writes_and_only_in_a_training(tmp_path):
     other = LogFile(tmp_path, writes=False)
-    other.begin(0)
+    other.begin(0, 20)
     LogFile(tmp_path, writes=True).add({"step": 0, "eval_loss": 1.0})
     assert not (tmp_path / LOG_NAME).exists()
 

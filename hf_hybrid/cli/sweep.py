@@ -1,0 +1,336 @@
+"""
+`hf-hybrid sweep`: try learning rates, and other options, and write the YAML of the best.
+
+Every trial is a `hf-hybrid train` with the same data and seeds; `cli/trials.py` runs them. What is tried follows two
+rules. The range of a single parameter becomes a grid of `--trials` values, evenly spaced, on a logarithmic scale where
+it spans a decade or more. The grid is searched, not walked through: see [`Parameter.next_value`]. The values of several
+parameters are proposed by Optuna's TPE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+import os
+import signal
+import sys
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_hybrid.cli.options import CommandLine, OptionError
+
+if TYPE_CHECKING:
+    import optuna
+
+PROGRAM = "hf-hybrid sweep"
+RESERVED = ("output_dir", "config", "resume_from_checkpoint", "num_processes", "accelerate_config")
+"""Options that are no parameters: the sweep sets the first three, and the others change no loss."""
+DECADE = 10.0
+"""A range whose ends are that far apart is tried on a logarithmic scale."""
+
+
+def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "sweep",
+        help=summary,
+        description=(
+            "Try learning rates, and other options of `train`. Each trial is a training with the same data and seeds; "
+            "it ends early when the forecast of its final loss says that it cannot win. The same command goes on with "
+            "an interrupted sweep. Ends with a table, sweep.png, and best.yaml for `hf-hybrid train --config`."
+        ),
+    )
+
+    def add(name: str, **options) -> None:
+        names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
+        parser.add_argument(*names, **options)
+
+    add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, as `train` takes it")
+    add("--learning_rate", metavar="VALUES", help="learning rates to try: a range, 1e-5..1e-2, or values, 1e-4,3e-4")
+    text = "another option of `train` to try, and its values: lora_r=8,32 or weight_decay=0..0.1; may be repeated"
+    add("--param", action="append", default=[], metavar="NAME=VALUES", help=text)
+    add("--trials", type=int, default=10, help="trials, those that end early included (default: 10)")
+    add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
+    add("--processes", type=int, default=1, help="trials at a time, which share the GPUs or cores (default: 1)")
+    text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.05)"
+    add("--threshold", type=float, default=0.05, help=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Run the trials and say which is the best.
+
+    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished; 130 after Ctrl-C.
+    """
+    try:
+        sweep = _Sweep(args)
+    except (OptionError, ValueError, ImportError) as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 2
+    return sweep.run()
+
+
+# What is tried.
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """
+    An option of `train` and its values: either `choices`, or numbers from `low` to `high`.
+
+    `name` is spelled with underscores. Numbers of an option that takes integers are integers.
+    """
+
+    name: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple = ()
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether values are spaced by ratio and not by difference."""
+        return not self.choices and self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
+
+    def distribution(self) -> optuna.distributions.BaseDistribution:
+        """Return it as Optuna wants it."""
+        from hf_hybrid.integrations.optuna import optuna
+
+        if self.choices:
+            return optuna.distributions.CategoricalDistribution(self.choices)
+        whole = isinstance(self.low, int)
+        kind = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
+        return kind(self.low, self.high, log=self.logarithmic)
+
+    def grid(self, count: int) -> list:
+        """`count` values over the range, in order; fewer if there are no more integers. Or all `choices`."""
+        if self.choices:
+            return list(self.choices)
+        shares = [index / max(count - 1, 1) for index in range(count)]
+        values = [self.low + (self.high - self.low) * share for share in shares]
+        if self.logarithmic:
+            values = [self.low * (self.high / self.low) ** share for share in shares]
+        if isinstance(self.low, int):
+            return list(dict.fromkeys(map(round, values)))
+        # Digits that a person would write, within the range.
+        return [min(max(float(f"{value:.3g}"), self.low), self.high) for value in values]
+
+    def next_value(self, count: int, ended: dict[Any, tuple], running: Collection) -> Any:
+        """
+        Return the value of the grid of `count` values to try next, `None` if no other can be the best.
+
+        The loss falls and rises once over a range. So no value can be the best that lies beyond one that is worse than
+        the best so far. Of the others the one is next that lies farthest from all that were tried and from the ends of
+        the range, which is bisection. If two are as far, it is the one on a side of the best where nothing was tried,
+        or where the neighbour was better, or the larger one. The middle is the first.
+
+        Args:
+            count (`int`): Values of the grid.
+            ended (`dict`): By value that was tried: how good it was, in order, the smallest is the best.
+            running (`Collection`): Values that are being tried.
+        """
+        grid, tried = self.grid(count), {*ended, *running}
+        left = [value for value in grid if value not in tried]
+        if self.choices or not tried:
+            return left[0 if self.choices else (len(left) - 1) // 2] if left else None
+        known = [value for value, standing in ended.items() if math.isfinite(standing[-1])]
+        best = min(known, key=ended.get, default=None)
+        below = max((value for value in ended if known and value < best), default=None)
+        above = min((value for value in ended if known and value > best), default=None)
+
+        def merit(value: Any) -> tuple:
+            place, taken = self._place(value, count), (-1, count, *(self._place(other, count) for other in tried))
+            distance = round(min(abs(place - other) for other in taken), 1)
+            neighbour = None if best is None else below if value < best else above
+            return distance, neighbour is None, [-part for part in ended.get(neighbour, ())], value
+
+        left = [value for value in left if (below is None or below < value) and (above is None or value < above)]
+        return max(left, key=merit, default=None)
+
+    def _place(self, value: float, count: int) -> float:
+        """Where a value stands between the numbers 0 and `count - 1` of the grid."""
+        scale = math.log if self.logarithmic else float
+        return (count - 1) * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+
+
+def read_parameter(name: str, values: str, config: str) -> Parameter:
+    """
+    Read `lo..hi` or `a,b,c`, as `train` would read each value with this `--config`.
+
+    Raises:
+        OptionError: If `train` has no such option, or refuses a value; if the range is empty or reversed.
+    """
+    name, told = name.replace("-", "_"), f"`{values}` for `{name}`"
+    if name in RESERVED:
+        raise OptionError(f"`{name}` cannot be swept. Set it in the file of `--config`, or leave it out.")
+    words = values.split("..") if ".." in values else values.split(",")
+    read = [_value(name, word.strip(), config) for word in words]
+    if len(read) < 2 or len(read) > 2 and ".." in values:
+        raise OptionError(
+            f"{told} is no range and no list. Write `lo..hi`, for example `1e-5..1e-2`, or two values or more with "
+            "commas. A single value belongs into the file of `--config`."
+        )
+    if ".." not in values:
+        if len(set(read)) < len(read):
+            raise OptionError(f"{told} names a value twice.")
+        return Parameter(name, choices=tuple(read))
+    low, high = read
+    if any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in read):
+        raise OptionError(f"{told} is a range, and the option takes words. List them with commas.")
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise OptionError(f"{told} must go from a number to a larger one, as in `1e-5..1e-2`.")
+    if name == "learning_rate" and low <= 0:
+        raise OptionError(f"{told} must begin above 0: learning rates are tried on a logarithmic scale.")
+    return Parameter(name, low, high)
+
+
+def _value(name: str, word: str, config: str) -> Any:
+    """Return a value as `train` reads it. Building all options checks it, also against the others."""
+    line = CommandLine(["--config", config, f"--{name}={word}"])
+    value = getattr(line.values, name)
+    line.options()
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+# The command.
+
+
+class _Sweep:
+    """The command line, checked; the base options of all trials; and the study."""
+
+    def __init__(self, args: argparse.Namespace):
+        from hf_hybrid.integrations.optuna import ForecastPruner  # says what to install
+
+        if args.trials < 1 or args.processes < 1:
+            raise OptionError(f"`--trials {args.trials}` and `--processes {args.processes}` must be 1 or more.")
+        line = CommandLine(["--config", args.config])
+        line.set_environment()
+        line.check_required()
+        self.parameters = self._read_parameters(args)
+        options = line.options()
+        if options.data.eval_dataset is None and options.data.eval_share == 0:
+            raise OptionError(
+                f"`eval_share: 0` in `{args.config}` leaves nothing to compare trials on. Leave it out, or name an "
+                "`eval_dataset`."
+            )
+        self.processes = args.processes
+        self.environments, share = _environments(args.processes, options.config)
+        self.given = line.from_file()
+        self.base = {**self.given, **share}
+        self.folder = Path(args.output or f"{options.config.output_dir}-sweep")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"`--output {self.folder}` cannot be made: {error.strerror}. Choose another.") from None
+        self.pruner = ForecastPruner(options.config, threshold=args.threshold)
+        self.count = args.trials
+        self.study: optuna.Study = self._open()
+
+    def _read_parameters(self, args: argparse.Namespace) -> list[Parameter]:
+        pairs = [] if args.learning_rate is None else [("learning_rate", args.learning_rate)]
+        for word in args.param:
+            name, equals, values = word.partition("=")
+            if not equals:
+                raise OptionError(f"`--param {word}` must be `NAME=VALUES`, for example `lora_r=8,32`.")
+            pairs.append((name, values))
+        found = [read_parameter(name, values, args.config) for name, values in pairs]
+        names = [parameter.name for parameter in found]
+        if not names:
+            raise OptionError("Nothing is tried. Give `--learning_rate 1e-5..1e-2`, or `--param NAME=VALUES`.")
+        if len(set(names)) < len(names):
+            raise OptionError(f"A parameter is given twice: {', '.join(names)}.")
+        return found
+
+    def _open(self) -> optuna.Study:
+        from filelock import FileLock
+
+        from hf_hybrid.cli.trials import open_study
+
+        tried = {"options": self.given, "parameters": [str(parameter) for parameter in self.parameters]}
+        with FileLock(self.folder / "sweep.lock"):
+            study = open_study(self.folder, self.pruner)
+            before = study.user_attrs.get("tried")
+            if before is None:
+                study.set_user_attr("tried", tried)
+            elif before != tried:
+                raise OptionError(
+                    f"`{self.folder}` holds a sweep with other options or other values, and their losses cannot be "
+                    "compared. Name another folder with `--output`."
+                )
+        return study
+
+    def _propose(self, trials: list) -> dict[str, Any] | None:
+        """Return the values of the next trial: none, for TPE to choose them; `None` where no other can be the best."""
+        if len(self.parameters) > 1:
+            return {}
+        [parameter] = self.parameters
+        found = [(trial.params[parameter.name], self.pruner.standing(self.study, trial)) for trial in trials]
+        ended = {value: standing for value, standing in found if standing is not None}
+        value = parameter.next_value(self.count, ended, [value for value, standing in found if standing is None])
+        return None if value is None else {parameter.name: value}
+
+    def run(self) -> int:
+        """Run what is left of the sweep. Returns the exit status."""
+        from hf_hybrid.cli.trials import Trials, best_trial
+
+        trials = Trials(
+            self.folder,
+            self.study,
+            count=self.count,
+            base=self.base,
+            distributions={parameter.name: parameter.distribution() for parameter in self.parameters},
+            propose=self._propose,
+            tell=_tell,
+        )
+        with ThreadPoolExecutor(self.processes) as pool:
+            futures = [pool.submit(trials.work, environment) for environment in self.environments]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except KeyboardInterrupt:
+                _tell("Interrupted. The same command goes on.")
+                return 128 + signal.SIGINT
+            finally:
+                trials.stopping.set()  # after an error, too: the other threads end their trials
+        from hf_hybrid.cli.sweep_results import table, write_best, write_plot
+
+        sys.stdout.write(table(self.study))
+        best = best_trial(self.study)
+        if best is None:
+            sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{self.folder}/trial-*` says why.\n")
+            return 1
+        written = [write_best(self.folder, {**self.base, **best.params}), *write_plot(self.folder, self.study)]
+        sys.stdout.write(f"Written: {', '.join(map(str, written))}\n")
+        return 0
+
+
+def _environments(processes: int, config: Any) -> tuple[list[dict[str, str]], dict[str, int]]:
+    """
+    The environment variables of each of the trials that run at a time, and the options that all trials get with them.
+
+    A single trial has all that a training without a sweep has. Several share the GPUs evenly; without GPUs, the cores.
+    """
+    if processes == 1:
+        return [{}], {}
+    import torch
+
+    gpus = 0 if config.use_cpu else torch.cuda.device_count()
+    if gpus == 0:
+        threads = max((os.cpu_count() or 1) // processes, 1)
+        return [{"OMP_NUM_THREADS": str(threads)}] * processes, {}
+    share = gpus // processes
+    if share == 0:
+        raise OptionError(f"`--processes {processes}` is more than the {gpus} GPUs of this machine.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    parts = [visible[index * share : (index + 1) * share] for index in range(processes)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts], {"num_processes": share}
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

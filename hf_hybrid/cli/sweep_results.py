@@ -1,0 +1,104 @@
+"""What a sweep found: a table for the terminal, a plot, and the options of the best trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_hybrid.cli.trials import best_trial, outcome_text, trial_steps
+from hf_hybrid.integrations.optuna import TrialState, optuna
+from hf_hybrid.report.plots import KEPT, LOST, PALETTE, draw, plots_available
+
+HEADINGS = ("trial", "steps", "outcome")
+UNFINISHED = (2, math.inf)
+"""Behind all that ended."""
+MOST_CURVES = 40
+"""More trials than that make a plot of curves unreadable; the best are shown."""
+
+
+def table(study: optuna.Study) -> str:
+    """One line per trial, the best first, and how many of the steps of full trials were made."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
+    best = best_trial(study)
+    names = sorted({name for trial in trials for name in trial.params})
+    rows = [(HEADINGS[0], *names, *HEADINGS[1:])]
+    for trial in sorted(trials, key=lambda trial: study.pruner.standing(study, trial) or UNFINISHED):
+        made, whole = trial_steps(trial)
+        values = [_number(trial.params.get(name, "-")) for name in names]
+        outcome = outcome_text(study, trial) + ("  <- best" if trial is best else "")
+        rows.append((str(trial.number), *values, f"{made:,}/{whole:,}", outcome))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
+    made, whole = (sum(column) for column in zip(*map(trial_steps, trials)))
+    share = f" ({made / whole:.0%})" if whole else ""
+    return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} of {whole:,} steps{share}.\n"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def write_best(folder: Path, options: dict[str, Any]) -> Path:
+    """Write the options of the best trial, for `hf-hybrid train --config`."""
+    path = folder / "best.yaml"
+    path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def write_plot(folder: Path, study: optuna.Study) -> Iterator[Path]:
+    """Draw the sweep, if matplotlib is installed. Yields the file that was written."""
+    if plots_available() and draw("sweep", "Sweep", "Final loss by parameter, and the curves of all trials.",
+                                  lambda figure: _paint(figure, study), folder):  # fmt: skip
+        yield folder / "sweep.png"
+
+
+def _paint(figure, study: optuna.Study) -> None:
+    """Left: where trials ended, or would have, by the first parameter that is a number. Right: their losses."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.intermediate_values]
+    best = best_trial(study)
+    numbers = [name for name, kind in best.distributions.items() if hasattr(kind, "low")]
+    left, right = figure.subplots(1, 2)
+    if numbers:
+        _paint_ends(left, study, numbers[0])
+    else:
+        figure.delaxes(left)
+    for trial in sorted(trials, key=lambda trial: study.pruner.standing(study, trial) or UNFINISHED)[:MOST_CURVES]:
+        steps, losses = zip(*sorted(trial.intermediate_values.items()))
+        if trial.number == best.number:
+            right.plot(steps, losses, color=KEPT, linewidth=1.6, zorder=3)
+        else:
+            right.plot(
+                steps, losses, color=PALETTE["real" if trial.state == TrialState.COMPLETE else "muted"], linewidth=0.7
+            )
+        if trial.state == TrialState.PRUNED:
+            right.plot(steps[-1], losses[-1], "x", color=LOST, markersize=4)
+    right.set_title("Training loss, by step")
+    right.set_xlabel("step")
+    right.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _paint_ends(axis, study: optuna.Study, name: str) -> None:
+    best = best_trial(study)
+    whole = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    axis.plot(best.params[name], best.value, "o", color=KEPT, markersize=8, fillstyle="none", label="best")
+    values = [(trial.params[name], trial.value) for trial in whole]
+    axis.plot(*zip(*values), "o", color=PALETTE["real"], markersize=4, label="held-out loss at the end")
+    ended = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+    found = [
+        (trial.params[name], end) for trial in ended if (end := study.pruner.expected_end(study, trial)) is not None
+    ]
+    if found:
+        values, middles = [value for value, _ in found], [median for _, (_, median, _) in found]
+        spans = [[mid - low for _, (low, mid, _) in found], [high - mid for _, (_, mid, high) in found]]
+        label = "ended early: forecast of the training loss"
+        axis.errorbar(values, middles, yerr=spans, fmt="x", color=LOST, markersize=4, elinewidth=0.7, label=label)
+    if best.distributions[name].log:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel(name)
+    axis.set_title("Loss at the end")
+    axis.legend()

@@ -1,0 +1,249 @@
+"""
+The trials of a sweep: which one is next, its process, and what becomes of it.
+
+All that a sweep knows is in its folder, so that it survives a `kill -9` and several processes may work on it:
+
+| file | what it holds |
+|---|---|
+| `sweep.db` | Optuna's study: parameters, losses and outcome of each trial |
+| `trial-007/` | `output_dir` of a trial, with its `trial.yaml`, its log and what it printed, `output.txt` |
+| `trial-007.lock` | is held, in the system's sense, by whoever works on that trial |
+| `sweep.lock` | is held by who chooses the next trial |
+
+A trial goes through the study's states once. It is *running* from the moment that it is chosen; then *complete*,
+*pruned* or *failed*. The system releases the lock of a process that dies, however it dies. So a trial that is running
+and not locked was interrupted: it is taken up before a new one is chosen, from its last checkpoint if it has one. It
+stays the same trial, so that it is never counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from hf_hybrid.cli.options import ENVIRONMENT
+from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
+from hf_hybrid.manifest import last_checkpoint
+from hf_hybrid.report.run_folder import read_log
+
+PROCESS = (sys.executable, "-m", "hf_hybrid.cli.trial")
+POLL_SECONDS = 0.5
+"""Between two looks at the losses of a trial."""
+REASON = "reason"
+"""User attribute of a trial: why it was ended or failed."""
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+class Trials:
+    """
+    The trials of one sweep.
+
+    Args:
+        folder (`Path`): Of the sweep; it exists.
+        study (`optuna.Study`): From [`open_study`].
+        count (`int`): No more trials than that.
+        base (`dict`): The options of all trials, by name.
+        distributions (`dict`): Of the parameters, by name.
+        propose (`Callable`): Returns the values of the next trial from those before it, as far as they are decided;
+            `None` where no other is worth trying.
+        tell (`Callable`): Takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        study: optuna.Study,
+        *,
+        count: int,
+        base: dict[str, Any],
+        distributions: dict[str, Any],
+        propose: Callable[[list[FrozenTrial]], dict[str, Any] | None],
+        tell: Callable[[str], None],
+    ):
+        self.folder, self.study, self.count, self.tell = folder, study, count, tell
+        self.base, self.distributions, self.propose = base, distributions, propose
+        self.stopping = threading.Event()
+
+    def work(self, environment: dict[str, str]) -> None:
+        """Run trials, one after the other, while there is one to choose, with `environment` for their processes."""
+        while not self.stopping.is_set() and (taken := self._take()) is not None:
+            trial, lock = taken
+            with lock:
+                self._run(trial, environment)
+
+    def _take(self) -> tuple[optuna.Trial, FileLock] | None:
+        """Choose a trial that was interrupted, or else a new one. Returns it with its lock, which is held."""
+        with FileLock(self.folder / "sweep.lock"):
+            trials = self.study.get_trials(deepcopy=False)
+            for found in trials:
+                if found.state == TrialState.RUNNING and (lock := self._lock(found.number)) is not None:
+                    self.tell(f"trial {found.number} was interrupted and goes on")
+                    # Optuna has no public way to go on with a trial that another process asked for.
+                    trial = optuna.Trial(self.study, found._trial_id)
+                    for name, distribution in self.distributions.items():
+                        trial._suggest(name, distribution)  # changes nothing unless it died while it was asking
+                    return trial, lock
+            begun = [found for found in trials if found.state != TrialState.WAITING]
+            if len(begun) >= self.count:
+                return None
+            if len(begun) == len(trials):  # else a process died between the next two calls
+                proposal = self.propose(begun)
+                if proposal is None:
+                    return None
+                self.study.enqueue_trial(proposal)
+            # A proposal depends on the trials that there are, not on the process that asks.
+            self.study.sampler = optuna.samplers.TPESampler(seed=len(begun))
+            trial = self.study.ask(self.distributions)
+            shutil.rmtree(self._folder(trial.number), ignore_errors=True)  # of a sweep that was here before
+            return trial, self._lock(trial.number)
+
+    def _lock(self, number: int) -> FileLock | None:
+        lock = FileLock(self.folder / f"{self._folder(number).name}.lock", timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
+        return lock
+
+    def _folder(self, number: int) -> Path:
+        return self.folder / f"trial-{number:03d}"
+
+    # One trial.
+
+    def _run(self, trial: optuna.Trial, environment: dict[str, str]) -> None:
+        """Train in a process of its own, and follow its losses until it ends or cannot win."""
+        folder = self._folder(trial.number)
+        results = folder / "eval_results.json"
+        if not results.exists():  # else the sweep died between the trial's end and its own note of it
+            process = self._start(trial, folder, environment)
+            try:
+                pruned = self._follow(trial, process, folder)
+            finally:
+                process.stdin.close()  # which ends the process
+                process.wait()
+            if self.stopping.is_set():
+                return  # the trial is left as interrupted
+            if pruned:
+                self._end(trial, TrialState.PRUNED)
+                return
+            if process.returncode != 0 or not results.exists():
+                self._end(trial, TrialState.FAIL, reason=_last_line(folder / "output.txt"))
+                if not any(MAX_STEPS in other.user_attrs for other in self.study.get_trials(deepcopy=False)):
+                    self.stopping.set()  # no trial ever began, and the next ones would fail as this one did
+                return
+        loss = json.loads(results.read_text(encoding="utf-8"))["eval_loss"]
+        if math.isfinite(loss):
+            self._end(trial, TrialState.COMPLETE, loss)
+        else:
+            self._end(trial, TrialState.PRUNED, reason="diverged")
+
+    def _start(self, trial: optuna.Trial, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+        folder.mkdir(exist_ok=True)
+        values = {"logging_steps": 0.01, **self.base, **trial.params, "output_dir": str(folder)}
+        if environment:
+            values[ENVIRONMENT] = {**(self.base.get(ENVIRONMENT) or {}), **environment}
+        (folder / "trial.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        words = ["--config", str(folder / "trial.yaml")]
+        if last_checkpoint(folder) is not None:
+            words += ["--resume_from_checkpoint", "true"]
+        with (folder / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                [*PROCESS, *words],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then ends its trials
+            )
+
+    def _follow(self, trial: optuna.Trial, process: subprocess.Popen, folder: Path) -> bool:
+        """Report the losses to the study as they come. Returns whether the trial cannot win, once that is known."""
+        reported = self.study.get_trials(deepcopy=False)[trial.number].last_step or 0
+        ended = False
+        while not (ended or self.stopping.is_set()):
+            ended = process.poll() is not None  # before the losses are read, so that none is missed
+            for line in read_log(folder, only=("step", MAX_STEPS, "loss")):
+                if MAX_STEPS in line and MAX_STEPS not in trial.user_attrs:
+                    trial.set_user_attr(MAX_STEPS, line[MAX_STEPS])
+                if "loss" in line and line["step"] > reported:
+                    reported = line["step"]
+                    trial.report(math.nan if line["loss"] is None else line["loss"], reported)  # of JSON
+            if not ended:
+                if trial.should_prune():
+                    return True
+                self.stopping.wait(POLL_SECONDS)
+        return False
+
+    def _end(self, trial: optuna.Trial, state: TrialState, loss: float | None = None, reason: str = "") -> None:
+        if reason:
+            trial.set_user_attr(REASON, reason)
+        self.study.tell(trial.number, loss, state)
+        ended = self.study.get_trials(deepcopy=False)[trial.number]
+        made, whole = trial_steps(ended)
+        outcome = outcome_text(self.study, ended)
+        self.tell(f"trial {ended.number}, {parameters_text(ended)}, step {made:,} of {whole:,}: {outcome}")
+        best = best_trial(self.study)
+        for other in self.study.get_trials(deepcopy=False, states=ENDED):
+            _drop_weights(self._folder(other.number), model=other.number != best.number if best else True)
+
+
+def open_study(folder: Path, pruner: ForecastPruner) -> optuna.Study:
+    """The study in the folder of a sweep, which is made if it does not exist."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = f"sqlite:///{(folder / 'sweep.db').absolute()}"
+    return optuna.create_study(storage=storage, study_name="sweep", pruner=pruner, load_if_exists=True)
+
+
+def best_trial(study: optuna.Study) -> FrozenTrial | None:
+    """The finished trial with the lowest held-out loss."""
+    return min(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)), key=lambda t: t.value, default=None)
+
+
+def parameters_text(trial: FrozenTrial) -> str:
+    """`learning_rate=0.001 lora_r=8`"""
+    return " ".join(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
+                    for name, value in trial.params.items())  # fmt: skip
+
+
+def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
+    """The optimizer steps that a trial made, and those that it would have made; 0 if it never began."""
+    whole = trial.user_attrs.get(MAX_STEPS, 0)
+    return whole if trial.state == TrialState.COMPLETE else trial.last_step or 0, whole
+
+
+def outcome_text(study: optuna.Study, trial: FrozenTrial) -> str:
+    """What became of a trial, as a few words."""
+    if trial.state == TrialState.COMPLETE:
+        return f"held-out loss {trial.value:.4f}"
+    if trial.state == TrialState.FAIL:
+        return f"failed: {trial.user_attrs.get(REASON)}"
+    if trial.state == TrialState.PRUNED:
+        found = study.pruner.expected_end(study, trial)
+        if found is None:
+            return "diverged"
+        low, median, high = found
+        return f"ended early; training loss would end at {median:.3f} ({low:.3f} to {high:.3f})"
+    return "unfinished"
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def _drop_weights(folder: Path, *, model: bool) -> None:
+    """Delete the checkpoints of a trial that ended, and its model too unless it is the best one."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    for path in [path for pattern in WEIGHTS for path in folder.glob(pattern)] if model else []:
+        path.unlink(missing_ok=True)

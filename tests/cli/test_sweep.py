@@ -1,0 +1,281 @@
+"""
+`hf-hybrid sweep`: what it tries, what becomes of its trials, and that it survives its end.
+
+Most tests put a process in the place of `hf-hybrid train` that writes a log as a training would, in no time. The best
+rate of this made-up training is 1.5e-3.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import psutil
+import pytest
+import yaml
+from optuna.trial import TrialState
+
+from hf_hybrid.cli import trials
+from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import CommandLine
+from hf_hybrid.cli.sweep import Parameter, read_parameter
+from hf_hybrid.integrations import optuna as pruner
+from hf_hybrid.world_model.final_loss import FinalLoss
+
+STEPS = 20
+TRAINING = """
+import json, math, os, pathlib, re, sys, threading, time
+text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
+folder = pathlib.Path(re.search("^output_dir: (.*)$", text, re.M)[1])
+rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+if rate == 666:
+    sys.exit("it does not work")
+print(sys.argv)
+end = 2 + math.log10(rate / 1.5e-3) ** 2
+with (folder / "hybrid_log.jsonl").open("a") as log:
+    for step in range(21):
+        loss = end if rate < 1 else math.nan
+        note = {"step": step, "loss": loss} if step else {"step": 0, "begun": True, "max_steps": 20}
+        log.write(json.dumps(note).replace("NaN", "null") + "\\n")
+        log.flush()
+        if step == 5:
+            time.sleep(1 if end > 2.5 or rate > 1 else 0.05)  # long enough to be ended
+(folder / "model.safetensors").write_text("weights")
+(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end}))
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    run = {"model": "m", "dataset": "d.txt", "max_steps": STEPS, "use_cpu": True, "output_dir": str(tmp_path / "out"),
+           "report_to": "none", "lr-scheduler-type": "cosine"}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """Trials train in no time, and what a trial forecasts is its last loss."""
+    (tmp_path / "training.py").write_text(TRAINING)
+    monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(tmp_path / "training.py")))
+    monkeypatch.setattr(trials, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(
+        pruner,
+        "forecast_final_loss",
+        lambda steps, losses, *more: around(losses[-1]),
+    )
+
+
+def around(loss):
+    return FinalLoss(loss, loss - 0.1, loss + 0.1, weights=(1.0,), means=(loss,), deviations=(0.06,))
+
+
+def start(config, *words):
+    return main(["sweep", "--config", str(config), *words])
+
+
+def study_in(folder):
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder}/sweep.db")
+
+
+# What is tried.
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ([], "Nothing is tried. Give `--learning_rate 1e-5..1e-2`"),
+    (["--learning_rate", "1e-2..1e-5"], "`1e-2..1e-5` for `learning_rate` must go from a number to a larger one"),
+    (["--learning_rate", "0..1e-2"], "must begin above 0"),
+    (["--learning_rate", "1e-3"], "is no range and no list"),
+    (["--learning_rate", "1..2..3"], "is no range and no list"),
+    (["--learning_rate", "a..1"], "invalid float value: 'a'"),
+    (["--learning_rate", "1e-3,1e-3"], "names a value twice"),
+    (["--learning_rate", "1e-4..1e-2", "--param", "learning-rate=1,2"], "A parameter is given twice: learning_rate"),
+    (["--param", "learning_rate"], "`--param learning_rate` must be `NAME=VALUES`"),
+    (["--param", "lora_rr=1,2"], "`--lora_rr` is no option. Did you mean `--lora_r`?"),
+    (["--param", "lora_r=0,2"], "`lora_r` must be at least 1, got 0"),
+    (["--param", "optim=sgd..adamw_torch"], "is a range, and the option takes words"),
+    (["--param", "output_dir=a,b"], "`output_dir` cannot be swept"),
+    (["--learning_rate", "1e-4..1e-2", "--trials", "0"], "`--trials 0` and `--processes 1` must be 1 or more"),
+    (["--learning_rate", "1e-4..1e-2", "--threshold", "0.7"], "`threshold=0.7` must be at least 0 and below 0.5"),
+])  # fmt: skip
+def test_what_cannot_be_tried_is_refused(config, capsys, words, sentence):
+    assert start(config, *words) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("hf-hybrid sweep: error: ")
+    assert not list(config.parent.glob("out-sweep/trial-*"))
+
+
+def test_without_optuna_or_held_out_data_there_is_no_sweep(config, capsys, monkeypatch):
+    config.write_text(config.read_text() + "eval_share: 0\n")
+    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
+    assert "`eval_share: 0`" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.optuna")
+    assert start(config, "--learning_rate", "1e-4..1e-2") == 2
+    said = capsys.readouterr().err
+    assert "need Optuna, which cannot be imported here" in said and 'pip install "hf-hybrid[sweep]"' in said
+
+
+def test_a_grid_covers_its_range():
+    rates = Parameter("learning_rate", 1e-5, 1e-2)
+    assert rates.grid(4) == [1e-5, 1e-4, 1e-3, 1e-2] and rates.distribution().log
+    assert Parameter("weight_decay", 0.0, 0.1).grid(3) == [0.0, 0.05, 0.1]
+    assert Parameter("lora_r", 2, 4).grid(9) == [2, 3, 4]
+    assert Parameter("optim", choices=("sgd", "lion")).grid(9) == ["sgd", "lion"]
+
+
+@pytest.mark.parametrize("best", range(10))
+def test_the_search_of_a_grid_finds_the_best_value_without_trying_all(best):
+    rates = Parameter("learning_rate", 1e-5, 1e-2)
+    grid, ended = rates.grid(10), {}
+    while (value := rates.next_value(10, ended, ())) is not None:
+        ended[value] = (0, abs(grid.index(value) - best - 0.1))
+    assert min(ended, key=ended.get) == grid[best] and 4 <= len(ended) <= 6
+
+
+def test_the_search_goes_where_the_better_neighbour_is_and_spreads_what_runs_at_a_time():
+    rates = Parameter("learning_rate", 1e-5, 1e-1)
+    low, left, middle, right, high = rates.grid(5)
+    assert rates.next_value(5, {}, ()) == middle and rates.next_value(5, {}, [high]) == middle
+    tried = {middle: (0, 2.0), low: (1, 4.0), high: (1, 5.0)}
+    assert rates.next_value(5, tried, ()) == left and rates.next_value(5, tried, [left]) == right
+    assert rates.next_value(5, tried | {left: (0, 1.0)}, ()) is None  # right lies beyond the middle, which is worse
+    diverged = {high: (1, float("inf")), right: (1, float("inf"))}
+    assert rates.next_value(5, diverged, ()) == left
+    assert Parameter("optim", choices=("a", "b")).next_value(2, {"a": (0, 1.0)}, ["b"]) is None
+
+
+def test_values_are_read_as_train_reads_them(config):
+    assert read_parameter("weight-decay", "0..0.1", str(config)) == Parameter("weight_decay", 0.0, 0.1)
+    assert read_parameter("lora_r", "4..64", str(config)) == Parameter("lora_r", 4, 64)
+    assert read_parameter("enable_predict", "true, false", str(config)).choices == (True, False)
+    assert read_parameter("lr_scheduler_type", "linear,cosine", str(config)).choices == ("linear", "cosine")
+
+
+# What becomes of the trials.
+
+
+def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, capsys):
+    assert start(config, "--learning_rate", "1e-5..10", "--trials", "7") == 0
+    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+    states = {trial.params["learning_rate"]: trial.state for trial in study_in(folder).trials}
+    assert states == {0.01: TrialState.COMPLETE, 1.0: TrialState.PRUNED, 1e-4: TrialState.PRUNED,
+                      1e-3: TrialState.COMPLETE}  # fmt: skip
+    assert re.search(r"^ *\d +0.001  20/20  held-out loss 2.0310  <- best$", said, flags=re.M)
+    assert "diverged" in said and "ended early; training loss would end at 3.383 (3.283 to 3.483)" in said
+    best = CommandLine(["--config", str(folder / "best.yaml")]).options().config
+    assert (best.learning_rate, best.lr_scheduler_type, best.max_steps) == (1e-3, "cosine", STEPS)
+    assert best.output_dir == str(config.parent / "out") and best.logging_steps == 500
+    assert (folder / "sweep.png").stat().st_size > 10_000
+    assert len(list(folder.glob("trial-*/model.safetensors"))) == 1  # the best one's
+
+
+def test_several_parameters_are_tried_together_and_more_trials_go_on(config, made_up, capsys):
+    words = ["--learning_rate", "9e-4..1.1e-3", "--param", "lora_r=4,8", "--trials"]
+    assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
+    found = [trial.params for trial in study_in(config.parent / "out-sweep").trials]
+    assert len(found) == 3 and all(9e-4 <= p["learning_rate"] <= 1.1e-3 and p["lora_r"] in (4, 8) for p in found)
+    assert len({params["learning_rate"] for params in found}) == 3
+    written = yaml.safe_load((config.parent / "out-sweep" / "best.yaml").read_text())
+    assert {name: written[name] for name in found[0]} in found
+
+
+def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, capsys):
+    words = ["--learning_rate", "1e-3,1.5e-3", "--trials"]
+    assert start(config, *words, "2") == 0
+    before = [trial.datetime_complete for trial in study_in(config.parent / "out-sweep").trials]
+    assert start(config, *words, "2") == 0
+    assert [trial.datetime_complete for trial in study_in(config.parent / "out-sweep").trials] == before
+    capsys.readouterr()
+    assert start(config, "--learning_rate", "1e-3,2e-3") == 2
+    assert "holds a sweep with other options or other values" in capsys.readouterr().err
+
+
+def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch):
+    words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
+    assert start(config, *words) == 0
+    folder = config.parent / "out-sweep"
+    # As a process leaves it that is killed in the second trial.
+    begun = study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
+    (folder / "trial-002").mkdir()
+    monkeypatch.setattr(trials, "last_checkpoint", lambda folder: "checkpoint-5" if "002" in str(folder) else None)
+    capsys.readouterr()
+    assert start(config, *words) == 0
+    assert f"trial {begun.number} was interrupted and goes on" in capsys.readouterr().out
+    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 3
+    assert "'--resume_from_checkpoint', 'true'" in (folder / "trial-002" / "output.txt").read_text()
+    assert "--resume_from_checkpoint" not in (folder / "trial-001" / "output.txt").read_text()
+
+
+def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
+    words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
+    folder = config.parent / "out-sweep"
+    assert start(config, *words) == 0
+    begun = study_in(folder).ask()
+    with trials.FileLock(folder / f"trial-{begun.number:03d}.lock"):
+        assert start(config, *words) == 0
+    assert study_in(folder).trials[begun.number].state == TrialState.RUNNING
+
+
+def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
+    assert start(config, "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4", "--processes", "2") == 0
+    found = study_in(config.parent / "out-sweep").trials
+    assert sorted(trial.params["learning_rate"] for trial in found) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3]
+    assert {trial.state for trial in found} == {TrialState.COMPLETE}
+    written = yaml.safe_load((config.parent / "out-sweep" / "trial-000" / "trial.yaml").read_text())
+    assert int(written["env"]["OMP_NUM_THREADS"]) >= 1
+
+
+def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys):
+    assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
+    said = capsys.readouterr()
+    assert "failed: it does not work" in said.out and "no trial finished" in said.err
+    assert len([t for t in study_in(config.parent / "out-sweep").trials if t.state == TrialState.FAIL]) == 1
+
+
+# Real trainings.
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
+    from test_cli import TEXTS, byte_tokenizer
+    from transformers import LlamaConfig
+
+    byte_tokenizer(eos_token="<|end|>").save_pretrained(tmp_path / "model")
+    LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=256, pad_token_id=256,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    (tmp_path / "text.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
+    run = {"model": str(tmp_path / "model"), "dataset": str(tmp_path / "text.txt"), "sequence_length": 32,
+           "max_steps": 200, "save_steps": 20, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+           "dataloader_pin_memory": False, "output_dir": str(tmp_path / "out")}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    words = ["--learning_rate", "1e-3,2e-3", "--trials", "2", "--threshold", "0"]
+    command = [sys.executable, "-m", "hf_hybrid", "sweep", "--config", str(tmp_path / "run.yaml"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    folder = tmp_path / "out-sweep"
+
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(list(folder.glob("trial-001/checkpoint-*"))) < 2:  # the first one is whole
+        assert killed.poll() is None
+        time.sleep(0.2)
+    training = psutil.Process(killed.pid).children()
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert len(training) == 1 and not psutil.wait_procs(training, timeout=20)[1]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "trial 1 was interrupted and goes on" in done.stdout and "2 trials made 400 of 400 steps" in done.stdout
+    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 2
+    log = [json.loads(line) for line in (folder / "trial-001" / "hybrid_log.jsonl").read_text().splitlines()]
+    assert [line["step"] > 0 for line in log if "begun" in line] == [False, True]  # from its checkpoint
+    best = CommandLine(["--config", str(folder / "best.yaml")]).options().config
+    assert best.learning_rate in (1e-3, 2e-3)
