@@ -8,10 +8,10 @@ What each low-bit format costs: held-out loss, bytes and speed of a model and of
 `quickstart` is the model of examples/01_quickstart.py after its 300 steps, measured on the sources that it held out.
 `smollm2` is SmolLM2-135M-Instruct, measured on Python's language reference. Its weights come from a GGUF file in the
 format q4_1 (see benchmarks/speedup/pretrained.py), so that `gguf-q4_1` finds them on its own grid and changes nothing:
-that line says nothing about other models. Few steps of fine-tuning would hardly change that, because a step of the grid
-is hundreds of times what AdamW moves a weight by in one step. So `reordered` is the same model with its channels in
-another order. It computes the same function with the same weights, but a block of 32 neighbours then has weights from
-32 blocks of the file, whose grids differ, as in a model that was never quantised.
+that line says nothing about other models. Some steps of fine-tuning would hardly change that: two values of the grid
+are about 0.05 apart, a thousand times what AdamW moves a weight by in a step at 5e-5. So `reordered` is the same model
+with its channels in another order. It computes the same function with the same weights, but a block of 32 neighbours
+then has weights from 32 blocks of the file, whose grids differ, as in a model that was never quantised.
 
 Each format is exported and measured beside the original by `hf_hybrid.export`. Then a fresh process loads the export
 and generates tokens, and the model that was quantised in memory generates its own.
