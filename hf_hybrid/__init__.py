@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Direction": "hf_hybrid.leaps.directions.base",
+    "ForecastCallback": "hf_hybrid.report.forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
@@ -32,6 +33,7 @@ _LAZY = {
 # Without those that need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
     "Direction",
+    "ForecastCallback",
     "HybridArguments",
     "HybridConfig",
     "HybridSummary",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from hf_hybrid.phases import Phase, PhasePlugin
     from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.recovery import UnrecoveredMemoryError
+    from hf_hybrid.report.forecast import ForecastCallback
     from hf_hybrid.report.profiler import MemoryProfilerCallback
     from hf_hybrid.report.summary import HybridSummary
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin

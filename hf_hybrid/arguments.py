@@ -288,6 +288,14 @@ class HybridArguments:
         10, "Steps in a row with a loss or gradient that is not finite, after which training is aborted.", at_least=1
     )
 
+    forecast: bool = option(
+        True,
+        "Forecast the final training loss from 5%% of the run on, with a 90%% interval: in the log, behind the "
+        "progress bar and in the report. Training is not changed. Needs enable_predict=True; ForecastCallback "
+        "does it in any Trainer.",
+        group="Forecast",
+    )
+
     def __post_init__(self):
         for name, hint in get_type_hints(HybridArguments).items():
             setattr(self, name, as_declared(name, getattr(self, name), hint))

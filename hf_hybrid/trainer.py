@@ -44,6 +44,7 @@ from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
+from hf_hybrid.report.forecast import RunForecast
 from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.report.progress import install_progress, memory_in_use
 from hf_hybrid.report.provenance import shareable
@@ -163,7 +164,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory = NoLeaps(), Resident()
-        self.plugins = PluginList()
+        self.plugins, self.forecast = PluginList(), RunForecast()
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
@@ -234,11 +235,13 @@ class HybridTrainerMixin(PublishingMixin):
         `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
         `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
         made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
-        time that memory ran out; `resumed` says what a checkpoint brought back and what it did not, and is `None` for a
+        time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`), or
+        `None`; `resumed` says what a checkpoint brought back and what it did not, and is `None` for a
         run that began anew.
         """
         events = list(self.recovery.events)
         found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}
+        found["forecast"] = self.forecast.summary()
         return HybridSummary({**self.run.summary(), **found})
 
     def memory_summary(self) -> dict:
@@ -265,7 +268,8 @@ class HybridTrainerMixin(PublishingMixin):
         if run.phase is None:
             return None
         avoided = run.record.backward_passes_avoided
-        return RunPosition(run.last_phase.value, run.last_loss, avoided, memory_in_use(self.args.device))
+        used = memory_in_use(self.args.device)
+        return RunPosition(run.last_phase.value, run.last_loss, avoided, used, self.forecast.last)
 
     def export(
         self,
@@ -385,6 +389,8 @@ class HybridTrainerMixin(PublishingMixin):
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
         self._around_forward = self.plugins.listens("before_forward", "after_backward")
         self.plugins.call("on_train_begin", context)
+        if self.hybrid_args.forecast:
+            self.forecast.begin(self.state.max_steps, self.lr_scheduler, self.state.log_history)
         if self._resumed_from is not None:
             self._resumed = checkpoint.restore(self, self._resumed_from)
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
@@ -691,6 +697,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def log(self, logs, *args, **kwargs):
         self.run.amend_logs(logs)
+        if self.run.phase is not None:
+            logs.update(self.forecast.log_values(self.state.global_step, logs))
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs):

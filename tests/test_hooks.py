@@ -70,7 +70,7 @@ CALLED = {
 ATTRIBUTES = {"_train_batch_size"}
 # Of our callbacks: what they take by name from an event, beside `args`, `state` and `control`.
 EVENTS = {
-    "on_train_begin": "model optimizer",
+    "on_train_begin": "model optimizer lr_scheduler",
     "on_train_end": "",
     "on_epoch_begin": "",
     "on_step_begin": "",

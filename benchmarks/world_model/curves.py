@@ -6,8 +6,8 @@ Record loss curves of many runs: what forecasts of the final loss are fitted on 
 
 A line of `curves.jsonl` is one run: its kind and index, the training loss of every step and the learning rate of every
 step. Everything follows from kind and index. The tiny models of small_run.py train on bytes in a plain loop. `code`,
-`docs`, `lora` and `hybrid` are tasks of the speed-up benchmark in `Trainer` and `HybridTrainer`; `smol-full` and
-`smol-lora` start from SmolLM2 (`python -m benchmarks.speedup.pretrained` makes it). One process, one thread.
+`docs` and `lora` are tasks of the speed-up benchmark in `Trainer`; `smol-full` and `smol-lora` start
+from SmolLM2 (`python -m benchmarks.speedup.pretrained` makes it). One process, one thread.
 
 Only runs of the kind `small` whose index does not end in 4 or 9 are for fitting. The others are held out, and the other
 kinds are never seen in kind while fitting: other schedules, optimizers, lengths, batch sizes, models, and adapters.
@@ -126,7 +126,7 @@ def small_curve(kind: str, index: int) -> Curve:
 
 
 SCHEDULES = ("linear", "cosine", "warmup_stable_decay", "constant")
-STEPS = {"code": 250, "docs": 150, "lora": 200, "hybrid": 250, "smol-full": 60, "smol-lora": 60}
+STEPS = {"code": 250, "docs": 150, "lora": 200, "smol-full": 60, "smol-lora": 60}
 FACTORS = (1.0, 0.3, 2.0, 0.1)
 """Learning rates over the task's own."""
 
@@ -136,8 +136,7 @@ def trainer_curve(kind: str, index: int) -> Curve:
     from benchmarks.speedup.run import make_base, sources_of
     from benchmarks.speedup.tasks import BASE, TASKS, training_arguments
 
-    task = TASKS["code" if kind == "hybrid" else kind]
-    hybrid, schedule = kind == "hybrid", SCHEDULES[index % len(SCHEDULES)]
+    task, schedule = TASKS[kind], SCHEDULES[index % len(SCHEDULES)]
     steps = round(STEPS[kind] * (1.0, 0.8, 1.3)[index % 3])
     rate = task.grid[1] * FACTORS[(index + index // 4) % len(FACTORS)]
     if task.pretrained:
@@ -146,7 +145,7 @@ def trainer_curve(kind: str, index: int) -> Curve:
         make_base()
     sources = sources_of(task)
     model, data = sources.model(task, index), sources.split(task.text)
-    trainer_kind, config_kind, more = sources.trainer(task, hybrid)
+    trainer_kind, config_kind, more = sources.trainer(task, hybrid=False)
     with tempfile.TemporaryDirectory() as folder:
         values = training_arguments(task, steps=steps, rate=rate, seed=index, folder=folder)
         values |= {"logging_steps": 1, "lr_scheduler_type": schedule}
@@ -172,7 +171,6 @@ KINDS: dict[str, tuple[int, Callable[[str, int], Curve]]] = {
     "lora": (4, trainer_curve),
     "docs": (3, trainer_curve),
     "code": (1, trainer_curve),
-    "hybrid": (3, trainer_curve),
 }
 """Kinds of runs: how many there are by default, and what makes one."""
 

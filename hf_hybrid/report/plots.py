@@ -324,6 +324,7 @@ def paint_loss(figure, run: Run) -> bool | None:
     rows, phases = [row for row in rows if row[1]], _phases(run)
     heights = [10] + ([0.9 * len(rows)] if rows else []) + ([0.8] if phases else [])
     axes = stacked(figure, heights, 3.0 + 0.22 * len(rows) + (0.4 if phases else 0))
+    _fan(axes[0], run)
     series = [_smooth(axes[0], "training", trained, PALETTE["ink"])] if trained else []
     if held_out:
         options = {"marker": "o", "markersize": 3.2} if len(held_out) < 60 else {}
@@ -337,6 +338,30 @@ def paint_loss(figure, run: Run) -> bool | None:
     if phases:
         phase_strip(axes[-1], phases)
     return None
+
+
+def forecasts_of(run: Run) -> list[tuple[float, float, float, float]]:
+    """Step, median, and ends of the 90 % interval of each forecast of the final loss."""
+    found = [run.series(f"hybrid/forecast_{name}") for name in ("loss", "low", "high")]
+    return [(step, *(value for _, value in values)) for values in zip(*found) for step in (values[0][0],)]
+
+
+def came_of(run: Run) -> float | None:
+    """Mean of the logged losses of the last 5 % of the steps, which the forecasts are of; `None` for a cut-off run."""
+    last = [loss for step, loss in run.series("loss") if step > 0.95 * run.last_step]
+    return sum(last) / len(last) if run.finished and last else None
+
+
+def _fan(axis, run: Run) -> None:
+    """The 90 % interval of the final loss as it was forecast at each step, and the loss that came."""
+    if found := forecasts_of(run):
+        steps, median, low, high = zip(*found)
+        axis.fill_between(
+            steps, low, high, color=PALETTE["real"], alpha=0.22, linewidth=0, label="end, forecast (90 %)"
+        )
+        axis.plot(steps, median, color=PALETTE["real"], linewidth=0.9)
+        if (came := came_of(run)) is not None:
+            axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label="end, as it came")
 
 
 def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
@@ -357,6 +382,9 @@ def _loss_alt(run: Run, found: dict) -> str:
     parts = [f"{name} {loss[key]:.4g}" for key, name in names if loss[key] is not None]
     told = f" {leaps['accepted']} of {leaps['made']} leaps stayed." if leaps and leaps["made"] else ""
     told = f" {leaps['none']}" if leaps and leaps["none"] else told
+    if forecasts := forecasts_of(run):
+        step, median, low, high = forecasts[0]
+        told += f" After step {step:,.0f} the end was forecast at {median:.4g}, from {low:.4g} to {high:.4g}."
     return f"Loss over {run.last_step} steps. At the end: {', '.join(parts) or 'not recorded'}.{told}"
 
 

@@ -6,6 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_hybrid.world_model.final_loss import FinalLoss
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -63,23 +67,30 @@ def html_table(headers: Sequence[str], rows: Iterable[Sequence[object]], caption
 @dataclass(frozen=True)
 class RunPosition:
     """
-    Where a run stands after a step. As text it is what stands behind the progress bar: `phase=full loss=2.31 gib=5.1`.
+    Where a run stands after a step. As text it is what stands behind the progress bar: `phase=full loss=2.31
+    end=2.05+-0.08 gib=5.1`.
 
     Attributes:
         phase (`str`): Of the step that was made last.
         loss (`float`, *optional*): Training loss of the last real step; `None` before the first.
         backward_passes_avoided (`int`): In the run so far.
         bytes_in_use (`int`): Of device memory on a CUDA device, otherwise of host memory, by this process.
+        forecast (`FinalLoss`, *optional*): Of the loss at the end of the run; half of its 90 % interval is shown.
     """
 
     phase: str
     loss: float | None
     backward_passes_avoided: int
     bytes_in_use: int
+    forecast: FinalLoss | None = None
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f"loss={format_number(self.loss)} "
-        return f"phase={self.phase} {loss}gib={self.bytes_in_use / GIB:.1f}"
+        end = ""
+        if self.forecast is not None:
+            half = format_number((self.forecast.high - self.forecast.low) / 2)
+            end = f"end={format_number(self.forecast.median)}+-{half} "
+        return f"phase={self.phase} {loss}{end}gib={self.bytes_in_use / GIB:.1f}"
 
 
 class HybridSummary(dict):
@@ -119,6 +130,10 @@ class HybridSummary(dict):
             rows.append(("no leaps", self["no_leaps"]))
         elif "direction" in self:
             rows.append(("direction", str(self["direction"])))
+        if forecast := self.get("forecast"):
+            ends = " to ".join(format_number(forecast[key]) for key in ("low", "high"))
+            told = f"{format_number(forecast['loss'])} ({ends}) after step {forecast['step']:,}"
+            rows.append(("forecast of the final loss", told))
         if self.get("learning_rate_scale", 1.0) != 1.0:
             rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))
         held = ((self.get("memory") or {}).get("held") or {}).get("total")

@@ -1,24 +1,31 @@
 """
 Where will this run end? The training loss at the end of a run as a distribution, from the losses logged so far.
 
-The learning-rate schedule is known in advance, and most of what a run still gains follows from it. Two laws of loss
-curves say how (the annealing law, Tissue et al., 2024, arXiv 2408.11029; the multi-power law, Luo et al., 2025, arXiv
-2503.12811). The loss falls as a power of the *sum* of the learning rates so far, S, and it stands higher the higher the
-rate is now, because large steps keep the weights from settling:
+Two forecasters answer, and the forecast is their mixture in equal parts: where they disagree it is wide, and each
+covers for what the other does not know.
+
+**Laws.** The learning-rate schedule is known in advance, and most of what a run still gains follows from it. The loss
+falls as a power of the *sum* of the learning rates so far, S, and it stands higher the higher the rate is now, because
+large steps keep the weights from settling (the annealing law, Tissue et al., 2024, arXiv 2408.11029; the multi-power
+law, Luo et al., 2025, arXiv 2503.12811):
 
     loss(t) = floor + fall * (S(t) + offset) ** -exponent + noise_floor * rate(t) / peak rate
 
 Early in a run these numbers are not determined: many curves fit what came, and they end far apart. So no single curve
 is fitted. For each of a grid of shapes (`exponent`, `offset`) the law is linear in the other three numbers; with a
 Gaussian prior on them the posterior is exact, and so is the evidence, the probability of the losses that came. The
-forecast is the mixture of all shapes by their evidence. This is what learning-curve networks approximate (LC-PFN,
-Adriaensen et al., 2023, arXiv 2310.20447), in closed form and a millisecond.
+forecast is the mixture of all shapes by their evidence. No run follows the law exactly. What is left over are two kinds
+of error: the noise of single batches, which the losses themselves tell, and a drift of the curve, a random walk in
+log S. The drift lets the curve forget its beginning, and widens the interval with the distance to the end.
 
-No run follows the law exactly. What is left over is modelled by two kinds of error: the noise of single batches, which
-the losses themselves tell, and a drift of the curve, a random walk in log S. The drift lets the curve forget its
-beginning, and widens the interval with the distance to the end.
+**Past curves.** Runs that looked like this one after the same share of their steps tell where such runs end. A Gaussian
+process goes from nine numbers (the shape of the curve so far, its slope, what is left of the schedule, the noise) to
+the logarithm of the final loss over the present one. What learning-curve networks learn from many curves (LC-PFN,
+Adriaensen et al., 2023, arXiv 2310.20447), this reads off a hundred. They are in `past_curves.npz`, cut after several
+shares of the run; between two of these the forecast blends both.
 
-The constants below were fitted on recorded runs of tiny models (benchmarks/world_model/curves.py records them).
+The prior of the laws and the past curves come from recorded runs of tiny models, `python -m
+benchmarks.world_model.final_loss --fit 600`. The same command without `--fit` scores the forecast on other runs.
 """
 
 from __future__ import annotations
@@ -26,6 +33,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -40,6 +49,7 @@ OFFSETS = np.array([0.003, 0.02, 0.1, 0.4])
 """As shares of the summed rate of the whole run."""
 POINTS = 4
 """Points of a window at which the law is averaged."""
+PAST_CURVES = Path(__file__).parent / "past_curves.npz"
 
 
 @dataclass(frozen=True)
@@ -55,18 +65,16 @@ class Prior:
         drift_from (`float`): Share of the summed rate below which the drift is linear instead of logarithmic.
         noise (`float`): Factor on the noise that is seen between neighbouring losses.
         temper (`float`): Power to which the evidence is raised; below 1 the shapes stay more equal.
-        width (`float`): Factor on the standard deviation of the forecast.
     """
 
-    fall: float = 0.205
-    fall_spread: float = 0.351
-    annealing: float = 0.0763
-    annealing_spread: float = 0.011
-    drift: float = 0.0761
-    drift_from: float = 0.014
-    noise: float = 0.91
-    temper: float = 16.7
-    width: float = 1.0
+    fall: float = 0.267
+    fall_spread: float = 0.323
+    annealing: float = 0.0728
+    annealing_spread: float = 0.0119
+    drift: float = 0.0749
+    drift_from: float = 0.0139
+    noise: float = 0.705
+    temper: float = 13.2
 
 
 PRIOR = Prior()
@@ -105,7 +113,7 @@ def final_steps(max_steps: int) -> int:
 
 
 def forecast_final_loss(
-    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int, prior: Prior = PRIOR
+    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int
 ) -> FinalLoss | None:
     """
     Forecast the mean training loss of the last steps of a run (`final_steps`).
@@ -115,7 +123,6 @@ def forecast_final_loss(
         losses (`Sequence[float]`): Mean training loss since the logged step before, as `Trainer` logs it.
         learning_rates (`Sequence[float]`): Rate of each of the steps 1 to `max_steps`, in any unit.
         max_steps (`int`): Steps of the run.
-        prior (`Prior`): For those who fit it.
 
     Returns:
         `FinalLoss` or `None`: `None` with fewer than `FEWEST` finite losses, and if the last loss is not finite.
@@ -123,6 +130,42 @@ def forecast_final_loss(
     Raises:
         ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
     """
+    seen = observed(steps, losses, learning_rates, max_steps)
+    if seen is None:
+        return None
+    laws, past = forecast_of_laws(seen, PRIOR), forecast_of_past_curves(seen)
+    return mixture(laws if past is None else [np.concatenate(parts) for parts in zip(laws, past)])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """
+    What a forecast is made from: a run of `max_steps` steps and its finite losses.
+
+    Attributes:
+        begins, ends (`np.ndarray`): `[logs]`; a loss is the mean of the steps `begins + 1` to `ends`.
+        losses (`np.ndarray`): `[logs]`.
+        rates (`np.ndarray`): `[max_steps]`, over their peak; all 1 if the schedule is zero throughout.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    losses: np.ndarray
+    rates: np.ndarray
+
+    @property
+    def level(self) -> float:
+        """Mean of the last fifth of the logged losses."""
+        return float(self.losses[-max(1, len(self.losses) // 5) :].mean())
+
+    @property
+    def share(self) -> float:
+        """Share of the steps that is done."""
+        return self.ends[-1] / len(self.rates)
+
+
+def observed(steps, losses, learning_rates, max_steps: int) -> Observed | None:
+    """Check the arguments of [`forecast_final_loss`]; `None` where there is too little to say."""
     ends, seen = np.asarray(steps, dtype=np.int64), np.asarray(losses, dtype=np.float64)
     rates = np.asarray(learning_rates, dtype=np.float64)
     if len(ends) != len(seen):
@@ -131,12 +174,12 @@ def forecast_final_loss(
         raise ValueError(f"`learning_rates` has {len(rates)} entries, but needs one for each of {max_steps} steps.")
     if len(ends) and (ends[0] < 1 or ends[-1] > max_steps or (np.diff(ends) <= 0).any()):
         raise ValueError(f"`steps` must ascend from 1 to at most `max_steps`={max_steps}.")
-    begins = np.concatenate([[0], ends[:-1]])
     finite = np.isfinite(seen)
     if finite.sum() < FEWEST or not finite[-1]:
         return None
-    begins, ends, seen = _windows(begins[finite], ends[finite], seen[finite])
-    return _forecast(begins, ends, seen, rates, max_steps, prior)
+    begins, rates = np.concatenate([[0], ends[:-1]]), np.maximum(rates, 0.0)
+    rates = rates / rates.max() if rates.max() > 0 else np.ones(max_steps)
+    return Observed(begins[finite], ends[finite], seen[finite], rates)
 
 
 def _windows(begins: np.ndarray, ends: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -157,12 +200,11 @@ def _noise_per_step(losses: np.ndarray, counts: np.ndarray) -> float:
     return (1.4826 * float(np.median(np.abs(difference) / np.sqrt(variance)))) ** 2
 
 
-def _forecast(begins, ends, losses, rates, max_steps, prior: Prior) -> FinalLoss:
-    summed = np.concatenate([[0.0], np.cumsum(np.maximum(rates, 0.0))])
-    if summed[-1] <= 0:
-        summed, rates = np.arange(max_steps + 1.0), np.ones(max_steps)
-    summed, rates = summed / summed[-1], rates / max(rates.max(), 1e-30)
-    last = final_steps(max_steps)
+def forecast_of_laws(seen: Observed, prior: Prior) -> list[np.ndarray]:
+    """Weights, means and deviations of a mixture over the shapes of the law, `[shapes]` each."""
+    begins, ends, losses = _windows(seen.begins, seen.ends, seen.losses)
+    rates, max_steps, last = seen.rates, len(seen.rates), final_steps(len(seen.rates))
+    summed = np.concatenate([[0.0], np.cumsum(rates)]) / rates.sum()
     # One row per window, the end of the run as the last; `POINTS` columns.
     begins, ends = np.append(begins, max_steps - last), np.append(ends, max_steps)
     counts = (ends - begins).astype(np.float64)
@@ -200,19 +242,95 @@ def _forecast(begins, ends, losses, rates, max_steps, prior: Prior) -> FinalLoss
     weights /= weights.sum()
     means = level + scale * (mean[:, -1] + (z * gain).sum(-1))
     variance = covariance[:, -1, -1] - (gain**2).sum(-1)
-    deviations = scale * prior.width * np.sqrt(np.maximum(variance, 1e-12))
-    return _mixture(weights, means, deviations)
+    deviations = scale * np.sqrt(np.maximum(variance, 1e-12))
+    return [weights, means, deviations]
 
 
-def _mixture(weights: np.ndarray, means: np.ndarray, deviations: np.ndarray) -> FinalLoss:
-    mixture = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
+# Past curves.
+
+
+def looks(seen: Observed) -> np.ndarray | None:
+    """
+    What a run looks like, `[9]`: four times the logarithm of an earlier loss over the present one, the last slope, the
+    share of the summed rate that is done, the rate now and at the end, the noise. `None` where a loss is not positive.
+    """
+    count, level = len(seen.losses), seen.level
+
+    def mean(first: float, last: float) -> float:
+        begin = min(int(first * count), count - 1)
+        return float(seen.losses[begin : max(int(last * count), begin + 1)].mean())
+
+    parts = [mean(*part) for part in ((0, 0.1), (0.1, 0.25), (0.25, 0.5), (0.5, 0.8), (0.5, 0.75), (0.75, 1.0))]
+    if min(level, *parts) <= 0:
+        return None
+    now = int(seen.ends[-1])
+    done = math.log(seen.rates[:now].sum() / seen.rates.sum() + 0.01)
+    noise = np.median(np.abs(np.diff(seen.losses))) / level * math.sqrt(np.median(seen.ends - seen.begins))
+    shape, slope = [math.log(part / level) for part in parts[:4]], math.log(parts[4] / parts[5])
+    return np.array([*shape, slope, -done, seen.rates[now - 1], seen.rates[-1], math.log(noise + 1e-3)])
+
+
+class PastCurves:
+    """
+    A Gaussian process from the looks of runs after some share of their steps to `log(final loss / level)`.
+
+    Args:
+        known (`np.ndarray`), targets (`np.ndarray`): Looks `[runs, 9]` and logarithms `[runs]` of past runs.
+        scales (`Sequence[float]`): Length of the smooth part, its amplitude, amplitude of the linear part, noise.
+    """
+
+    def __init__(self, known: np.ndarray, targets: np.ndarray, scales: Sequence[float]):
+        self.length, self.smooth, self.linear, self.noise = scales
+        self.centre, self.scale = known.mean(0), known.std(0) + 1e-6
+        self.known = (known - self.centre) / self.scale
+        self.inverse = np.linalg.inv(self._kernel(self.known, self.known) + self.noise**2 * np.eye(len(known)))
+        self.weights = self.inverse @ targets
+
+    def _kernel(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        distance = ((a[:, None] - b) ** 2).sum(-1)
+        return self.smooth**2 * np.exp(-0.5 * distance / self.length**2) + self.linear**2 * (a @ b.T + 1)
+
+    def forecast(self, found: np.ndarray, level: float) -> tuple[float, float]:
+        """Mean and deviation of the final loss of a run that looks like `found` `[9]`."""
+        asked = ((found - self.centre) / self.scale)[None]
+        across = self._kernel(asked, self.known)
+        mean = level * math.exp(np.clip(across[0] @ self.weights, -3.0, 1.0))
+        unknown = self._kernel(asked, asked)[0, 0] - across[0] @ self.inverse @ across[0]
+        return mean, mean * math.sqrt(max(float(unknown), 0.0) + self.noise**2)
+
+
+@cache
+def past_curves() -> tuple[np.ndarray, list[PastCurves]]:
+    """The shares of the run at which past curves were cut, and what they say there."""
+    with np.load(PAST_CURVES) as file:
+        parts = [file[name].astype(np.float64) for name in ("looks", "targets", "scales")]
+        return file["shares"], [PastCurves(*part) for part in zip(*parts)]
+
+
+def forecast_of_past_curves(seen: Observed) -> list[np.ndarray] | None:
+    """Weights, means and deviations of the two nearest shares, `[2]` each; `None` where a loss is not positive."""
+    found = looks(seen)
+    if found is None:
+        return None
+    shares, curves = past_curves()
+    place = float(np.interp(math.log(seen.share), np.log(shares), np.arange(len(shares))))
+    below = min(int(place), len(shares) - 2)
+    forecasts = np.array([curves[below + k].forecast(found, seen.level) for k in (0, 1)])
+    return [np.array([1 - (place - below), place - below]), *forecasts.T]
+
+
+def mixture(parts: Sequence[np.ndarray]) -> FinalLoss:
+    """The mixture of Gaussians with these weights, which need not sum to 1, means and deviations."""
+    weights, means, deviations = parts
+    weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
+    mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
-    median, five, ninety_five = (_quantile(share, low, high, mixture) for share in (0.5, 0.05, 0.95))
-    return FinalLoss(median, five, ninety_five, *mixture)
+    median, five, ninety_five = (_quantile(share, low, high, mixed) for share in (0.5, 0.05, 0.95))
+    return FinalLoss(median, five, ninety_five, *mixed)
 
 
-def _quantile(share: float, low: float, high: float, mixture) -> float:
+def _quantile(share: float, low: float, high: float, mixed) -> float:
     for _ in range(40):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if _probability_below(middle, *mixture) < share else (low, middle)
+        low, high = (middle, high) if _probability_below(middle, *mixed) < share else (low, middle)
     return 0.5 * (low + high)

@@ -236,8 +236,10 @@ def test_the_page_lists_every_value(tmp_path):
     assert {entry["hybrid/phase"] for entry in history if "loss" in entry} == {0, 1, 3}
     steps = [entry for entry in history if "learning_rate" in entry]
     assert {entry["hybrid/phase"] for entry in steps} == {0, 1, 2, 3}
+    forecast = {key for key in documented("hybrid/") if "forecast" in key}  # from the fifth loss on
     for entry in steps:
-        assert sorted(key for key in entry if key.startswith("hybrid")) == sorted(documented("hybrid/"))
+        assert {key for key in entry if key.startswith("hybrid")} - forecast == {*documented("hybrid/")} - forecast
+    assert forecast <= set([entry for entry in history if "loss" in entry][-1])
     assert sorted(key for key in output.metrics if key.startswith("hybrid")) == sorted(documented("hybrid_"))
     known = [*documented("hybrid/"), *documented("hybrid_")]
     assert len(known) == len(set(known)) and all(key in known for e in history for key in e if key.startswith("hybrid"))

@@ -1,0 +1,392 @@
+"""
+How well the final loss of a run is forecast at 10, 20 and 50 % of it, beside laws and past curves.
+
+    python -m benchmarks.world_model.curves                  # records the runs first; an hour on one core
+    python -m benchmarks.world_model.final_loss              # scores all methods on the held-out runs; a minute
+    python -m benchmarks.world_model.final_loss --fit 600    # past_curves.npz, and `Prior` by a search of 600 seconds
+    python -m benchmarks.world_model.final_loss --cost       # milliseconds of a forecast
+
+Losses are logged a hundred times in a run, as means, and the final loss is the mean of the last 5 % of the steps. A run
+is left out where fewer than five losses were logged. Scores are the CRPS in nats (of a point it is the absolute error)
+and the share of final losses inside the 90 % interval. A baseline that gives a point gets a Gaussian around it, whose
+width is a share of the loss level, and a factor on its schedule term; both are chosen for the best CRPS on the fitting
+runs, for each share of the run. Ratios of mean CRPS have 95 % intervals by bootstrap over runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.curves import CURVES, Curve, load_curves
+from hf_hybrid.world_model.final_loss import (
+    FEWEST,
+    PAST_CURVES,
+    PRIOR,
+    FinalLoss,
+    Observed,
+    PastCurves,
+    Prior,
+    final_steps,
+    forecast_final_loss,
+    forecast_of_laws,
+    looks,
+    mixture,
+    observed,
+)
+
+SHARES = (0.1, 0.2, 0.5)
+LOGS = 100
+DRAWS = 4000
+Z90 = 1.6448536
+OURS = "both"
+NOT_BASELINES = ("mixture of laws", OURS)
+CUTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
+"""Shares of the run at which past curves are cut for the package."""
+erf = np.vectorize(math.erf)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run seen up to a share of it: what a forecaster gets, and what came."""
+
+    curve: Curve
+    share: float
+    steps: np.ndarray
+    losses: np.ndarray
+    came: float
+
+    @property
+    def level(self) -> float:
+        """Mean of the last fifth of the logged losses."""
+        return float(self.losses[-max(1, len(self.losses) // 5) :].mean())
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Of all steps, over their peak."""
+        rates = np.asarray(self.curve.rates)
+        return rates / rates.max()
+
+
+def case(curve: Curve, share: float) -> Case:
+    every = max(1, curve.steps // LOGS)
+    steps = np.arange(every, int(share * curve.steps) + 1, every)
+    summed = np.concatenate([[0.0], np.cumsum(curve.losses)])
+    came = float(np.mean(curve.losses[-final_steps(curve.steps) :]))
+    return Case(curve, share, steps, (summed[steps] - summed[steps - every]) / every, came)
+
+
+def cases_of(curves: list[Curve], share: float) -> list[Case]:
+    return [found for curve in curves if len((found := case(curve, share)).steps) >= FEWEST]
+
+
+def usable(curve: Curve) -> bool:
+    """Whether the run ended, with a finite loss."""
+    whole = len(curve.losses) == curve.steps == len(curve.rates)
+    return whole and bool(np.isfinite(curve.losses).all()) and max(curve.losses[-10:]) < 20
+
+
+# The baselines. A point forecaster takes a case and the strength of its schedule term, a share of the loss level.
+
+
+def persistence(case: Case, strength: float) -> float:
+    return case.level
+
+
+def least_squares(falling: np.ndarray, at_end: np.ndarray, losses: np.ndarray, noise: np.ndarray) -> float:
+    """
+    Fit `floor + fall * falling` with `fall >= 0` for each row of `falling` `[shapes, logs]`, and forecast with the one
+    that fits best; later losses weigh more, as their noise is that of fewer changes.
+    """
+    weight = noise / noise.sum()
+    mean, mean_loss = (falling * weight).sum(1, keepdims=True), (losses * weight).sum()
+    centred, rest = falling - mean, losses - mean_loss
+    fall = np.maximum((weight * centred * rest).sum(1) / ((weight * centred**2).sum(1) + 1e-12), 0.0)
+    error = (weight * (rest - fall[:, None] * centred) ** 2).sum(1)
+    best = int(error.argmin())
+    return float(mean_loss + fall[best] * (at_end[best] - mean[best, 0]))
+
+
+EXPONENTS = np.array([0.1, 0.3, 0.5, 0.8, 1.2])
+OFFSETS = np.array([0.002, 0.02, 0.1, 0.4])
+
+
+def power_of(case: Case, done: np.ndarray, lowered: np.ndarray, strength: float) -> float:
+    """A power law of `done` `[steps]`, from 0 to 1, less `strength` times the level times `lowered` `[steps]`."""
+    exponents, offsets = (grid.ravel()[:, None] for grid in np.meshgrid(EXPONENTS, OFFSETS, indexing="ij"))
+    ends = slice(-final_steps(case.curve.steps), None)
+    known = case.losses + strength * case.level * lowered[case.steps - 1]
+    falling = (done[case.steps - 1] + offsets) ** -exponents
+    at_end = ((done[ends] + offsets) ** -exponents).mean(1)
+    fitted = least_squares(falling, at_end, known, np.linspace(0.3, 1.0, len(known)))
+    return fitted - strength * case.level * float(lowered[ends].mean())
+
+
+def power_law(case: Case, strength: float) -> float:
+    """`floor + fall * (step + offset) ** -exponent`, which knows no schedule."""
+    return power_of(case, np.arange(1, case.curve.steps + 1) / case.curve.steps, np.zeros(case.curve.steps), 0.0)
+
+
+def annealing_law(case: Case, strength: float) -> float:
+    """`floor + A * S1 ** -exponent - C * S2` (arXiv 2408.11029): S2 sums the falls of the rate, with a memory."""
+    rates, memory = case.rates, 0.999
+    fallen, momentum, s2 = -np.diff(rates, prepend=rates[:1]), 0.0, np.zeros(len(rates))
+    for step, fall in enumerate(fallen):
+        momentum = memory * momentum + fall
+        s2[step] = momentum
+    s1 = np.cumsum(rates)
+    s2 = np.cumsum(s2) / s1[-1]
+    return power_of(case, s1 / s1[-1], s2, strength)
+
+
+def multi_power_law(case: Case, strength: float) -> float:
+    """`floor + A * (S1 + offset) ** -exponent - B * LD` (arXiv 2503.12811): each fall of the rate saturates."""
+    rates = case.rates
+    s1 = np.cumsum(rates)
+    knots = np.unique(np.linspace(0, len(rates) - 1, 101).round().astype(int))
+    fallen = -np.diff(rates[knots])
+    beta, gamma, c = 0.6, 0.6, 100.0 / s1[-1]
+    lowered = np.zeros(len(rates))
+    for knot, fall in zip(knots[1:], fallen):
+        since = np.maximum(s1 - s1[max(knot - 1, 0)], 0.0)
+        reached = 1 - (1 + c * max(rates[knot], 1e-4) ** -gamma * since) ** -beta
+        lowered += fall * np.where(np.arange(len(rates)) >= knot, reached, 0.0)
+    return power_of(case, s1 / s1[-1], lowered, strength)
+
+
+POINTS: dict[str, tuple[Callable[[Case, float], float], tuple[float, ...]]] = {
+    "persistence": (persistence, (0.0,)),
+    "power law": (power_law, (0.0,)),
+    "annealing law": (annealing_law, (0.0, 0.02, 0.05, 0.1, 0.2)),
+    "multi-power law": (multi_power_law, (0.0, 0.02, 0.05, 0.1, 0.2)),
+}
+WIDTHS = tuple(0.01 * 1.3**n for n in range(20))
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    mean: float
+    deviation: float
+
+    @property
+    def parts(self):
+        return np.ones(1), np.array([self.mean]), np.array([self.deviation])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.mean - Z90 * self.deviation, self.mean + Z90 * self.deviation
+
+
+@dataclass(frozen=True)
+class Mixture:
+    found: FinalLoss
+
+    @property
+    def parts(self):
+        return tuple(np.array(part) for part in (self.found.weights, self.found.means, self.found.deviations))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.found.low, self.found.high
+
+
+def crps(forecast: Gaussian | Mixture, came: float) -> float:
+    """Continuous ranked probability score of a mixture of Gaussians, in closed form (Grimit et al., 2006)."""
+    weights, means, deviations = forecast.parts
+
+    def spread(mean, deviation):
+        return (
+            mean * erf(mean / (deviation * 2**0.5))
+            + 2 * deviation * np.exp(-0.5 * (mean / deviation) ** 2) / (2 * math.pi) ** 0.5
+        )
+
+    pairs = spread(means[:, None] - means, np.hypot(deviations[:, None], deviations))
+    return float((weights * spread(came - means, deviations)).sum() - 0.5 * weights @ pairs @ weights)
+
+
+def point_forecasts(name: str, fitting: list[Case], cases: list[Case]) -> list[Gaussian]:
+    forecaster, strengths = POINTS[name]
+    came = np.array([case.came for case in fitting])
+    best = (math.inf, 0.0, 0.0)
+    for strength in strengths:
+        points = [forecaster(case, strength) for case in fitting]
+        for width in WIDTHS:
+            scores = [crps(Gaussian(p, width * c.level), y) for p, c, y in zip(points, fitting, came)]
+            best = min(best, (float(np.mean(scores)), strength, width))
+    return [Gaussian(forecaster(case, best[1]), best[2] * case.level) for case in cases]
+
+
+# Our two forecasters.
+
+
+def seen_in(case: Case) -> Observed:
+    return observed(case.steps, case.losses, case.curve.rates, case.curve.steps)
+
+
+def laws(cases: list[Case], prior: Prior = PRIOR) -> list[Mixture]:
+    return [Mixture(mixture(forecast_of_laws(seen_in(case), prior))) for case in cases]
+
+
+def process_of(fitting: list[Case], scales: tuple[float, ...]) -> PastCurves:
+    known = np.array([looks(seen_in(case)) for case in fitting])
+    return PastCurves(known, np.array([target(case) for case in fitting]), scales)
+
+
+def target(case: Case) -> float:
+    return math.log(max(case.came, 1e-3) / case.level)
+
+
+def best_scales(fitting: list[Case]) -> tuple[float, ...]:
+    """Choose the scales of the process by cross-validation over the fitting runs, in four folds."""
+
+    def score(scales: tuple[float, ...]) -> float:
+        found = []
+        for fold in range(4):
+            process = process_of([case for n, case in enumerate(fitting) if n % 4 != fold], scales)
+            found += [crps(g, c.came) for g, c in zip(asked(process, fitting[fold::4]), fitting[fold::4])]
+        return float(np.mean(found))
+
+    return min(itertools.product((2.0, 4.0), (0.1, 0.3), (0.05, 0.2), (0.04, 0.08, 0.15)), key=score)
+
+
+def asked(process: PastCurves, cases: list[Case]) -> list[Gaussian]:
+    return [Gaussian(*process.forecast(looks(seen_in(case)), case.level)) for case in cases]
+
+
+def shipped(cases: list[Case]) -> list[Mixture]:
+    """What users get."""
+    arguments = [(case.steps, case.losses, case.curve.rates, case.curve.steps) for case in cases]
+    return [Mixture(forecast_final_loss(*values)) for values in arguments]
+
+
+# Scores.
+
+
+def table(curves: list[Curve], share: float) -> dict:
+    """Scores of all methods at a share of the run, on held-out runs of the kind that was fitted on and of others."""
+    fitting = cases_of([curve for curve in curves if curve.fits], share)
+    cases = cases_of([curve for curve in curves if not curve.fits], share)
+    forecasts = {name: point_forecasts(name, fitting, cases) for name in POINTS}
+    forecasts["past curves"] = asked(process_of(fitting, best_scales(fitting)), cases)
+    forecasts["mixture of laws"] = laws(cases)
+    forecasts[OURS] = shipped(cases)
+    scores = {name: np.array([crps(f, c.came) for f, c in zip(some, cases)]) for name, some in forecasts.items()}
+    inside = {
+        name: np.array([f.interval[0] <= c.came <= f.interval[1] for f, c in zip(some, cases)])
+        for name, some in forecasts.items()
+    }
+    seen = np.array([case.curve.kind == "small" for case in cases])
+    found = {"fitting_runs": len(fitting)}
+    for group, chosen in (("all", np.ones(len(cases), bool)), ("kind seen", seen), ("kinds never seen", ~seen)):
+        means = {name: float(values[chosen].mean()) for name, values in scores.items()}
+        best = min((name for name in means if name not in NOT_BASELINES), key=means.get)
+        found[group] = {
+            "runs": int(chosen.sum()),
+            "crps": {name: round(value, 4) for name, value in means.items()},
+            "coverage": {name: round(float(values[chosen].mean()), 3) for name, values in inside.items()},
+            "best_baseline": best,
+            "ratio_to_best": ratio(scores[OURS][chosen], scores[best][chosen]),
+        }
+    kinds = sorted({case.curve.kind for case in cases})
+    found["by_kind"] = {
+        kind: {name: round(float(np.mean([v for v, c in zip(values, cases) if c.curve.kind == kind])), 4)
+               for name, values in scores.items()}
+        for kind in kinds
+    }  # fmt: skip
+    return found
+
+
+def ratio(ours: np.ndarray, others: np.ndarray) -> dict:
+    """Mean CRPS over that of another method, with a 95 % interval by bootstrap over runs."""
+    drawn = np.random.default_rng(0).integers(len(ours), size=(DRAWS, len(ours)))
+    low, high = np.quantile(ours[drawn].mean(1) / others[drawn].mean(1), (0.025, 0.975))
+    return {
+        name: round(float(v), 3) for name, v in (("mean", ours.mean() / others.mean()), ("low", low), ("high", high))
+    }
+
+
+def fit_prior(curves: list[Curve], seconds: float) -> Prior:
+    """Random search of the prior for the lowest mean CRPS over that of persistence, on the fitting runs."""
+    some = [cases_of([curve for curve in curves if curve.fits], share) for share in SHARES]
+    usual = [np.mean([abs(case.level - case.came) for case in cases]) for cases in some]
+
+    def score(prior: Prior) -> float:
+        found = [[crps(f, c.came) for f, c in zip(laws(cases, prior), cases)] for cases in some]
+        return float(sum(np.mean(values) / u for values, u in zip(found, usual)))
+
+    rng, prior, step, names = np.random.default_rng(0), PRIOR, 0.4, [field.name for field in fields(Prior)]
+    best, began = score(prior), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        changes = {name: getattr(prior, name) * math.exp(step * rng.normal()) for name in names if rng.random() < 0.4}
+        tried = replace(prior, **changes)
+        if (value := score(tried)) < best:
+            best, prior, step = value, tried, min(1.4 * step, 0.8)
+            print(f"{best:.4f} {prior}", flush=True)
+        else:
+            step = max(0.94 * step, 0.05)
+    return prior
+
+
+def ship_past_curves(curves: list[Curve]) -> None:
+    """Write `past_curves.npz` of the package from the fitting runs."""
+    columns: dict[str, list] = {"shares": list(CUTS), "looks": [], "targets": [], "scales": []}
+    for share in CUTS:
+        fitting = cases_of([curve for curve in curves if curve.fits], share)
+        columns["looks"].append([looks(seen_in(case)) for case in fitting])
+        columns["targets"].append([target(case) for case in fitting])
+        columns["scales"].append(best_scales(fitting))
+    np.savez_compressed(PAST_CURVES, **{name: np.array(column, dtype=np.float32) for name, column in columns.items()})
+
+
+def cost() -> dict:
+    """CPU milliseconds of a forecast, from 50 and from 1,000 logged losses of a run of 10,000 steps."""
+    rates, found = np.linspace(1.0, 0.0, 10_000), {}
+    for logs in (50, 1000):
+        steps = np.arange(1, logs + 1) * (5000 // logs)
+        losses = 2.0 + 5.0 / np.sqrt(steps) + 0.05 * np.random.default_rng(0).normal(size=logs)
+        seconds = []
+        for _ in range(20):
+            began = time.process_time()
+            forecast_final_loss(steps, losses, rates, 10_000)
+            seconds.append(time.process_time() - began)
+        found[f"ms_from_{logs}_losses"] = round(1e3 * float(np.median(seconds)), 2)
+    return found
+
+
+def main() -> None:
+    parser = command_line(__doc__, Path(__file__).resolve().parent)
+    parser.add_argument("--curves", type=Path, default=CURVES)
+    parser.add_argument(
+        "--fit",
+        type=float,
+        metavar="SECONDS",
+        help="Write the past curves of the package, search the prior of the laws, and print it.",
+    )
+    parser.add_argument("--cost", action="store_true", help="Measure what a forecast costs.")
+    args = parser.parse_args()
+    if args.cost:
+        print(json.dumps(Results(args.results, "final_loss_cost", ()).add({**cost(), **provenance(1)})))
+        return
+    curves = [curve for curve in load_curves(args.curves) if usable(curve)]
+    if args.fit is not None:
+        ship_past_curves(curves)
+        print(fit_prior(curves, args.fit))
+        return
+    stored = Results(args.results, "final_loss", ("share",))
+    for share in SHARES:
+        row = stored.add({"share": share, **table(curves, share), **provenance(1)})
+        for group in ("kind seen", "kinds never seen"):
+            print(share, group, row[group]["runs"], row[group]["crps"], row[group]["coverage"][OURS], flush=True)
+            print("   ", row[group]["best_baseline"], row[group]["ratio_to_best"])
+
+
+if __name__ == "__main__":
+    main()

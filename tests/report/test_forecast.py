@@ -1,0 +1,128 @@
+"""`hf_hybrid/report/forecast.py`: the forecast of the final loss in the log of a run."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import config_values, hybrid_config, tiny_model
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from hf_hybrid import ForecastCallback, HybridTrainer
+from hf_hybrid.report.findings import findings
+from hf_hybrid.report.forecast import MOST_STEPS, RunForecast, schedule_of
+from hf_hybrid.report.plots import forecasts_of, run_plots
+from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.report.summary import RunPosition
+
+KEYS = ("hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high")
+
+
+def scheduler(name="linear", steps=100, rate=1e-3):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    return get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=steps)
+
+
+def begun(steps=100, history=()):
+    forecast = RunForecast()
+    forecast.begin(steps, scheduler(steps=steps), list(history))
+    return forecast
+
+
+def entry(step, loss=None):
+    loss = 2.0 + 3.0 / math.sqrt(step + 3) if loss is None else loss
+    return {"loss": loss, "learning_rate": 1e-3 * (1 - (step - 1) / 100), "step": step}
+
+
+def test_the_schedule_is_known_in_advance():
+    assert schedule_of(scheduler(), 100) == pytest.approx(1 - np.arange(100) / 100)
+    long = schedule_of(scheduler(steps=1_000_000), 1_000_000)
+    assert long[[0, 500_000, 999_999]] == pytest.approx([1.0, 0.5, 0.0], abs=1e-4)
+    assert (schedule_of(object(), 10) == 1).all()
+
+
+def test_forecasts_begin_after_five_per_cent_and_five_losses():
+    forecast = begun()
+    found = [bool(forecast.log_values(step, entry(step))) for step in range(1, 8)]
+    assert found == [False] * 4 + [True] * 3
+    sparse = begun()
+    assert [bool(sparse.log_values(step, entry(step))) for step in (10, 20, 30, 40, 50)] == [False] * 4 + [True]
+
+
+def test_a_scaled_rate_scales_the_rates_to_come():
+    forecast = begun()
+    for step in range(1, 21):
+        rate = entry(step)["learning_rate"] * (4 if step > 10 else 1)
+        forecast.log_values(step, {**entry(step), "learning_rate": rate})
+    assert forecast.rates[9] == pytest.approx(1e-3 * 0.91)
+    assert forecast.rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
+
+
+def test_a_resumed_run_goes_on_with_its_history():
+    whole, resumed = begun(), begun(history=[entry(step) for step in range(1, 31)])
+    for step in range(1, 32):
+        expected = whole.log_values(step, entry(step))
+    assert resumed.log_values(31, entry(31)) == expected
+    assert resumed.log_values(31, entry(31)) == {}  # nothing is counted twice
+
+
+def test_a_run_that_breaks_has_no_forecast():
+    forecast = begun()
+    for step in range(1, 31):
+        assert forecast.log_values(step, entry(step, math.nan if step == 30 else None)).keys() == (
+            set() if step < 5 or step == 30 else set(KEYS)
+        )
+    assert forecast.summary() is None
+
+
+def test_endless_runs_have_no_forecast():
+    forecast = begun(steps=1)
+    forecast.begin(MOST_STEPS + 1, scheduler(), [])
+    assert forecast.log_values(1, entry(1)) == {}
+
+
+def test_the_progress_bar_shows_the_end():
+    forecast = begun()
+    for step in range(1, 51):
+        forecast.log_values(step, entry(step))
+    shown = str(RunPosition("full", 2.31, 0, 2**30, forecast.last))
+    assert shown.startswith("phase=full loss=2.31 end=2.") and "+-" in shown and shown.endswith(" gib=1.0")
+
+
+def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
+    logs = []
+    for callbacks in ([], [ForecastCallback()]):
+        arguments = TrainingArguments(**config_values(tmp_path))
+        trainer = Trainer(tiny_model(), arguments, train_dataset=train_set, callbacks=callbacks)
+        trainer.train()
+        logs.append([row for row in trainer.state.log_history if "loss" in row])
+    plain, forecast = logs
+    assert [row["loss"] for row in plain] == [row["loss"] for row in forecast]
+    assert not set(KEYS) & set(plain[-1]) and set(KEYS) <= set(forecast[-1])
+    assert forecast[-1]["hybrid/forecast_low"] < forecast[-1]["hybrid/forecast_high"]
+
+
+@pytest.mark.parametrize("options", [{}, {"forecast": False}, {"enable_predict": False}])
+def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, **options), train_dataset=train_set)
+    trainer.train()
+    last = [row for row in trainer.state.log_history if "loss" in row][-1]
+    assert (set(KEYS) <= set(last)) is (not options)
+    summary = trainer.hybrid_summary()
+    if options:
+        assert summary["forecast"] is None
+        return
+    assert summary["forecast"]["low"] < summary["forecast"]["loss"] < summary["forecast"]["high"]
+    assert "forecast of the final loss: " in str(summary)
+    run = load_run(tmp_path)
+    assert len(forecasts_of(run)) > 15
+    pytest.importorskip("matplotlib")
+    plot = next(plot for plot in run_plots(run, findings(run), tmp_path) if plot.name == "loss")
+    assert "the end was forecast at" in plot.alt
+
+
+def test_a_run_of_five_steps(tmp_path, train_set):
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=5), train_dataset=train_set)
+    trainer.train()
+    for row in trainer.state.log_history:
+        assert row.get("hybrid/forecast_low", 1.0) > 0
