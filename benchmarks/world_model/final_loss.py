@@ -254,7 +254,7 @@ def best_scales(fitting: list[Case]) -> tuple[float, ...]:
             found += [crps(g, c.came) for g, c in zip(asked(process, fitting[fold::4]), fitting[fold::4])]
         return float(np.mean(found))
 
-    return min(itertools.product((2.0, 4.0), (0.1, 0.3), (0.05, 0.2), (0.04, 0.08, 0.15)), key=score)
+    return min(itertools.product((2.0, 4.0), (0.1, 0.3), (0.05, 0.2), (0.01, 0.02, 0.04, 0.08, 0.15)), key=score)
 
 
 def asked(process: PastCurves, cases: list[Case]) -> list[Gaussian]:

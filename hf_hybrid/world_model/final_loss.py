@@ -134,7 +134,18 @@ def forecast_final_loss(
     if seen is None:
         return None
     laws, past = forecast_of_laws(seen, PRIOR), forecast_of_past_curves(seen)
-    return mixture(laws if past is None else [np.concatenate(parts) for parts in zip(laws, past)])
+    weights, means, deviations = laws if past is None else [np.concatenate(parts) for parts in zip(laws, past)]
+    done, came = final_part(seen)
+    return mixture([weights, (1 - done) * means + done * came, (1 - done) * deviations])
+
+
+def final_part(seen: Observed) -> tuple[float, float]:
+    """The share of the final steps that is over already, and their mean loss."""
+    max_steps, last = len(seen.rates), final_steps(len(seen.rates))
+    inside = np.clip(seen.ends - np.maximum(seen.begins, max_steps - last), 0, None)
+    if not inside.any():
+        return 0.0, 0.0
+    return min(inside.sum() / last, 1.0), float((inside * seen.losses).sum() / inside.sum())
 
 
 @dataclass(frozen=True)

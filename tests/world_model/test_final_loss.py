@@ -39,6 +39,13 @@ def test_the_interval_shrinks_as_the_run_goes_on():
     assert widths == sorted(widths, reverse=True)
 
 
+def test_the_end_of_a_run_is_its_forecast():
+    losses, rates = a_run()
+    came = losses[-final_steps(len(losses)) :].mean()
+    found = forecast(losses, rates, len(losses))
+    assert (found.low, found.median, found.high) == pytest.approx((came, came, came))
+
+
 def test_a_decaying_rate_is_known_in_advance():
     losses, rates = a_run(schedule="wsd")
     decaying = forecast(losses, rates, 200)
@@ -76,7 +83,7 @@ def test_a_constant_loss_stays_constant(level):
 
 def test_a_run_of_five_steps():
     found = forecast_final_loss(range(1, 6), [3.0, 2.9, 2.9, 2.8, 2.8], [5, 4, 3, 2, 1], 5)
-    assert 2.0 < found.low <= found.high < 3.5
+    assert found.median == pytest.approx(2.88)
 
 
 def test_rates_of_zero_and_sparse_logs():
