@@ -20,8 +20,8 @@ MOST_CURVES = 40
 """More trials than that make a plot of curves unreadable; the best are shown."""
 
 
-def table(study: optuna.Study) -> str:
-    """One line per trial, the best first, and how many of the steps of full trials were made."""
+def table(study: optuna.Study, count: int) -> str:
+    """One line per trial, the best first, and how many steps were made, of those of `count` whole trials."""
     trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
     best = best_trial(study)
     names = sorted({name for trial in trials for name in trial.params})
@@ -34,8 +34,8 @@ def table(study: optuna.Study) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
     made, whole = (sum(column) for column in zip(*map(trial_steps, trials)))
-    share = f" ({made / whole:.0%})" if whole else ""
-    return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} of {whole:,} steps{share}.\n"
+    share = f", {made / (whole * count / len(trials)):.0%} of those of {count} whole trials" if whole else ""
+    return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} steps{share}.\n"
 
 
 def _number(value: Any) -> str:

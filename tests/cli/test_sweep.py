@@ -169,6 +169,7 @@ def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, 
                       1e-3: TrialState.COMPLETE}  # fmt: skip
     assert re.search(r"^ *\d +0.001  20/20  held-out loss 2.0310  <- best$", said, flags=re.M)
     assert "diverged" in said and "ended early; training loss would end at 3.383 (3.283 to 3.483)" in said
+    assert re.search(r"4 trials made \d+ steps, \d+% of those of 7 whole trials", said)
     best = CommandLine(["--config", str(folder / "best.yaml")]).options().config
     assert (best.learning_rate, best.lr_scheduler_type, best.max_steps) == (1e-3, "cosine", STEPS)
     assert best.output_dir == str(config.parent / "out") and best.logging_steps == 500
@@ -273,7 +274,10 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "trial 1 was interrupted and goes on" in done.stdout and "2 trials made 400 of 400 steps" in done.stdout
+    assert (
+        "trial 1 was interrupted and goes on" in done.stdout
+        and "2 trials made 400 steps, 100% of those of 2 whole trials" in done.stdout
+    )
     assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 2
     log = [json.loads(line) for line in (folder / "trial-001" / "hybrid_log.jsonl").read_text().splitlines()]
     assert [line["step"] > 0 for line in log if "begun" in line] == [False, True]  # from its checkpoint
