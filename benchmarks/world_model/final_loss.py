@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.curves import CURVES, Curve, load_curves
+from hf_hybrid.report.forecast import RunForecast
 from hf_hybrid.world_model.final_loss import (
     FEWEST,
     PAST_CURVES,
@@ -347,7 +348,10 @@ def ship_past_curves(curves: list[Curve]) -> None:
 
 
 def cost() -> dict:
-    """CPU milliseconds of a forecast, from 50 and from 1,000 logged losses of a run of 10,000 steps."""
+    """
+    CPU milliseconds of a forecast, from 50 and from 1,000 logged losses of a run of 10,000 steps; and what a run of
+    1,000 steps that logs every step pays per step.
+    """
     rates, found = np.linspace(1.0, 0.0, 10_000), {}
     for logs in (50, 1000):
         steps = np.arange(1, logs + 1) * (5000 // logs)
@@ -358,6 +362,12 @@ def cost() -> dict:
             forecast_final_loss(steps, losses, rates, 10_000)
             seconds.append(time.process_time() - began)
         found[f"ms_from_{logs}_losses"] = round(1e3 * float(np.median(seconds)), 2)
+    forecast = RunForecast()
+    forecast.begin(1000, None, [])
+    began = time.process_time()
+    for step in range(1, 1001):
+        forecast.log_values(step, {"loss": 2.0 + 3.0 / math.sqrt(step), "learning_rate": 1e-3})
+    found["ms_per_step_of_1000"] = round(time.process_time() - began, 3)
     return found
 
 

@@ -21,7 +21,7 @@ FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""
 EVERY = 0.01
 """Share of the run after which a forecast is made anew; until then the last one is repeated."""
-MOST_STEPS = 10_000_000
+MOST_STEPS = 1_000_000
 """Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
 POINTS = 10_000
 """Steps at which a schedule is asked; between them it is straight."""

@@ -88,8 +88,8 @@ class RunPosition:
         loss = "" if self.loss is None else f"loss={format_number(self.loss)} "
         end = ""
         if self.forecast is not None:
-            half = format_number((self.forecast.high - self.forecast.low) / 2)
-            end = f"end={format_number(self.forecast.median)}+-{half} "
+            half = (self.forecast.high - self.forecast.low) / 2
+            end = f"end={format_number(self.forecast.median)}+-{half:.2g} "
         return f"phase={self.phase} {loss}{end}gib={self.bytes_in_use / GIB:.1f}"
 
 
