@@ -56,8 +56,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--trials", type=int, default=10, help="trials, those that end early included (default: 10)")
     add("--output", metavar="FOLDER", help="folder of the sweep (default: OUTPUT_DIR-sweep)")
     add("--processes", type=int, default=1, help="trials at a time, which share the GPUs or cores (default: 1)")
-    text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.1)"
-    add("--threshold", type=float, default=0.1, help=text)
+    text = "end a trial when its probability of winning is below; 0: only when it diverges (default: 0.15)"
+    add("--threshold", type=float, default=0.15, help=text)
     parser.set_defaults(run=run)
     return parser
 

@@ -65,15 +65,15 @@ class ForecastPruner(optuna.pruners.BasePruner):
         args (`TrainingArguments`): Those of the trials. `max_steps`, `learning_rate`, the scheduler and its warm-up are
             read, where a trial has a parameter of that name from the trial. A trial without `max_steps` here needs the
             user attribute `"max_steps"`.
-        threshold (`float`, *optional*, defaults to 0.1): A trial is ended when the probability that it beats the best
+        threshold (`float`, *optional*, defaults to 0.15): A trial is ended when the probability that it beats the best
             other trial is below. 0 ends only trials whose loss is not finite.
     """
 
-    def __init__(self, args: TrainingArguments, *, threshold: float = 0.1):
+    def __init__(self, args: TrainingArguments, *, threshold: float = 0.15):
         if not 0 <= threshold < 0.5:
             raise ValueError(
                 f"`threshold={threshold}` must be at least 0 and below 0.5: it is the probability of winning under "
-                "which a trial is ended. Give a small one, such as 0.1."
+                "which a trial is ended. Give a small one, such as 0.15."
             )
         self.args, self.threshold = args, threshold
         self._forecasts: dict[tuple[int, int], FinalLoss | None] = {}  # by trial, and step that it was made after
