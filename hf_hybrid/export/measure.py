@@ -73,7 +73,7 @@ def find_tasks(names: Sequence[str]) -> Any:
         ValueError: If lm-eval is not installed, or has no such task, or cannot load its data.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("`tasks` needs lm-eval. Install it: pip install lm-eval")
+        raise ValueError('`tasks` needs lm-eval. Install it: pip install "hf-hybrid[eval]"')
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()

@@ -494,7 +494,7 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
     assert "`tasks` needs the tokenizer of the run" in refusal("bitnet", tmp_path / "silent", tasks=["sky"])
     assert "`limit` must be at least 1, got `0`" in refusal("gguf-q8_0", tasks=["sky"], limit=0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "`tasks` needs lm-eval. Install it: pip install lm-eval" in refusal("bitnet", tasks=["sky"])
+    assert '`tasks` needs lm-eval. Install it: pip install "hf-hybrid[eval]"' in refusal("bitnet", tasks=["sky"])
     for name in (name for name, known in FORMATS.items() if known.package is not None):
         extra = "quantization" if name == "nf4" else "export"
         assert f'pip install "hf-hybrid[{extra}]"' in refusal(name)
