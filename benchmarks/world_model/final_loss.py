@@ -4,6 +4,7 @@ How well the final loss of a run is forecast at 10, 20 and 50 % of it, beside la
     python -m benchmarks.world_model.curves                  # records the runs first; an hour on one core
     python -m benchmarks.world_model.final_loss              # scores all methods on the held-out runs; a minute
     python -m benchmarks.world_model.final_loss --fit 600    # past_curves.npz, and `Prior` by a search of 600 seconds
+    python -m benchmarks.world_model.final_loss --rssm       # beside the RSSM, on its recordings; two minutes
     python -m benchmarks.world_model.final_loss --cost       # milliseconds of a forecast
 
 Losses are logged a hundred times in a run, as means, and the final loss is the mean of the last 5 % of the steps. A run
@@ -27,7 +28,11 @@ import numpy as np
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.curves import CURVES, Curve, load_curves
+from benchmarks.world_model.small_run import schedule_of
+from benchmarks.world_model.storage import RecordedRun, load_records
 from hf_hybrid.report.forecast import RunForecast
+from hf_hybrid.setup import START_WEIGHTS
+from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.final_loss import (
     FEWEST,
     PAST_CURVES,
@@ -43,6 +48,7 @@ from hf_hybrid.world_model.final_loss import (
     mixture,
     observed,
 )
+from hf_hybrid.world_model.forecasts import VARIANCE
 
 SHARES = (0.1, 0.2, 0.5)
 LOGS = 100
@@ -371,6 +377,63 @@ def cost() -> dict:
     return found
 
 
+def recorded_case(run: RecordedRun, share: float) -> Case | None:
+    """A run that the RSSM can follow (`record.py`), whose losses are means of stretches. `None` if it diverged."""
+    settings = run.settings
+    if settings["diverged"] is not None:
+        return None
+    done, steps = max(math.ceil(share * len(run.losses)), FEWEST), settings["steps"]
+    came = float(run.losses[run.steps > run.steps[-1] - final_steps(steps)].mean())
+    rates = schedule_of(settings["schedule"], settings["warmup"], steps)
+    curve = Curve("recorded", settings["index"], steps, [], list(rates), {})
+    return Case(curve, share, run.steps[:done], run.losses[:done], came) if done < 0.6 * len(run.losses) else None
+
+
+def forecast_of_rssm(run: RecordedRun, case: Case) -> Gaussian:
+    """It learns online, as in a run, and is told the leaps that are going to be made."""
+    model, done = DynamicsModel(START_WEIGHTS), len(case.losses)
+    for stretch in range(done):
+        model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.losses[stretch]))
+        ahead = model.forecast(run.actions[stretch + 1 :], keep=True)
+    last = (run.steps > run.steps[-1] - final_steps(case.curve.steps)).sum()
+    now = float(run.losses[done - 1])
+    mean = now * float(np.exp(ahead.mean)[-last:].mean())
+    return Gaussian(mean, now * math.exp(ahead.mean[-1]) * ahead.scale[-1] * VARIANCE**0.5)
+
+
+def rssm() -> dict:
+    """
+    The RSSM, the shipped forecast, and past curves that were fitted on the runs that the RSSM was trained on: CRPS and
+    coverage by share of the run, on the held-out runs of the same kind. Other curves lack the signals that it needs.
+    """
+    trained, held_out = load_records()
+    found = {}
+    for share in SHARES:
+        pairs = [(run, case) for run in held_out if (case := recorded_case(run, share)) is not None]
+        cases = [case for _, case in pairs]
+        fitting = [case for run in trained if (case := recorded_case(run, share)) is not None]
+        forecasts = {
+            "rssm": [forecast_of_rssm(*pair) for pair in pairs],
+            "past curves": asked(process_of(fitting, best_scales(fitting)), cases),
+            OURS: shipped(cases),
+        }
+        scores = {
+            name: np.array([crps(f, c.came) for f, c in zip(values, cases)]) for name, values in forecasts.items()
+        }
+        inside = {
+            name: np.mean([f.interval[0] <= c.came <= f.interval[1] for f, c in zip(values, cases)])
+            for name, values in forecasts.items()
+        }
+        found[f"{share:.0%}"] = {
+            "runs": len(cases),
+            "fitting_runs": len(fitting),
+            "crps": {name: round(float(values.mean()), 4) for name, values in scores.items()},
+            "coverage": {name: round(float(value), 3) for name, value in inside.items()},
+            "rssm_over": {name: ratio(scores["rssm"], scores[name]) for name in ("past curves", OURS)},
+        }
+    return found
+
+
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--curves", type=Path, default=CURVES)
@@ -380,8 +443,12 @@ def main() -> None:
         metavar="SECONDS",
         help="Write the past curves of the package, search the prior of the laws, and print it.",
     )
+    parser.add_argument("--rssm", action="store_true", help="Compare with the RSSM on its own recordings.")
     parser.add_argument("--cost", action="store_true", help="Measure what a forecast costs.")
     args = parser.parse_args()
+    if args.rssm:
+        print(json.dumps(Results(args.results, "final_loss_rssm", ()).add({"at": rssm(), **provenance(1)})))
+        return
     if args.cost:
         print(json.dumps(Results(args.results, "final_loss_cost", ()).add({**cost(), **provenance(1)})))
         return
