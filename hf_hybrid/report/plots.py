@@ -22,7 +22,6 @@ from pathlib import Path
 from hf_hybrid.report.findings import ACCEPTED, accepted, no_leaps
 from hf_hybrid.report.run_folder import Run, Stretch, evenly, number, phase_stretches, reading
 from hf_hybrid.report.summary import GIB, MIB, format_bytes
-from hf_hybrid.world_model.final_loss import final_steps
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {
@@ -349,6 +348,8 @@ def forecasts_of(run: Run) -> list[tuple[float, float, float, float]]:
 
 def came_of(run: Run) -> float | None:
     """Mean of the logged losses of the last steps, which the forecasts are of; `None` for a cut-off run."""
+    from hf_hybrid.world_model.final_loss import final_steps  # needs numpy, as matplotlib does; a report needs neither
+
     last = [loss for step, loss in run.series("loss") if step > run.last_step - final_steps(run.last_step)]
     return sum(last) / len(last) if run.finished and last else None
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import mmap
 import sys
 import types
 from pathlib import Path
@@ -374,12 +375,19 @@ def test_without_a_driver_nothing_is_said_aloud(caplog):
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
+def touch(size):
+    """Memory of `size` bytes that no earlier test has left in the allocator's lists, each page of it written."""
+    memory = mmap.mmap(-1, size)
+    for page in range(0, size, mmap.PAGESIZE):
+        memory[page] = 1
+    return memory
+
+
 def test_the_peak_of_resident_memory(tmp_path):
     memory = HostMemory()
     memory.reset_peak()
     before = memory.read()
-    ballast = torch.ones(64 * MIB // 4)
-    del ballast
+    touch(64 * MIB).close()
     after = memory.read()
     assert memory.peak_source in ("high-water mark", "sampled")
     if memory.peak_source == "high-water mark":
@@ -393,9 +401,9 @@ def test_where_the_kernel_keeps_no_mark_the_peak_is_sampled(tmp_path):
     assert memory.peak_source == "sampled"
     memory.reset_peak()
     before = memory.read()
-    ballast = torch.ones(64 * MIB // 4)
+    ballast = touch(64 * MIB)
     seen = memory.read()
-    del ballast
+    ballast.close()
     after = memory.read()
     assert seen["rss"] - before["rss"] > 56 * MIB
     assert after["peak_rss"] == seen["peak_rss"] == seen["rss"] > after["rss"]
