@@ -3,7 +3,8 @@ How recorded runs are stored: shards of many runs, each a few arrays and a heade
 
 A shard holds the stretches of all its runs and branches one after the other; the header says how many belong to which.
 Features lie in [-5, 5] and are stored in 8 bits, which is far finer than they are noisy. The shards are in
-`recordings/`; every fifth run is held out from whoever learns from them.
+`recordings/`, which is not in the repository: `python -m benchmarks.world_model.record` makes them. Every fifth run is
+held out from whoever learns from them.
 """
 
 from __future__ import annotations
@@ -114,8 +115,17 @@ def runs_in(path: Path) -> list[RecordedRun]:
 
 
 def load_records(folder: Path = RECORDINGS) -> tuple[list[RecordedRun], list[RecordedRun]]:
-    """Read all runs. Returns those to learn from and those held out (every fifth), in the order of their indices."""
+    """
+    Read all runs. Returns those to learn from and those held out (every fifth), in the order of their indices.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
     runs = sorted((run for path in folder.glob("*.npz") for run in runs_in(path)), key=lambda r: r.settings["index"])
+    if not runs:
+        raise FileNotFoundError(
+            f"No recorded run is in `{folder}`: the repository has none. Run `python -m benchmarks.world_model.record`."
+        )
     held_out = [run for run in runs if run.settings["index"] % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     return [run for run in runs if run.settings["index"] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1], held_out
 

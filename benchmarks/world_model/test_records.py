@@ -21,6 +21,7 @@ from benchmarks.world_model.records import (
     student_t_quantile,
     train_on_records,
 )
+from benchmarks.world_model.storage import load_records
 from hf_hybrid.world_model.forecasts import TOLERANCE, history_of, platt_scaled, student_t_cdf
 from hf_hybrid.world_model.rssm import FEATURES, RSSM, State, load_weights
 
@@ -202,3 +203,8 @@ def test_members_disagree_more_far_from_what_they_learned(trained):
             future = actions[:, None].repeat(1, 5, 1)
             disagreements.append(trained.forecast(state, observations, future).mean.std(0).mean())
     assert disagreements[1] > 2 * disagreements[0]
+
+
+def test_without_recordings_the_error_says_how_to_make_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match="benchmarks.world_model.record`"):
+        load_records(tmp_path)
