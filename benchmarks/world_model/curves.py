@@ -4,8 +4,8 @@ Record loss curves of many runs: what forecasts of the final loss are fitted on 
     nice -n 10 python -m benchmarks.world_model.curves                     # all kinds; runs that are there are kept
     nice -n 10 python -m benchmarks.world_model.curves --kinds small wsd   # these alone
 
-A line of `curves.jsonl` is one run: its kind and index, the training loss of every step and the learning rate of every
-step. Everything follows from kind and index. The tiny models of small_run.py train on bytes in a plain loop. `code`,
+A line of `curves.jsonl` is one run: its kind and index, the training loss and the learning rate of every step, and the
+held-out loss twenty times in the run. Everything follows from kind and index. The tiny models of small_run.py train on bytes in a plain loop. `code`,
 `docs` and `lora` are tasks of the speed-up benchmark in `Trainer`; `smol-full` and `smol-lora` start
 from SmolLM2 (`python -m benchmarks.speedup.pretrained` makes it). One process, one thread.
 
@@ -18,14 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from benchmarks.world_model.record import draw_settings
@@ -33,6 +35,7 @@ from benchmarks.world_model.small_run import (
     HELD_OUT,
     PROBE,
     Settings,
+    evaluate,
     make_material,
     make_model,
     make_optimizer,
@@ -44,6 +47,8 @@ from benchmarks.world_model.small_run import (
 )
 
 CURVES = Path(__file__).resolve().parent / "curves.jsonl"
+EVALUATIONS = 20
+"""Of the held-out loss, evenly over the run."""
 FIRST_INDEX = 10_000
 """Added to an index before settings are drawn, so that no run is one of those that record.py makes."""
 
@@ -59,6 +64,8 @@ class Curve:
     rates: list[float]
     """Of all planned steps."""
     about: dict
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    """Steps that were done, and the loss of sequences that are not trained on."""
 
     @property
     def fits(self) -> bool:
@@ -100,6 +107,17 @@ def small_settings(kind: str, index: int) -> Settings:
     )
 
 
+def evaluation_steps(steps: int) -> list[int]:
+    return [round(steps * (number + 1) / EVALUATIONS) for number in range(EVALUATIONS)]
+
+
+class Evaluation(TrainerCallback):
+    """Evaluates a `Trainer` at the same shares of its run."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate = state.global_step in evaluation_steps(state.max_steps)
+
+
 def small_curve(kind: str, index: int) -> Curve:
     """Train a tiny model in a plain loop, up to the end or to the first loss that is not finite."""
     settings = small_settings(kind, index)
@@ -109,8 +127,10 @@ def small_curve(kind: str, index: int) -> Curve:
         pretrain(settings, model)
     material = make_material(settings, settings.text, settings.rows, settings.steps)
     optimizer = make_optimizer(settings, model)
+    evaluated = evaluation_steps(settings.steps)
     rates = [settings.rate * factor for factor in schedule_of(settings.schedule, settings.warmup, settings.steps)]
     losses: list[float] = []
+    held_out: list[tuple[int, float]] = []
     for rate, rows in zip(rates, material.order):
         loss = sequence_losses(model, material.train[rows]).mean()
         losses.append(loss.item())
@@ -122,11 +142,14 @@ def small_curve(kind: str, index: int) -> Curve:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-    return Curve(kind, index, settings.steps, losses, rates, asdict(settings))
+        if len(losses) in evaluated:
+            held_out.append((len(losses), evaluate(model, material.held_out).mean().item()))
+    return Curve(kind, index, settings.steps, losses, rates, asdict(settings), held_out)
 
 
 SCHEDULES = ("linear", "cosine", "warmup_stable_decay", "constant")
 STEPS = {"code": 250, "docs": 150, "lora": 200, "smol-full": 60, "smol-lora": 60}
+TEST_ROWS = 32
 FACTORS = (1.0, 0.3, 2.0, 0.1)
 """Learning rates over the task's own."""
 
@@ -151,12 +174,14 @@ def trainer_curve(kind: str, index: int) -> Curve:
         values |= {"logging_steps": 1, "lr_scheduler_type": schedule}
         if schedule == "warmup_stable_decay":
             values["lr_scheduler_kwargs"] = {"num_decay_steps": steps // 5}
-        trainer = trainer_kind(model, args=config_kind(**values), train_dataset=data["train"], **more)
+        more |= {"train_dataset": data["train"], "eval_dataset": data["test"].select(range(TEST_ROWS))}
+        trainer = trainer_kind(model, args=config_kind(**values), callbacks=[Evaluation()], **more)
         trainer.train()
+    held_out = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     about = {"schedule": schedule, "rate": rate, "batch": task.batch}
     losses, rates = [entry["loss"] for entry in logs], [entry["learning_rate"] for entry in logs]
-    return Curve(kind, index, steps, losses, rates, about)
+    return Curve(kind, index, steps, losses, rates, about, held_out)
 
 
 KINDS: dict[str, tuple[int, Callable[[str, int], Curve]]] = {
@@ -189,6 +214,7 @@ def write_curve(curve: Curve, path: Path) -> None:
     """Append a run in one write."""
     row = asdict(curve)
     row |= {name: [float(f"{value:.5g}") for value in row[name]] for name in ("losses", "rates")}
+    row["held_out"] = [(step, float(f"{loss:.5g}")) for step, loss in curve.held_out]
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -200,6 +226,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=CURVES)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["HYBRID_BENCHMARK_THREADS"] = "1"
     logging.set_verbosity_error()
     there = {(curve.kind, curve.index) for curve in load_curves(args.file)}
     for kind in args.kinds:

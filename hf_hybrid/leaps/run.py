@@ -552,6 +552,7 @@ class LeapRun:
         real, self._real = self._real, None
         if real is not None and self.rescue is not None:
             self._observe_rate(step, real)
+        finite = phase is not Phase.PREDICT and (real is None or math.isfinite(real.loss))
         if real is not None and real.skipped:
             real = None
         if real is not None:
@@ -583,7 +584,7 @@ class LeapRun:
         self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._started
         self.last_phase = phase
         for steps in (self.logged, self.trained):
-            steps.count(real=phase is not Phase.PREDICT)
+            steps.count(real=phase is not Phase.PREDICT, finite=finite)
 
     def _may_leap(self, step: int) -> bool:
         if self.no_leaps is not None or self.trajectory.clock.steps_in_block < self.shortest_block:
@@ -883,25 +884,36 @@ class NoLeaps:
 
 @dataclass
 class LoggedSteps:
-    """Real and skipped steps since the last log entry, to correct means that count skipped steps as zeros."""
+    """
+    Steps since the last log entry, to correct means that count skipped steps as zeros.
+
+    Attributes:
+        real (`int`), finite (`int`), total (`int`): Steps that were not skipped, those of them whose loss was finite,
+            and all steps.
+    """
 
     real: int = 0
+    finite: int = 0
     total: int = 0
     last_was_real: bool = True
 
-    def count(self, *, real: bool) -> None:
-        """Count one step."""
+    def count(self, *, real: bool, finite: bool) -> None:
+        """Count one step, which has a finite loss or none."""
         self.real += real
+        self.finite += finite
         self.total += 1
         self.last_was_real = real
 
     def correct_mean(self, logs: dict, key: str) -> None:
-        """Turn the mean over all steps into the mean over the real ones. Drop it if there was no real step."""
+        """
+        Turn the mean over all steps into the mean over the real ones. Drop it if no step had a finite loss: `Trainer`
+        logs zero then, unless `logging_nan_inf_filter=False`.
+        """
         if key not in logs:
             return
-        if self.real:
+        if self.finite:
             logs[key] *= self.total / self.real
-        elif self.total:
+        elif self.total and math.isfinite(logs[key]):
             del logs[key]
 
 

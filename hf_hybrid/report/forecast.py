@@ -9,6 +9,7 @@ waits for no device.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class RunForecast:
         """Take in the log entry of a step, and return what to add to it."""
         if not self._take(step, logs):
             return {}
-        if self.last is None or step >= self.made_at + EVERY * self.max_steps or not np.isfinite(logs["loss"]):
+        if self.last is None or step >= self.made_at + EVERY * self.max_steps or not np.isfinite(self.losses[-1]):
             self._forecast()
         if self.last is None:
             return {}
@@ -77,7 +78,7 @@ class RunForecast:
         if "loss" not in logs or not before < step <= self.max_steps:
             return False
         self.steps.append(step)
-        self.losses.append(float(logs["loss"]))
+        self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
         scheduled = self.schedule[step - 1]
         if "learning_rate" in logs and scheduled > 1e-3 * self.schedule.max():
             self.rates[before:] = self.schedule[before:] * (float(logs["learning_rate"]) / scheduled)

@@ -136,7 +136,7 @@ def forecast_final_loss(
     laws, past = forecast_of_laws(seen, PRIOR), forecast_of_past_curves(seen)
     weights, means, deviations = laws if past is None else [np.concatenate(parts) for parts in zip(laws, past)]
     done, came = final_part(seen)
-    return mixture([weights, (1 - done) * means + done * came, (1 - done) * deviations])
+    return mixture([weights, (1 - done) * means + done * came, (1 - done) * deviations], positive=past is not None)
 
 
 def final_part(seen: Observed) -> tuple[float, float]:
@@ -330,14 +330,18 @@ def forecast_of_past_curves(seen: Observed) -> list[np.ndarray] | None:
     return [np.array([1 - (place - below), place - below]), *forecasts.T]
 
 
-def mixture(parts: Sequence[np.ndarray]) -> FinalLoss:
-    """The mixture of Gaussians with these weights, which need not sum to 1, means and deviations."""
+def mixture(parts: Sequence[np.ndarray], positive: bool = False) -> FinalLoss:
+    """
+    The mixture of Gaussians with these weights, which need not sum to 1, means and deviations. The quantiles of a
+    `positive` loss are not below zero.
+    """
     weights, means, deviations = parts
     weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
     mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
     median, five, ninety_five = (_quantile(share, low, high, mixed) for share in (0.5, 0.05, 0.95))
-    return FinalLoss(median, five, ninety_five, *mixed)
+    lowest = 0.0 if positive else -math.inf
+    return FinalLoss(*(max(quantile, lowest) for quantile in (median, five, ninety_five)), *mixed)
 
 
 def _quantile(share: float, low: float, high: float, mixed) -> float:

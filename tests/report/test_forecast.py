@@ -9,6 +9,7 @@ from conftest import config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_hybrid import ForecastCallback, HybridTrainer
+from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.forecast import MOST_STEPS, RunForecast, schedule_of
 from hf_hybrid.report.plots import forecasts_of, run_plots
@@ -126,3 +127,47 @@ def test_a_run_of_five_steps(tmp_path, train_set):
     trainer.train()
     for row in trainer.state.log_history:
         assert row.get("hybrid/forecast_low", 1.0) > 0
+
+
+class Losses:
+    """A `compute_loss_func` that breaks from the given step on, or is constant."""
+
+    def __init__(self, breaks_at=math.inf, constant=None):
+        self.breaks_at, self.constant, self.calls = breaks_at, constant, 0
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        self.calls += 1
+        if self.constant is not None:
+            return outputs.logits.float().sum() * 0 + self.constant
+        loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return loss if self.calls < self.breaks_at else loss * math.nan
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_plain_run_whose_loss_is_not_finite_any_more(tmp_path, train_set, filtered):
+    arguments = TrainingArguments(**config_values(tmp_path, max_steps=30, logging_nan_inf_filter=filtered))
+    losses, callback = Losses(breaks_at=15), ForecastCallback()
+    Trainer(tiny_model(), arguments, train_dataset=train_set, compute_loss_func=losses, callbacks=[callback]).train()
+    assert callback.forecast.last is None
+
+
+def test_a_hybrid_run_whose_loss_is_not_finite_any_more(tmp_path, train_set):
+    values = {"train_dataset": train_set, "compute_loss_func": Losses(breaks_at=15)}
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=30), **values)
+    with pytest.raises(TrainingDivergedError):
+        trainer.train()
+    rows = [row for row in trainer.state.log_history if KEYS[0] in row]
+    assert rows[-1]["step"] < 20, "no loss was finite afterwards"
+    assert all(row["loss"] > 1 and 0 <= row[KEYS[1]] <= row[KEYS[0]] <= row[KEYS[2]] for row in rows)
+    assert all(row.get("loss", 1.0) > 0 for row in trainer.state.log_history), "Trainer would log zeros"
+
+
+def test_a_hybrid_run_with_a_constant_loss(tmp_path, train_set):
+    values = {"train_dataset": train_set, "compute_loss_func": Losses(constant=2.0)}
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=30), **values)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if KEYS[0] in row]
+    assert len(rows) > 10
+    for row in rows:
+        assert row[KEYS[1]] <= 2.0 <= row[KEYS[2]]
+    assert rows[-1][KEYS[0]] == pytest.approx(2.0, abs=1e-3) and rows[-1][KEYS[2]] - rows[-1][KEYS[1]] < 0.05
