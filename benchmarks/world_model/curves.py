@@ -5,9 +5,9 @@ Record loss curves of many runs: what forecasts of the final loss are fitted on 
     nice -n 10 python -m benchmarks.world_model.curves --kinds small wsd   # these alone
 
 A line of `curves.jsonl` is one run: its kind and index, the training loss and the learning rate of every step, and the
-held-out loss twenty times in the run. Everything follows from kind and index. The tiny models of small_run.py train on bytes in a plain loop. `code`,
-`docs` and `lora` are tasks of the speed-up benchmark in `Trainer`; `smol-full` and `smol-lora` start
-from SmolLM2 (`python -m benchmarks.speedup.pretrained` makes it). One process, one thread.
+held-out loss twenty times in the run. Everything follows from kind and index. The tiny models of small_run.py train on
+bytes in a plain loop. `code`, `docs` and `lora` are tasks of the speed-up benchmark in `Trainer`; `smol-full` and
+`smol-lora` start from SmolLM2 (`python -m benchmarks.speedup.pretrained` makes it). One process, one thread.
 
 Only runs of the kind `small` whose index does not end in 4 or 9 are for fitting. The others are held out, and the other
 kinds are never seen in kind while fitting: other schedules, optimizers, lengths, batch sizes, models, and adapters.
