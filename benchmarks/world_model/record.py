@@ -42,6 +42,8 @@ from benchmarks.world_model.small_run import (
 )
 from benchmarks.world_model.storage import AFTER, RECORDINGS, as_arrays, pack, recorded_indices, write
 
+RUNS = 220
+"""That the start weights of the package are trained and scored on."""
 BRANCHES = 3
 SECONDS = 13.0
 """Largest expected cost of a run; sizes are drawn again until they fit."""
@@ -234,6 +236,8 @@ def record(indices: Iterable[int], workers: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     there = recorded_indices(folder)
     jobs = [(index, folder) for index in indices if index not in there]
+    if not jobs:
+        return
     os.environ["OMP_NUM_THREADS"] = "1"
     with multiprocessing.get_context("spawn").Pool(workers, set_up_worker) as pool:
         for line in pool.imap_unordered(record_run, jobs):
@@ -242,7 +246,7 @@ def record(indices: Iterable[int], workers: int, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=220, help="Make the runs 0 to RUNS - 1 that are not there yet.")
+    parser.add_argument("--runs", type=int, default=RUNS, help="Make the runs 0 to RUNS - 1 that are not there yet.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=RECORDINGS)
     parser.add_argument("--pack", action="store_true", help="Make no run; put single files into shards.")

@@ -4,11 +4,13 @@ import copy
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.world_model import train
 from benchmarks.world_model.records import (
     Record,
     calibrate,
@@ -159,6 +161,36 @@ def test_the_confidence_is_mapped_to_how_often_it_was_right():
         assert happened[inside].mean().item() == pytest.approx(mapped[inside].mean().item(), abs=0.07)
     assert happened.mean().item() == pytest.approx(mapped.mean().item(), abs=0.01)
     assert abs(torch.tensor(below).mean() - happened.mean()) > 0.05
+
+
+def test_training_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    runs = [SimpleNamespace(**make_run(seed, stretches=20)._asdict(), settings={"index": seed}) for seed in range(6)]
+    monkeypatch.setattr(train, "RSSM", lambda seed: RSSM(**SMALL, seed=seed))
+    monkeypatch.setitem(train.SETTINGS, "epochs", 1)
+    calls = []
+
+    def stopped_at(*which):
+        def train_or_stop(*args, **options):
+            calls.append(args)
+            if len(calls) in which:
+                raise KeyboardInterrupt
+            train_on_records(*args, **options)
+
+        return train_or_stop
+
+    monkeypatch.setattr(train, "train_on_records", stopped_at(2))
+    with pytest.raises(KeyboardInterrupt):
+        train.cross_validate(runs, tmp_path)
+    resumed = train.cross_validate(runs, tmp_path)
+    assert len(calls) == 2 + train.FOLDS - 1
+    (tmp_path / "whole").mkdir()
+    whole = train.cross_validate(runs, tmp_path / "whole")
+    assert resumed[0] == whole[0] and resumed[2] == whole[2]
+    for ours, theirs in zip(resumed[1], whole[1]):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    monkeypatch.setitem(train.SETTINGS, "seed", 1)  # other settings: nothing that is there counts
+    train.cross_validate(runs, tmp_path)
+    assert len(calls) == 1 + 3 * train.FOLDS
 
 
 # What it has learned.

@@ -1,7 +1,10 @@
 """
-Trains the start weights of the world model on the recorded runs. Ten minutes on one core.
+Trains the start weights of the world model on recorded runs, and records those first that are not there yet.
 
     python -m benchmarks.world_model.train          # writes the weights into the package
+
+Recording takes half an hour on two cores, training ten minutes on one. The command can be stopped at any time. The next
+start keeps the runs and the parts of the training that are in `recordings/`.
 
 The recorded runs that are not held out are split into three parts. Three models, each trained without one part, choose
 the number of epochs and calibrate the scales of the forecasts; then one model is trained on all of them. It is stored
@@ -10,14 +13,17 @@ as float16, read back, and scored on the held-out runs.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.world_model.record import RUNS, record
 from benchmarks.world_model.records import (
     calibrate,
     forecast_errors,
@@ -25,7 +31,7 @@ from benchmarks.world_model.records import (
     score_records,
     train_on_records,
 )
-from benchmarks.world_model.storage import load_records
+from benchmarks.world_model.storage import RECORDINGS, load_records
 from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.rssm import RSSM, load_weights
 
@@ -59,40 +65,64 @@ class Progress:
         return min(self.curve, key=lambda row: row["validation"] + row["validation_paired"])["epoch"]
 
 
-def cross_validate(records: list) -> tuple[int, list[dict], list[dict], list[dict]]:
+def cross_validate(records: list, folder: Path) -> tuple[int, list[dict], list[dict], list[dict], float]:
     """
-    One model per part left out.
+    One model per part left out; what each gave is kept in `folder`.
 
     Returns:
-        Number of epochs that was best, forecasts of each part and scores on it, and curves.
+        Number of epochs that was best, forecasts of each part and scores on it, curves, and seconds.
     """
-    epochs, errors, scores, curves = [], [], [], []
-    for fold in range(FOLDS):
-        left_out = records[fold::FOLDS]
-        learned = [record for index, record in enumerate(records) if index % FOLDS != fold]
-        model, progress = RSSM(seed=SETTINGS["seed"]), Progress(fold)
-        train_on_records(model, learned, validation=left_out, progress=progress, **SETTINGS)
-        epochs.append(progress.best_epoch)
-        errors.append(forecast_errors(model, left_out))
-        scores.append({name: round(value, 4) for name, value in score_records(model, left_out).items()})
-        curves += progress.curve
-    return statistics.median_low(epochs), errors, scores, curves
+    key = {**SETTINGS, "runs": [record.settings["index"] for record in records]}
+    found = [
+        kept(folder / f"fold-{fold}.pt", key, functools.partial(leave_out, fold, records)) for fold in range(FOLDS)
+    ]
+    columns = {name: [one[name] for one in found] for name in found[0]}
+    epochs, curves = statistics.median_low(columns["epochs"]), sum(columns["curve"], [])
+    return epochs, columns["errors"], columns["scores"], curves, sum(columns["seconds"])
 
 
-def train(records: list, held_out: list, path: Path) -> dict:
+def leave_out(fold: int, records: list) -> dict:
+    """Train without one part, and forecast it."""
+    started, left_out = time.perf_counter(), records[fold::FOLDS]
+    learned = [record for index, record in enumerate(records) if index % FOLDS != fold]
+    model, progress = RSSM(seed=SETTINGS["seed"]), Progress(fold)
+    train_on_records(model, learned, validation=left_out, progress=progress, **SETTINGS)
+    return {
+        "epochs": progress.best_epoch,
+        "errors": forecast_errors(model, left_out),
+        "scores": {name: round(value, 4) for name, value in score_records(model, left_out).items()},
+        "curve": progress.curve,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def kept(path: Path, key: dict, make: Callable[[], dict]) -> dict:
+    """What `make` gave when it was called for this `key`: in an earlier start, whose file is there, or now."""
+    if path.exists():
+        stored = torch.load(path, weights_only=True)
+        if stored["key"] == key:
+            return stored["found"]
+    found, partial = make(), path.with_suffix(".partial")
+    torch.save({"key": key, "found": found}, partial)
+    partial.replace(path)
+    return found
+
+
+def train(records: list, held_out: list, path: Path, folder: Path) -> dict:
     """
     Train, write the weights as float16, read them back and score them on runs that had no part in it.
 
     Args:
         records (`list[RecordedRun]`), held_out (`list[RecordedRun]`): As from `load_records`.
         path (`Path`): Where the weights are written.
+        folder (`Path`): Where the parts of the training are kept.
     """
+    epochs, errors, scores, curves, seconds = cross_validate(records, folder)
     started = time.perf_counter()
-    epochs, errors, scores, curves = cross_validate(records)
     model, progress = RSSM(seed=SETTINGS["seed"]), Progress(None)
     train_on_records(model, records, progress=progress, **{**SETTINGS, "epochs": epochs})
     calibrate(model, errors)
-    seconds = time.perf_counter() - started
+    seconds += time.perf_counter() - started
     save_weights(model, path, torch.float16)
     shipped = RSSM(seed=1)
     load_weights(shipped, path)
@@ -115,10 +145,12 @@ def train(records: list, held_out: list, path: Path) -> dict:
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--weights", type=Path, default=START_WEIGHTS, help="Where the weights are written.")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="Of the training, and runs recorded at a time.")
     args = parser.parse_args()
+    record(range(RUNS), args.threads, RECORDINGS)
     torch.set_num_threads(args.threads)
-    row = Results(args.results, "train", ()).add({**train(*load_records(), args.weights), **provenance(args.threads)})
+    found = train(*load_records(), args.weights, RECORDINGS)
+    row = Results(args.results, "train", ()).add({**found, **provenance(args.threads)})
     print(json.dumps({name: row[name] for name in ("seconds", "scale_shift", "confidence_map", "held_out")}, indent=1))
 
 
