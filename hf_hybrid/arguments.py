@@ -291,8 +291,8 @@ class HybridArguments:
     forecast: bool = option(
         True,
         "Forecast the final training loss from 5%% of the run on, with a 90%% interval: in the log, behind the "
-        "progress bar and in the report. Training is not changed. Needs enable_predict=True; ForecastCallback "
-        "does it in any Trainer.",
+        "progress bar and in the report. Each evaluation forecasts the final eval_loss too. Training is not changed. "
+        "Needs enable_predict=True; ForecastCallback does it in any Trainer.",
         group="Forecast",
     )
 

@@ -235,9 +235,9 @@ class HybridTrainerMixin(PublishingMixin):
         `enable_predict=False`, which counts nothing because it does nothing. `leaps`, `divergence_events` and
         `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
         made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
-        time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`), or
-        `None`; `resumed` says what a checkpoint brought back and what it did not, and is `None` for a
-        run that began anew.
+        time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`, and
+        the same of the held-out loss in `held_out`), or `None`; `resumed` says what a checkpoint brought back and what
+        it did not, and is `None` for a run that began anew.
         """
         events = list(self.recovery.events)
         found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}

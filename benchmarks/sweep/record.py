@@ -21,7 +21,7 @@ from benchmarks.speedup.tasks import TASKS, training_arguments
 
 HERE = Path(__file__).resolve().parent
 KEY = ("task", "steps", "rate", "seed")
-LENGTHS = {"code": 200, "docs": 120, "lora": 120, "smol-lora": 16}
+LENGTHS = {"code": 200, "docs": 120, "lora": 120, "smol-lora": 40}
 """Steps of a run, by task."""
 GRID = tuple(float(f"{10 ** (-5 + index / 3):.3g}") for index in range(10))
 """Three learning rates per decade from 1e-5 to 1e-2."""

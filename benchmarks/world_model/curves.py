@@ -185,7 +185,7 @@ def trainer_curve(kind: str, index: int) -> Curve:
 
 
 KINDS: dict[str, tuple[int, Callable[[str, int], Curve]]] = {
-    "small": (120, small_curve),
+    "small": (360, small_curve),
     "smol-lora": (4, trainer_curve),
     "smol-full": (4, trainer_curve),
     "wsd": (8, small_curve),

@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,13 @@ from hf_hybrid.world_model.final_loss import (
     Prior,
     final_steps,
     forecast_final_loss,
+    forecast_held_out_loss,
     forecast_of_laws,
     looks,
     mixture,
     observed,
+    past_curves,
+    training_parts,
 )
 from hf_hybrid.world_model.forecasts import VARIANCE
 
@@ -55,9 +59,9 @@ LOGS = 100
 DRAWS = 4000
 Z90 = 1.6448536
 OURS = "both"
-NOT_BASELINES = ("mixture of laws", OURS)
+NOT_BASELINES = ("mixture of laws", "training loss times ratio", OURS)
 CUTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
-"""Shares of the run at which past curves are cut for the package."""
+"""Shares of the run at which past curves are cut for the package, and forecasts are scored."""
 erf = np.vectorize(math.erf)
 
 
@@ -82,6 +86,35 @@ class Case:
         rates = np.asarray(self.curve.rates)
         return rates / rates.max()
 
+    # What a process over past curves is asked, and learns from.
+
+    @cached_property
+    def looks(self) -> np.ndarray:
+        return looks(seen_in(self))
+
+    @property
+    def now(self) -> float:
+        return self.level
+
+    @property
+    def target(self) -> float:
+        return math.log(max(self.came, 1e-3) / self.now)
+
+
+@dataclass(frozen=True)
+class HeldOutCase(Case):
+    """A run that was evaluated at the share of it that is seen; the held-out loss of its end is what came."""
+
+    held_out: float
+
+    @cached_property
+    def looks(self) -> np.ndarray:
+        return np.append(super().looks, math.log(self.held_out / seen_in(self).present))
+
+    @property
+    def now(self) -> float:
+        return self.held_out
+
 
 def case(curve: Curve, share: float) -> Case:
     every = max(1, curve.steps // LOGS)
@@ -89,6 +122,13 @@ def case(curve: Curve, share: float) -> Case:
     summed = np.concatenate([[0.0], np.cumsum(curve.losses)])
     came = float(np.mean(curve.losses[-final_steps(curve.steps) :]))
     return Case(curve, share, steps, (summed[steps] - summed[steps - every]) / every, came)
+
+
+def held_out_case(case: Case) -> HeldOutCase | None:
+    """The same with the last evaluation and that of the end; `None` without."""
+    seen = [loss for step, loss in case.curve.held_out if step <= math.ceil(case.share * case.curve.steps)]
+    ends = [loss for step, loss in case.curve.held_out if step == case.curve.steps]
+    return HeldOutCase(case.curve, case.share, case.steps, case.losses, ends[0], seen[-1]) if seen and ends else None
 
 
 def cases_of(curves: list[Curve], share: float) -> list[Case]:
@@ -243,12 +283,7 @@ def laws(cases: list[Case], prior: Prior = PRIOR) -> list[Mixture]:
 
 
 def process_of(fitting: list[Case], scales: tuple[float, ...]) -> PastCurves:
-    known = np.array([looks(seen_in(case)) for case in fitting])
-    return PastCurves(known, np.array([target(case) for case in fitting]), scales)
-
-
-def target(case: Case) -> float:
-    return math.log(max(case.came, 1e-3) / case.level)
+    return PastCurves(np.array([case.looks for case in fitting]), np.array([case.target for case in fitting]), scales)
 
 
 def best_scales(fitting: list[Case]) -> tuple[float, ...]:
@@ -261,37 +296,76 @@ def best_scales(fitting: list[Case]) -> tuple[float, ...]:
             found += [crps(g, c.came) for g, c in zip(asked(process, fitting[fold::4]), fitting[fold::4])]
         return float(np.mean(found))
 
-    return min(itertools.product((2.0, 4.0), (0.1, 0.3), (0.05, 0.2), (0.01, 0.02, 0.04, 0.08, 0.15)), key=score)
+    noises = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15)
+    return min(itertools.product((2.0, 4.0), (0.01, 0.03, 0.1, 0.3), (0.01, 0.05, 0.2), noises), key=score)
 
 
 def asked(process: PastCurves, cases: list[Case]) -> list[Gaussian]:
-    return [Gaussian(*process.forecast(looks(seen_in(case)), case.level)) for case in cases]
+    return [Gaussian(*process.forecast(case.looks, case.now)) for case in cases]
 
 
 def shipped(cases: list[Case]) -> list[Mixture]:
     """What users get."""
-    arguments = [(case.steps, case.losses, case.curve.rates, case.curve.steps) for case in cases]
-    return [Mixture(forecast_final_loss(*values)) for values in arguments]
+    return [Mixture(forecast_final_loss(*arguments_of(case))) for case in cases]
+
+
+def shipped_held_out(cases: list[HeldOutCase]) -> list[Mixture]:
+    """What users get of the held-out loss."""
+    return [Mixture(forecast_held_out_loss(*arguments_of(case), case.held_out)) for case in cases]
+
+
+def arguments_of(case: Case) -> tuple:
+    return case.steps, case.losses, case.curve.rates, case.curve.steps
+
+
+def times_ratio(cases: list[HeldOutCase]) -> list[Mixture]:
+    """The forecast of the training loss times the ratio of both losses now."""
+    found = []
+    for case in cases:
+        weights, means, deviations = training_parts(seen_in(case))
+        now = case.held_out / seen_in(case).present
+        found.append(Mixture(mixture([weights, now * means, now * deviations])))
+    return found
 
 
 # Scores.
 
 
-def table(curves: list[Curve], share: float) -> dict:
-    """Scores of all methods at a share of the run, on held-out runs of the kind that was fitted on and of others."""
+def training_table(curves: list[Curve], share: float) -> dict:
+    """Scores of all methods that forecast the training loss at a share of the run."""
     fitting = cases_of([curve for curve in curves if curve.fits], share)
     cases = cases_of([curve for curve in curves if not curve.fits], share)
     forecasts = {name: point_forecasts(name, fitting, cases) for name in POINTS}
-    forecasts["past curves"] = asked(process_of(fitting, best_scales(fitting)), cases)
+    forecasts["past curves"] = asked(past_curves("training", CUTS.index(share)), cases)
     forecasts["mixture of laws"] = laws(cases)
     forecasts[OURS] = shipped(cases)
+    return {"fitting_runs": len(fitting), **table(forecasts, cases)}
+
+
+def held_out_table(curves: list[Curve], share: float) -> dict:
+    """Scores of all methods that forecast the held-out loss, of runs that were evaluated twenty times."""
+    both = [held_out_case(case) for case in cases_of(curves, share)]
+    fitting = [case for case in both if case is not None and case.curve.fits]
+    cases = [case for case in both if case is not None and not case.curve.fits]
+    width = min(WIDTHS, key=lambda w: sum(crps(Gaussian(c.held_out, w * c.held_out), c.came) for c in fitting))
+    forecasts = {
+        "persistence": [Gaussian(case.held_out, width * case.held_out) for case in cases],
+        "training loss times ratio": times_ratio(cases),
+        "past curves": asked(past_curves("held_out", CUTS.index(share)), cases),
+        OURS: shipped_held_out(cases),
+    }
+    return {"fitting_runs": len(fitting), **table(forecasts, cases)}
+
+
+def table(forecasts: dict[str, list[Gaussian | Mixture]], cases: list[Case]) -> dict:
+    """CRPS and coverage on held-out runs of the kind that was fitted on and of others, and by kind."""
     scores = {name: np.array([crps(f, c.came) for f, c in zip(some, cases)]) for name, some in forecasts.items()}
     inside = {
         name: np.array([f.interval[0] <= c.came <= f.interval[1] for f, c in zip(some, cases)])
         for name, some in forecasts.items()
     }
     seen = np.array([case.curve.kind == "small" for case in cases])
-    found = {"fitting_runs": len(fitting)}
+    found = {}
     for group, chosen in (("all", np.ones(len(cases), bool)), ("kind seen", seen), ("kinds never seen", ~seen)):
         means = {name: float(values[chosen].mean()) for name, values in scores.items()}
         best = min((name for name in means if name not in NOT_BASELINES), key=means.get)
@@ -344,12 +418,16 @@ def fit_prior(curves: list[Curve], seconds: float) -> Prior:
 
 def ship_past_curves(curves: list[Curve]) -> None:
     """Write `past_curves.npz` of the package from the fitting runs."""
-    columns: dict[str, list] = {"shares": list(CUTS), "looks": [], "targets": [], "scales": []}
+    columns: dict[str, list] = {"shares": list(CUTS)}
     for share in CUTS:
         fitting = cases_of([curve for curve in curves if curve.fits], share)
-        columns["looks"].append([looks(seen_in(case)) for case in fitting])
-        columns["targets"].append([target(case) for case in fitting])
-        columns["scales"].append(best_scales(fitting))
+        for loss, cases in (("training", fitting), ("held_out", [held_out_case(case) for case in fitting])):
+            for name, column in (
+                ("looks", [case.looks for case in cases]),
+                ("targets", [case.target for case in cases]),
+                ("scales", best_scales(cases)),
+            ):
+                columns.setdefault(f"{loss}_{name}", []).append(column)
     np.savez_compressed(PAST_CURVES, **{name: np.array(column, dtype=np.float32) for name, column in columns.items()})
 
 
@@ -457,12 +535,13 @@ def main() -> None:
         ship_past_curves(curves)
         print(fit_prior(curves, args.fit))
         return
-    stored = Results(args.results, "final_loss", ("share",))
-    for share in SHARES:
-        row = stored.add({"share": share, **table(curves, share), **provenance(1)})
-        for group in ("kind seen", "kinds never seen"):
-            print(share, group, row[group]["runs"], row[group]["crps"], row[group]["coverage"][OURS], flush=True)
-            print("   ", row[group]["best_baseline"], row[group]["ratio_to_best"])
+    stored = Results(args.results, "final_loss", ("loss", "share"))
+    for loss, scored in (("training", training_table), ("held-out", held_out_table)):
+        for share in CUTS:
+            row = stored.add({"loss": loss, "share": share, **scored(curves, share), **provenance(1)})
+            for group in ("all", "kinds never seen"):
+                print(loss, share, group, row[group]["runs"], row[group]["crps"], row[group]["coverage"])
+                print("   ", row[group]["best_baseline"], row[group]["ratio_to_best"], flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """
-The forecast of the final loss while a run goes on: in the log, behind the progress bar, in report and summary.
+The forecast of the final losses while a run goes on: in the log, behind the progress bar, in report and summary.
 
-[`RunForecast`] collects what the forecast needs (world_model/final_loss.py): the logged losses and the learning rates
+[`RunForecast`] collects what the forecasts need (world_model/final_loss.py): the logged losses and the learning rates
 of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
 come are the schedule's, scaled as the last one was. Losses are numbers already when `Trainer` logs them, so a forecast
 waits for no device.
+
+The held-out loss at the end is forecast at each evaluation. That forecast goes into the log entries of the training
+loss that follow: what an evaluation returns is what searches of hyperparameters add up, so nothing is added to it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
+from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
 
 FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""
@@ -24,6 +27,8 @@ EVERY = 0.01
 """Share of the run after which a forecast is made anew; until then the last one is repeated."""
 MOST_STEPS = 1_000_000
 """Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
+TRAINING, HELD_OUT = ("loss", "low", "high"), ("eval_loss", "eval_low", "eval_high")
+"""Of the keys in the log, what follows `hybrid/forecast_`."""
 POINTS = 10_000
 """Steps at which a schedule is asked; between them it is straight."""
 
@@ -49,6 +54,10 @@ class RunForecast:
         self.losses: list[float] = []
         self.schedule = self.rates = np.ones(0)
         self.last: FinalLoss | None = None
+        self.evaluation: tuple[int, int, float] | None = None
+        """The last one: its step, the number of losses that were logged before it, and the held-out loss."""
+        self.held_out: FinalLoss | None = None
+        self.held_out_made_at = 0
 
     def begin(self, max_steps: int, scheduler: Any, history: list[dict]) -> None:
         """Begin a run, with the `log_history` of a resumed one."""
@@ -60,21 +69,29 @@ class RunForecast:
         for entry in history:
             self._take(entry["step"], entry)
         self._forecast()
+        self._forecast_held_out()
 
     def log_values(self, step: int, logs: dict) -> dict[str, float]:
-        """Take in the log entry of a step, and return what to add to it."""
+        """Take in the log entry of a step, and return what to add to it: nothing if it has no training loss."""
         if not self._take(step, logs):
             return {}
         if self.last is None or step >= self.made_at + EVERY * self.max_steps or not np.isfinite(self.losses[-1]):
             self._forecast()
+        self._forecast_held_out()
         if self.last is None:
             return {}
-        last = self.last
-        return {"hybrid/forecast_loss": last.median, "hybrid/forecast_low": last.low, "hybrid/forecast_high": last.high}
+        return {
+            f"hybrid/forecast_{name}": value
+            for forecast, names in ((self.last, TRAINING), (self.held_out, HELD_OUT))
+            if forecast is not None
+            for name, value in zip(names, (forecast.median, forecast.low, forecast.high))
+        }
 
     def _take(self, step: int, logs: dict) -> bool:
-        """Whether the entry has a loss of a later step of the run."""
+        """Whether the entry has a training loss of a later step of the run. An evaluation is taken in as well."""
         before = self.steps[-1] if self.steps else 0
+        if "eval_loss" in logs and FROM * self.max_steps <= before <= step < self.max_steps:
+            self.evaluation = (step, len(self.steps), float(logs["eval_loss"]))
         if "loss" not in logs or not before < step <= self.max_steps:
             return False
         self.steps.append(step)
@@ -89,21 +106,39 @@ class RunForecast:
             self.last = forecast_final_loss(self.steps, self.losses, self.rates, self.max_steps)
             self.made_at = self.steps[-1]
 
+    def _forecast_held_out(self) -> None:
+        if self.last is None:
+            self.held_out = None
+        elif self.evaluation is not None and self.evaluation[0] > self.held_out_made_at:
+            self.held_out_made_at, logged, loss = self.evaluation
+            seen = (self.steps[:logged], self.losses[:logged], self.rates, self.max_steps)
+            self.held_out = forecast_held_out_loss(*seen, loss)
+
     def summary(self) -> dict | None:
-        """The last forecast with the step that it was made after, `None` before the first."""
+        """
+        The last forecast with the step that it was made after, `None` before the first. `held_out` is that of the
+        held-out loss, `None` without an evaluation.
+        """
         if self.last is None:
             return None
-        return {"step": self.made_at, "loss": self.last.median, "low": self.last.low, "high": self.last.high}
+        held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
+        return {**_numbers(self.made_at, self.last), "held_out": held_out}
+
+
+def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
+    return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
 
 
 class ForecastCallback(TrainerCallback):
     """
-    Adds a forecast of the final training loss to the log of any `Trainer`; [`HybridTrainer`] has it built in.
+    Adds a forecast of the final losses to the log of any `Trainer`; [`HybridTrainer`] has it built in.
 
     From 5 % of the run and the fifth logged loss on, each entry with a loss gets `hybrid/forecast_loss` (the median),
     `hybrid/forecast_low` and `hybrid/forecast_high` (the 90 % interval). The final loss is the mean training loss of
-    the last 5 % of the steps, and of at least 5. Training is not changed. Callbacks before this one in the list get the
-    entries without it.
+    the last 5 % of the steps, and of at least 5. From the first evaluation after that on, entries with a training loss
+    also get `hybrid/forecast_eval_loss`, `hybrid/forecast_eval_low` and `hybrid/forecast_eval_high`: the `eval_loss`
+    after the last step, as it was forecast at the last evaluation. Training is not changed. Callbacks before this one
+    in the list get the entries without it.
 
     Attributes:
         forecast (`RunForecast`): `forecast.last` is the last [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`;

@@ -340,9 +340,12 @@ def paint_loss(figure, run: Run) -> bool | None:
     return None
 
 
-def forecasts_of(run: Run) -> list[tuple[float, float, float, float]]:
-    """Step, median, and ends of the 90 % interval of each forecast of the final loss."""
-    found = [run.series(f"hybrid/forecast_{name}") for name in ("loss", "low", "high")]
+def forecasts_of(run: Run, loss: str = "") -> list[tuple[float, float, float, float]]:
+    """
+    Step, median, and ends of the 90 % interval of each forecast of the final training loss, or of the held-out one with
+    `loss="eval_"`.
+    """
+    found = [run.series(f"hybrid/forecast_{loss}{name}") for name in ("loss", "low", "high")]
     return [(step, *(value for _, value in values)) for values in zip(*found) for step in (values[0][0],)]
 
 
@@ -355,15 +358,15 @@ def came_of(run: Run) -> float | None:
 
 
 def _fan(axis, run: Run) -> None:
-    """The 90 % interval of the final loss as it was forecast at each step, and the loss that came."""
-    if found := forecasts_of(run):
-        steps, median, low, high = zip(*found)
-        axis.fill_between(
-            steps, low, high, color=PALETTE["real"], alpha=0.22, linewidth=0, label="end, forecast (90 %)"
-        )
-        axis.plot(steps, median, color=PALETTE["real"], linewidth=0.9)
-        if (came := came_of(run)) is not None:
-            axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label="end, as it came")
+    """The 90 % intervals of the final losses as they were forecast at each step, and the training loss that came."""
+    kinds = (("", "end, forecast (90 %)", PALETTE["real"]), ("eval_", "end, held out (90 %)", PALETTE["line"]))
+    for loss, label, colour in kinds:
+        if found := forecasts_of(run, loss):
+            steps, median, low, high = zip(*found)
+            axis.fill_between(steps, low, high, color=colour, alpha=0.22, linewidth=0, label=label)
+            axis.plot(steps, median, color=colour, linewidth=0.9)
+    if forecasts_of(run) and (came := came_of(run)) is not None:
+        axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label="end, as it came")
 
 
 def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
@@ -387,6 +390,9 @@ def _loss_alt(run: Run, found: dict) -> str:
     if forecasts := forecasts_of(run):
         step, median, low, high = forecasts[0]
         told += f" After step {step:,.0f} the end was forecast at {median:.4g}, from {low:.4g} to {high:.4g}."
+    if forecasts := forecasts_of(run, "eval_"):
+        step, median, low, high = forecasts[0]
+        told += f" After step {step:,.0f} the held-out end was forecast at {median:.4g}, from {low:.4g} to {high:.4g}."
     return f"Loss over {run.last_step} steps. At the end: {', '.join(parts) or 'not recorded'}.{told}"
 
 

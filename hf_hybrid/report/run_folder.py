@@ -212,6 +212,7 @@ def plain(value: Any) -> Any:
 _SHOWN = (
     "step", "begun", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm", "train_runtime",
     "hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high",
+    "hybrid/forecast_eval_loss", "hybrid/forecast_eval_low", "hybrid/forecast_eval_high",
     "hybrid/phase", "hybrid/leaps", "hybrid/predicted_steps", "hybrid/backward_passes",
 )  # fmt: skip
 """What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""

@@ -130,10 +130,12 @@ class HybridSummary(dict):
             rows.append(("no leaps", self["no_leaps"]))
         elif "direction" in self:
             rows.append(("direction", str(self["direction"])))
-        if forecast := self.get("forecast"):
-            ends = " to ".join(format_number(forecast[key]) for key in ("low", "high"))
-            told = f"{format_number(forecast['loss'])} ({ends}) after step {forecast['step']:,}"
-            rows.append(("forecast of the final loss", told))
+        training = self.get("forecast") or {}
+        for name, forecast in (("final loss", training), ("final held-out loss", training.get("held_out"))):
+            if forecast:
+                ends = " to ".join(format_number(forecast[key]) for key in ("low", "high"))
+                told = f"{format_number(forecast['loss'])} ({ends}) after step {forecast['step']:,}"
+                rows.append((f"forecast of the {name}", told))
         if self.get("learning_rate_scale", 1.0) != 1.0:
             rows.append(("learning-rate scale", format_number(self["learning_rate_scale"])))
         held = ((self.get("memory") or {}).get("held") or {}).get("total")

@@ -1,5 +1,5 @@
 """
-Where will this run end? The training loss at the end of a run as a distribution, from the losses logged so far.
+Where will this run end? Training and held-out loss at the end of a run as distributions, from the losses logged so far.
 
 Two forecasters answer, and the forecast is their mixture in equal parts: where they disagree it is wide, and each
 covers for what the other does not know.
@@ -23,6 +23,11 @@ process goes from nine numbers (the shape of the curve so far, its slope, what i
 the logarithm of the final loss over the present one. What learning-curve networks learn from many curves (LC-PFN,
 Adriaensen et al., 2023, arXiv 2310.20447), this reads off a hundred. They are in `past_curves.npz`, cut after several
 shares of the run; between two of these the forecast blends both.
+
+**Held-out loss.** An evaluation tells how many times the training loss of the moment the held-out loss is. If that
+ratio lasts, the forecast of the training loss times the ratio is one of the held-out loss. How the ratio changes as a
+run learns its rows by heart, past curves tell: another Gaussian process goes from the same nine numbers and the ratio
+to the logarithm of the final held-out loss over the present one. The forecast is the mixture of both in equal parts.
 
 The prior of the laws and the past curves come from recorded runs of tiny models, `python -m
 benchmarks.world_model.final_loss --fit 600`. The same command without `--fit` scores the forecast on other runs.
@@ -50,6 +55,8 @@ OFFSETS = np.array([0.003, 0.02, 0.1, 0.4])
 POINTS = 4
 """Points of a window at which the law is averaged."""
 PAST_CURVES = Path(__file__).parent / "past_curves.npz"
+Parts = list[np.ndarray]
+"""Weights, means and deviations of a mixture of Gaussians."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +140,55 @@ def forecast_final_loss(
     seen = observed(steps, losses, learning_rates, max_steps)
     if seen is None:
         return None
-    laws, past = forecast_of_laws(seen, PRIOR), forecast_of_past_curves(seen)
-    weights, means, deviations = laws if past is None else [np.concatenate(parts) for parts in zip(laws, past)]
+    return mixture(final_steps_counted(seen, training_parts(seen)), positive=looks(seen) is not None)
+
+
+def forecast_held_out_loss(
+    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int, held_out: float
+) -> FinalLoss | None:
+    """
+    Forecast the held-out loss after the last step of a run.
+
+    Args:
+        steps, losses, learning_rates, max_steps: As in [`forecast_final_loss`].
+        held_out (`float`): The held-out loss after the last of `steps`.
+
+    Returns:
+        `FinalLoss` or `None`: `None` where there is no forecast of the training loss, and if a loss is not positive.
+
+    Raises:
+        ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
+    """
+    seen = observed(steps, losses, learning_rates, max_steps)
+    found = None if seen is None else looks(seen)
+    if found is None or not 0 < held_out < math.inf:
+        return None
+    ratio = held_out / seen.present
+    weights, means, deviations = training_parts(seen)
+    past = forecast_of_past_curves("held_out", seen.share, np.append(found, math.log(ratio)), held_out)
+    parts = in_equal_parts([weights, ratio * means, ratio * deviations], past)
+    return mixture(final_steps_counted(seen, parts, held_out), positive=True)
+
+
+def training_parts(seen: Observed) -> Parts:
+    """The forecast of the final training loss from what it has been so far: laws and, where they apply, past curves."""
+    laws, found = forecast_of_laws(seen, PRIOR), looks(seen)
+    if found is None:
+        return laws
+    return in_equal_parts(laws, forecast_of_past_curves("training", seen.share, found, seen.level))
+
+
+def in_equal_parts(one: Parts, other: Parts) -> Parts:
+    """Mix two forecasts; the weights of `other` sum to 1."""
+    return [np.concatenate(parts) for parts in zip((one[0] / one[0].sum(), *one[1:]), (other[0], *other[1:]))]
+
+
+def final_steps_counted(seen: Observed, parts: Parts, held_out: float | None = None) -> Parts:
+    """As far as the final steps are over, replace the forecast by what came: their mean loss or `held_out`."""
+    weights, means, deviations = parts
     done, came = final_part(seen)
-    return mixture([weights, (1 - done) * means + done * came, (1 - done) * deviations], positive=past is not None)
+    came = came if held_out is None else held_out
+    return [weights, (1 - done) * means + done * came, (1 - done) * deviations]
 
 
 def final_part(seen: Observed) -> tuple[float, float]:
@@ -168,6 +220,11 @@ class Observed:
     def level(self) -> float:
         """Mean of the last fifth of the logged losses."""
         return float(self.losses[-max(1, len(self.losses) // 5) :].mean())
+
+    @property
+    def present(self) -> float:
+        """Mean of the last tenth of the logged losses: less than `level` while the loss falls, and noisier."""
+        return float(self.losses[-max(1, len(self.losses) // 10) :].mean())
 
     @property
     def share(self) -> float:
@@ -211,7 +268,7 @@ def _noise_per_step(losses: np.ndarray, counts: np.ndarray) -> float:
     return (1.4826 * float(np.median(np.abs(difference) / np.sqrt(variance)))) ** 2
 
 
-def forecast_of_laws(seen: Observed, prior: Prior) -> list[np.ndarray]:
+def forecast_of_laws(seen: Observed, prior: Prior) -> Parts:
     """Weights, means and deviations of a mixture over the shapes of the law, `[shapes]` each."""
     begins, ends, losses = _windows(seen.begins, seen.ends, seen.losses)
     rates, max_steps, last = seen.rates, len(seen.rates), final_steps(len(seen.rates))
@@ -283,10 +340,11 @@ def looks(seen: Observed) -> np.ndarray | None:
 
 class PastCurves:
     """
-    A Gaussian process from the looks of runs after some share of their steps to `log(final loss / level)`.
+    A Gaussian process from the looks of runs after some share of their steps to `log(final loss / present loss)`.
 
     Args:
-        known (`np.ndarray`), targets (`np.ndarray`): Looks `[runs, 9]` and logarithms `[runs]` of past runs.
+        known (`np.ndarray`), targets (`np.ndarray`): Looks `[runs, 9]`, or 10 with the ratio of the held-out to the
+            training loss, and logarithms `[runs]` of past runs.
         scales (`Sequence[float]`): Length of the smooth part, its amplitude, amplitude of the linear part, noise.
     """
 
@@ -302,7 +360,7 @@ class PastCurves:
         return self.smooth**2 * np.exp(-0.5 * distance / self.length**2) + self.linear**2 * (a @ b.T + 1)
 
     def forecast(self, found: np.ndarray, level: float) -> tuple[float, float]:
-        """Mean and deviation of the final loss of a run that looks like `found` `[9]`."""
+        """Mean and deviation of the final loss of a run that looks like `found` and has the loss `level` now."""
         asked = ((found - self.centre) / self.scale)[None]
         across = self._kernel(asked, self.known)
         mean = level * math.exp(np.clip(across[0] @ self.weights, -3.0, 1.0))
@@ -311,31 +369,35 @@ class PastCurves:
 
 
 @cache
-def past_curves() -> tuple[np.ndarray, list[PastCurves]]:
-    """The shares of the run at which past curves were cut, and what they say there."""
+def shares_of_cuts() -> np.ndarray:
+    """The shares of the run `[cuts]` at which the past curves of the package were cut."""
     with np.load(PAST_CURVES) as file:
-        parts = [file[name].astype(np.float64) for name in ("looks", "targets", "scales")]
-        return file["shares"], [PastCurves(*part) for part in zip(*parts)]
+        return file["shares"]
 
 
-def forecast_of_past_curves(seen: Observed) -> list[np.ndarray] | None:
-    """Weights, means and deviations of the two nearest shares, `[2]` each; `None` where a loss is not positive."""
-    found = looks(seen)
-    if found is None:
-        return None
-    shares, curves = past_curves()
-    place = float(np.interp(math.log(seen.share), np.log(shares), np.arange(len(shares))))
+@cache
+def past_curves(loss: str, cut: int) -> PastCurves:
+    """What the past curves of the package say of the `"training"` or `"held_out"` loss after a cut."""
+    with np.load(PAST_CURVES) as file:
+        return PastCurves(*(file[f"{loss}_{name}"][cut].astype(np.float64) for name in ("looks", "targets", "scales")))
+
+
+def forecast_of_past_curves(loss: str, share: float, found: np.ndarray, now: float) -> Parts:
+    """Weights, means and deviations `[2]` after the two cuts nearest to `share`, for a run with the loss `now`."""
+    shares = shares_of_cuts()
+    place = float(np.interp(math.log(share), np.log(shares), np.arange(len(shares))))
     below = min(int(place), len(shares) - 2)
-    forecasts = np.array([curves[below + k].forecast(found, seen.level) for k in (0, 1)])
+    forecasts = np.array([past_curves(loss, below + k).forecast(found, now) for k in (0, 1)])
     return [np.array([1 - (place - below), place - below]), *forecasts.T]
 
 
-def mixture(parts: Sequence[np.ndarray], positive: bool = False) -> FinalLoss:
+def mixture(parts: Parts, positive: bool = False) -> FinalLoss:
     """
     The mixture of Gaussians with these weights, which need not sum to 1, means and deviations. The quantiles of a
     `positive` loss are not below zero.
     """
-    weights, means, deviations = parts
+    heavy = parts[0] > 1e-6 * parts[0].max()  # most shapes of the law have no weight, and cost time
+    weights, means, deviations = (part[heavy] for part in parts)
     weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
     mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))

@@ -76,6 +76,34 @@ def test_a_run_that_breaks_has_no_forecast():
     assert forecast.summary() is None
 
 
+EVAL_KEYS = ("hybrid/forecast_eval_loss", "hybrid/forecast_eval_low", "hybrid/forecast_eval_high")
+
+
+def test_an_evaluation_forecasts_the_held_out_loss_in_the_entries_after_it():
+    forecast = begun()
+    evaluations = {3: 9.0, 20: 3.1, 40: 2.9, 100: 2.4}
+    found = {}
+    for step in range(1, 101):
+        found[step] = forecast.log_values(step, entry(step))
+        if step in evaluations:
+            assert forecast.log_values(step, {"eval_loss": evaluations[step]}) == {}, "searches add metrics up"
+    assert not set(EVAL_KEYS) & set(found[20]), "the evaluation after step 3 came before 5 % of the run"
+    assert set(EVAL_KEYS) <= set(found[21])
+    for key in EVAL_KEYS:
+        assert found[21][key] == found[40][key] != found[41][key] == found[100][key]
+    loss, low, high = (found[41][key] for key in EVAL_KEYS)
+    assert 2.2 < low < loss < high < 3.3
+    assert forecast.summary()["held_out"] == {"step": 40, "loss": loss, "low": low, "high": high}
+
+
+def test_a_resumed_run_remembers_its_last_evaluation():
+    whole, history = begun(), [entry(step) for step in range(1, 31)]
+    history.insert(20, {"eval_loss": 3.1, "step": 20})
+    for row in history:
+        whole.log_values(row["step"], row)
+    assert begun(history=history).log_values(31, entry(31)) == whole.log_values(31, entry(31))
+
+
 def test_endless_runs_have_no_forecast():
     forecast = begun(steps=1)
     forecast.begin(MOST_STEPS + 1, scheduler(), [])
@@ -93,33 +121,38 @@ def test_the_progress_bar_shows_the_end():
 def test_the_callback_leaves_plain_training_as_it_is(tmp_path, train_set):
     logs = []
     for callbacks in ([], [ForecastCallback()]):
-        arguments = TrainingArguments(**config_values(tmp_path))
-        trainer = Trainer(tiny_model(), arguments, train_dataset=train_set, callbacks=callbacks)
+        arguments = TrainingArguments(**config_values(tmp_path, eval_strategy="steps", eval_steps=10))
+        sets = {"train_dataset": train_set, "eval_dataset": train_set}
+        trainer = Trainer(tiny_model(), arguments, **sets, callbacks=callbacks)
         trainer.train()
         logs.append([row for row in trainer.state.log_history if "loss" in row])
     plain, forecast = logs
     assert [row["loss"] for row in plain] == [row["loss"] for row in forecast]
-    assert not set(KEYS) & set(plain[-1]) and set(KEYS) <= set(forecast[-1])
+    assert not set(KEYS) & set(plain[-1]) and set(KEYS + EVAL_KEYS) <= set(forecast[-1])
     assert forecast[-1]["hybrid/forecast_low"] < forecast[-1]["hybrid/forecast_high"]
 
 
 @pytest.mark.parametrize("options", [{}, {"forecast": False}, {"enable_predict": False}])
 def test_hybrid_trainer_forecasts_unless_told_otherwise(tmp_path, train_set, options):
-    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, **options), train_dataset=train_set)
+    config = hybrid_config(tmp_path, eval_strategy="steps", eval_steps=10, **options)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set, eval_dataset=train_set)
     trainer.train()
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
-    assert (set(KEYS) <= set(last)) is (not options)
+    assert (set(KEYS + EVAL_KEYS) <= set(last)) is (not options)
+    assert not any(key.startswith("hybrid/") for key in trainer.evaluate()), "searches add metrics up"
     summary = trainer.hybrid_summary()
     if options:
         assert summary["forecast"] is None
         return
     assert summary["forecast"]["low"] < summary["forecast"]["loss"] < summary["forecast"]["high"]
     assert "forecast of the final loss: " in str(summary)
+    assert summary["forecast"]["held_out"]["low"] < summary["forecast"]["held_out"]["high"]
+    assert "forecast of the final held-out loss: " in str(summary)
     run = load_run(tmp_path)
     assert len(forecasts_of(run)) > 15
     pytest.importorskip("matplotlib")
     plot = next(plot for plot in run_plots(run, findings(run), tmp_path) if plot.name == "loss")
-    assert "the end was forecast at" in plot.alt
+    assert "the end was forecast at" in plot.alt and "the held-out end was forecast at" in plot.alt
 
 
 def test_a_run_of_five_steps(tmp_path, train_set):
