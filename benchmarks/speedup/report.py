@@ -9,7 +9,8 @@ Two runs of the same seed share their first weights and the order of their data,
 those of two seeds. Therefore each run of an arm is paired with the plain run of its seed at the same budget, and the
 difference of the two, not the loss itself, is put on the mean curve. Between budgets the curve is a straight line in
 the logarithm of the steps. Above the shortest run it is extrapolated; below the longest run it is not: there S is a
-lower bound, shown as ">".
+lower bound, shown as ">". Where chance moves the loss by more than the steps do, so that the curve does not fall, there
+is no S.
 
 An arm counts at the learning rate at which most seeds were run, and of several such rates at the one with the lowest
 mean loss.
@@ -31,14 +32,19 @@ def matched_steps(loss: float, curve: list[tuple[int, float]]) -> tuple[float, s
 
     Returns:
         The steps, and `"interpolated"`, `"extrapolated"` (above the shortest run), or `"beyond"` (the longest run does
-        not get there: a lower bound).
+        not get there: a lower bound). NaN and `"not monotone"` if the curve does not fall from the shortest run to its
+        lowest loss; after that it may rise, because long runs overfit.
     """
     points = sorted(curve)
+    levels = [level for _, level in points]
+    falling = levels[: levels.index(min(levels)) + 1]
+    if len(falling) < 2 or falling != sorted(falling, reverse=True):
+        return math.nan, "not monotone"
     for (t0, l0), (t1, l1) in zip(points, points[1:]):
         if l1 <= loss <= l0:
             share = (l0 - loss) / (l0 - l1) if l0 > l1 else 0.0
             return math.exp(math.log(t0) + share * math.log(t1 / t0)), "interpolated"
-    if loss < min(level for _, level in points):
+    if loss < min(levels):
         return float(points[-1][0]), "beyond"
     (t0, l0), (t1, l1) = points[:2]
     return math.exp(math.log(t0) - (loss - l0) * math.log(t1 / t0) / (l0 - l1)), "extrapolated"
@@ -110,25 +116,24 @@ def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int)
     for key in ("S", "S_all_costs", "over_plain", "backward_passes", "seconds"):
         values = [row[key] for row in rows]
         table[key] = statistics.mean(values)
-        if len(values) > 1:
+        if len(values) > 1 and all(map(math.isfinite, values)):
             table[f"{key}_standard_error"] = statistics.stdev(values) / math.sqrt(len(values))
     return table
 
 
-def pace(rows: list[dict], tuned: dict[int, dict[int, float]]) -> dict:
+def pace(results: list[dict], tuned: dict[int, dict[int, float]]) -> dict:
     """
-    Steps that plain AdamW at its best learning rate needs for the losses of these runs, over their backward passes.
+    Steps that plain AdamW at its best learning rate needs for the mean loss of these runs, over their backward passes.
+
+    The mean loss is looked up, not each loss: where the curve is flat, seeds differ by more than its whole fall.
 
     Args:
-        rows (`list[dict]`): As in the `runs` of [`arm_row`].
+        results (`list[dict]`): Runs of the arm, one per seed.
         tuned (`dict`): Of plain AdamW: steps -> seed -> final loss.
     """
-    curve = mean_curve(tuned)
-    found = [matched_steps(row["eval_loss"], curve) for row in rows]
-    if not found:
-        return {}
-    paces = [steps / row["backward_passes"] for (steps, _), row in zip(found, rows)]
-    return {"pace": statistics.mean(paces), "pace_how": sorted({how for _, how in found})}
+    steps, how = matched_steps(statistics.mean(result["eval_loss"] for result in results), mean_curve(tuned))
+    backward_passes = statistics.mean(cost_of(result)["backward_passes"] for result in results)
+    return {"pace": steps / backward_passes, "pace_how": how}
 
 
 def plain_losses(results: Results, task: str, seeds: list[int]) -> dict[int, dict[int, float]]:
@@ -155,9 +160,9 @@ def table_of(results: Results, task: str, arms: list[str] | None, seeds: list[in
         `None` while plain AdamW has no curve.
     """
     steps, plain = TASKS[task].steps, plain_losses(results, task, seeds)
-    if len(plain) < 2 or steps not in plain:
-        return None
     tuned = {} if TASKS[task].tuned is True else plain_losses(results, TASKS[task].tuned, seeds)
+    if steps not in plain or max(len(plain), len(tuned)) < 2:
+        return None
     table = {"task": task, "about": TASKS[task].about, "steps": steps, "plain": plain, "arms": {}}
     by_arm: dict[str, list[dict]] = {}
     for row in results.rows(task=task, steps=steps):
@@ -166,8 +171,8 @@ def table_of(results: Results, task: str, arms: list[str] | None, seeds: list[in
     for arm, rows in by_arm.items():
         best = better_rate([row for row in rows if row["eval_loss"] is not None])
         found = arm_row(best, plain, steps)
-        if len(tuned) > 1:
-            found |= pace(found["runs"], tuned)
+        if best and len(tuned) > 1:
+            found |= pace(best, tuned)
         table["arms"][arm] = {"rate": (best or rows)[0]["rate"], **found}
     return table
 
@@ -190,17 +195,22 @@ def print_table(table: dict) -> None:
     for steps, losses in sorted(table["plain"].items(), key=lambda item: int(item[0])):
         print(f"  adamw, {steps} steps: " + "  ".join(f"{loss:.4f}" for _, loss in sorted(losses.items())))
     print(f"  {'arm':16s} {'rate':>8s}  n   S              all costs    loss over adamw   backward  losses")
-    for arm, row in sorted(table["arms"].items(), key=lambda item: -item[1].get("S", 0.0)):
+    no_curve = any(run["how"] == "not monotone" for row in table["arms"].values() for run in row["runs"])
+    if no_curve:
+        print("  No S: AdamW was run at one budget, or its loss does not fall from budget to budget.")
+    best_first = (lambda row: row.get("over_plain", math.inf)) if no_curve else (lambda row: -row.get("S", 0.0))
+    for arm, row in sorted(table["arms"].items(), key=lambda item: best_first(item[1])):
         if not row["runs"]:
             print(f"  {arm:16s} {row['rate']:8.2g}  0   diverged or not finite")
             continue
         bound = ">" if any(r["how"] == "beyond" for r in row["runs"]) else " "
         error = row.get("S_standard_error", math.nan)
+        speed_up = f"{bound}{row['S']:.3f} +- {error:.3f}  {row['S_all_costs']:.3f}"
         print(
-            f"  {arm:16s} {row['rate']:8.2g}  {len(row['runs'])}  {bound}{row['S']:.3f} +- {error:.3f}  "
-            f"{row['S_all_costs']:.3f}        {row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
+            f"  {arm:16s} {row['rate']:8.2g}  {len(row['runs'])}  {'none' if no_curve else speed_up:23s}      "
+            f"{row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
             + " ".join(f"{r['eval_loss']:.3f}" for r in row["runs"])
-            + (f"  pace {row['pace']:.2f} ({', '.join(row['pace_how'])})" if "pace" in row else "")
+            + (f"  pace {row['pace']:.2f} ({row['pace_how']})" if "pace" in row else "")
         )
 
 
