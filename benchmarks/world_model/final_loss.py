@@ -4,7 +4,7 @@ How well the final loss of a run is forecast at 10, 20 and 50 % of it, beside la
     python -m benchmarks.world_model.curves                  # records the runs first; an hour on one core
     python -m benchmarks.world_model.final_loss              # scores all methods on the held-out runs; a minute
     python -m benchmarks.world_model.final_loss --fit 600    # past_curves.npz, and `Prior` by a search of 600 seconds
-    python -m benchmarks.world_model.final_loss --rssm       # beside the RSSM, on its recordings; two minutes
+    python -m benchmarks.world_model.final_loss --rssm       # beside the RSSM, on the runs of followed.py; two minutes
     python -m benchmarks.world_model.final_loss --cost       # milliseconds of a forecast
 
 Losses are logged a hundred times in a run, as means, and the final loss is the mean of the last 5 % of the steps. A run
@@ -29,8 +29,8 @@ import numpy as np
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.curves import CURVES, Curve, load_curves
-from benchmarks.world_model.small_run import schedule_of
-from benchmarks.world_model.storage import RecordedRun, load_records
+from benchmarks.world_model.followed import FollowedRun, load_followed
+from benchmarks.world_model.small_run import STRIDE
 from hf_hybrid.report.forecast import RunForecast
 from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
@@ -62,6 +62,10 @@ OURS = "both"
 NOT_BASELINES = ("mixture of laws", "training loss times ratio", OURS)
 CUTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
 """Shares of the run at which past curves are cut for the package, and forecasts are scored."""
+BROKEN = 8.0
+"""A followed run with such a loss, so far or at the end, is left out; the logarithm of 256 bytes is 5.5."""
+LOWEST_RATE = 0.1
+"""Of the recorded runs that the RSSM was trained on, over a tiny model's usual rate (`record.draw_settings`)."""
 erf = np.vectorize(math.erf)
 
 
@@ -455,61 +459,123 @@ def cost() -> dict:
     return found
 
 
-def recorded_case(run: RecordedRun, share: float) -> Case | None:
-    """A run that the RSSM can follow (`record.py`), whose losses are means of stretches. `None` if it diverged."""
-    settings = run.settings
-    if settings["diverged"] is not None:
+def followed_case(run: FollowedRun, share: float) -> Case | None:
+    """
+    A followed run, its losses logged like those of a curve: each the mean of the real steps since the one before.
+
+    `None` if the run broke (`BROKEN`), and where a forecaster cannot begin yet: the RSSM needs one stretch, the others
+    five losses.
+    """
+    steps = len(run.losses)
+    every = max(1, steps // LOGS)
+    ends = np.arange(every, int(share * steps) + 1, every)
+    logged = run.losses[: len(ends) * every].reshape(-1, every)
+    known = np.isfinite(logged).any(1)
+    if run.about["diverged"] or known.sum() < FEWEST or run.ends[0] > ends[-1]:
         return None
-    done, steps = max(math.ceil(share * len(run.losses)), FEWEST), settings["steps"]
-    came = float(run.losses[run.steps > run.steps[-1] - final_steps(steps)].mean())
-    rates = schedule_of(settings["schedule"], settings["warmup"], steps)
-    curve = Curve("recorded", settings["index"], steps, [], list(rates), {})
-    return Case(curve, share, run.steps[:done], run.losses[:done], came) if done < 0.6 * len(run.losses) else None
+    curve = Curve(run.kind, run.index, steps, [], list(run.rates), run.about)
+    came = float(np.nanmean(run.losses[-final_steps(steps) :]))
+    case = Case(curve, share, ends[known], np.nanmean(logged[known], 1), came)
+    return case if max(case.level, came) < BROKEN else None
 
 
-def forecast_of_rssm(run: RecordedRun, case: Case) -> Gaussian:
-    """It learns online, as in a run, and is told the leaps that are going to be made."""
-    model, done = DynamicsModel(START_WEIGHTS), len(case.losses)
+def actions_to_come(run: FollowedRun, done: int) -> np.ndarray:
+    """Actions `[K, 4]` to the end of the run if leaps go on as in the last three of `done` stretches."""
+    steps, now = len(run.losses), int(run.ends[done - 1])
+    gain, horizon = run.actions[max(done - 3, 0) : done, :2].mean(0)
+    stride = STRIDE * (1 + horizon)
+    ends = now + stride * np.arange(1, max(int((steps - now) / stride), 1) + 1)
+    rates = run.rates[np.minimum(ends.astype(int), steps) - 1] / run.rates.max()
+    return np.stack([np.full(len(ends), gain), np.full(len(ends), horizon), ends / steps, rates], 1)
+
+
+def forecast_of_rssm(run: FollowedRun, case: Case, *, told: bool) -> Gaussian:
+    """It learns online, as in a run, and is `told` the leaps that come, or expects more of those that it saw last."""
+    model, steps = DynamicsModel(START_WEIGHTS), len(run.losses)
+    done = int((run.ends <= case.steps[-1]).sum())
     for stretch in range(done):
-        model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.losses[stretch]))
-        ahead = model.forecast(run.actions[stretch + 1 :], keep=True)
-    last = (run.steps > run.steps[-1] - final_steps(case.curve.steps)).sum()
-    now = float(run.losses[done - 1])
+        model.observe_stretch(run.features[stretch], run.actions[stretch], float(run.stretch_losses[stretch]))
+        actions = run.actions[stretch + 1 :] if told else actions_to_come(run, stretch + 1)
+        ahead = model.forecast(actions, keep=True)
+    last = max(int((actions[:, 2] * steps > steps - final_steps(steps) + 0.5).sum()), 1)
+    now = float(run.stretch_losses[done - 1])
     mean = now * float(np.exp(ahead.mean)[-last:].mean())
-    return Gaussian(mean, now * math.exp(ahead.mean[-1]) * ahead.scale[-1] * VARIANCE**0.5)
+    return Gaussian(mean, mean * ahead.scale[-1] * VARIANCE**0.5)
 
 
 def rssm() -> dict:
     """
-    The RSSM, the shipped forecast, and past curves that were fitted on the runs that the RSSM was trained on: CRPS and
-    coverage by share of the run, on the held-out runs of the same kind. Other curves lack the signals that it needs.
+    The RSSM beside loss-only forecasts, by share of the run: on held-out runs of the kind that it was trained on, and
+    of kinds that it never saw. `past curves` were fitted on the runs that it was trained on, `both` is the shipped
+    forecast, `rssm, told` is told which leaps are going to be made, `rssm and both` mixes in equal parts.
     """
-    trained, held_out = load_records()
+    runs = load_followed()
     found = {}
     for share in SHARES:
-        pairs = [(run, case) for run in held_out if (case := recorded_case(run, share)) is not None]
+        fitting = [case for run in runs if run.learned and (case := followed_case(run, share)) is not None]
+        others = [run for run in runs if not run.learned]
+        pairs = [(run, case) for run in others if (case := followed_case(run, share)) is not None]
         cases = [case for _, case in pairs]
-        fitting = [case for run in trained if (case := recorded_case(run, share)) is not None]
         forecasts = {
-            "rssm": [forecast_of_rssm(*pair) for pair in pairs],
+            "rssm": [forecast_of_rssm(*pair, told=False) for pair in pairs],
+            "rssm, told": [forecast_of_rssm(*pair, told=True) for pair in pairs],
+            "persistence": point_forecasts("persistence", fitting, cases),
             "past curves": asked(process_of(fitting, best_scales(fitting)), cases),
             OURS: shipped(cases),
         }
-        scores = {
-            name: np.array([crps(f, c.came) for f, c in zip(values, cases)]) for name, values in forecasts.items()
-        }
-        inside = {
-            name: np.mean([f.interval[0] <= c.came <= f.interval[1] for f, c in zip(values, cases)])
-            for name, values in forecasts.items()
-        }
-        found[f"{share:.0%}"] = {
-            "runs": len(cases),
-            "fitting_runs": len(fitting),
-            "crps": {name: round(float(values.mean()), 4) for name, values in scores.items()},
-            "coverage": {name: round(float(value), 3) for name, value in inside.items()},
-            "rssm_over": {name: ratio(scores["rssm"], scores[name]) for name in ("past curves", OURS)},
+        mixed = [
+            [np.concatenate(parts) for parts in zip(a.parts, b.parts)]
+            for a, b in zip(forecasts["rssm"], forecasts[OURS])
+        ]
+        forecasts["rssm and both"] = [Mixture(mixture(parts)) for parts in mixed]
+        found[f"{share:.0%}"] = {"fitting_runs": len(fitting), "left_out": left_out(others, share)}
+        found[f"{share:.0%}"] |= {
+            name: scores_of(forecasts, cases, chosen) for name, chosen in groups_of(cases).items() if chosen.any()
         }
     return found
+
+
+def left_out(runs: list[FollowedRun], share: float) -> dict[str, int]:
+    """Number of runs by kind of which no forecast can be scored."""
+    kinds = [run.kind for run in runs if followed_case(run, share) is None]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def groups_of(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Which cases count where."""
+    kinds = np.array([case.curve.kind for case in cases])
+    leaps = np.array([case.curve.about["leaps"] for case in cases])
+    rates = np.array([case.curve.about.get("rate_over_reference", math.nan) for case in cases])  # of tiny models alone
+    seen, slow, tiny = kinds == "recorded", rates < LOWEST_RATE, np.isfinite(rates)
+    groups = {"all": seen | ~seen, "kind seen": seen, "kinds never seen": ~seen, "with leaps": leaps, "without": ~leaps}
+    groups |= {"tiny, with drawn leaps": tiny & leaps, "HybridTrainer, with leaps": ~tiny & leaps}
+    groups |= {"tiny, never seen, at rates seen": tiny & ~seen & ~slow, "tiny, slower": slow}
+    return groups | {kind: kinds == kind for kind in sorted(set(kinds[~seen]))}
+
+
+def scores_of(forecasts: dict[str, list], cases: list[Case], chosen: np.ndarray) -> dict:
+    """
+    CRPS and coverage of the chosen cases, the median share by which the forecast is `too_high`, and ratios to the best
+    of those that need no signals.
+    """
+    pairs = {
+        name: [(f, case.came) for f, case, counts in zip(some, cases, chosen) if counts]
+        for name, some in forecasts.items()
+    }
+    scores = {name: np.array([crps(*pair) for pair in some]) for name, some in pairs.items()}
+    inside = {name: np.mean([f.interval[0] <= y <= f.interval[1] for f, y in some]) for name, some in pairs.items()}
+    best = min((name for name in scores if "rssm" not in name), key=lambda name: scores[name].mean())
+    excess = {
+        name: [np.average(f.parts[1], weights=f.parts[0]) / y - 1 for f, y in some] for name, some in pairs.items()
+    }
+    return {
+        "runs": int(chosen.sum()),
+        "crps": {name: round(float(values.mean()), 4) for name, values in scores.items()},
+        "coverage": {name: round(float(value), 3) for name, value in inside.items()},
+        "too_high": {name: round(float(np.median(values)), 3) for name, values in excess.items()},
+        "best_without_signals": best,
+        "ratio_to_best": {name: ratio(scores[name], scores[best]) for name in scores if "rssm" in name},
+    }
 
 
 def main() -> None:
@@ -521,7 +587,7 @@ def main() -> None:
         metavar="SECONDS",
         help="Write the past curves of the package, search the prior of the laws, and print it.",
     )
-    parser.add_argument("--rssm", action="store_true", help="Compare with the RSSM on its own recordings.")
+    parser.add_argument("--rssm", action="store_true", help="Compare with the RSSM, on runs with signals.")
     parser.add_argument("--cost", action="store_true", help="Measure what a forecast costs.")
     args = parser.parse_args()
     if args.rssm:
