@@ -23,7 +23,7 @@ from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss, for
 
 FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""
-EVERY = 0.01
+EVERY = 0.02
 """Share of the run after which a forecast is made anew; until then the last one is repeated."""
 MOST_STEPS = 1_000_000
 """Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
@@ -66,16 +66,15 @@ class RunForecast:
             return
         self.max_steps, self.schedule = max_steps, schedule_of(scheduler, max_steps)
         self.rates = self.schedule.copy()
-        for entry in history:
-            self._take(entry["step"], entry)
-        self._forecast()
-        self._forecast_held_out()
+        for entry in history:  # forecasts are made anew at the same steps, so that a resumed run goes on with the same
+            self.log_values(entry["step"], entry)
 
     def log_values(self, step: int, logs: dict) -> dict[str, float]:
         """Take in the log entry of a step, and return what to add to it: nothing if it has no training loss."""
         if not self._take(step, logs):
             return {}
-        if self.last is None or step >= self.made_at + EVERY * self.max_steps or not np.isfinite(self.losses[-1]):
+        ends = step == self.max_steps or not np.isfinite(self.losses[-1])
+        if self.last is None or ends or step >= self.made_at + EVERY * self.max_steps:
             self._forecast()
         self._forecast_held_out()
         if self.last is None:

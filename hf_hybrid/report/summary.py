@@ -89,7 +89,8 @@ class RunPosition:
         end = ""
         if self.forecast is not None:
             half = (self.forecast.high - self.forecast.low) / 2
-            end = f"end={format_number(self.forecast.median)}+-{half:.2g} "
+            doubt = f"+-{half:.2g}" if half > 1e-4 * abs(self.forecast.median) else ""  # none where the run ended
+            end = f"end={format_number(self.forecast.median)}{doubt} "
         return f"phase={self.phase} {loss}{end}gib={self.bytes_in_use / GIB:.1f}"
 
 
