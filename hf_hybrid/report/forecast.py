@@ -4,7 +4,7 @@ The forecast of the final losses while a run goes on: in the log, behind the pro
 [`RunForecast`] collects what the forecasts need (world_model/final_loss.py): the logged losses and the learning rates
 of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
 come are the schedule's, scaled as the last one was. Losses are numbers already when `Trainer` logs them, so a forecast
-waits for no device.
+waits for no device. It is made at once: in a thread it was slower (docs/evaluation.md).
 
 The held-out loss at the end is forecast at each evaluation. That forecast goes into the log entries of the training
 loss that follow: what an evaluation returns is what searches of hyperparameters add up, so nothing is added to it.
@@ -53,6 +53,8 @@ class RunForecast:
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.schedule = self.rates = np.ones(0)
+        self.peak = self.scale = 1.0
+        """Largest factor of the schedule; learning rate of the last step over the schedule's factor."""
         self.last: FinalLoss | None = None
         self.evaluation: tuple[int, int, float] | None = None
         """The last one: its step, the number of losses that were logged before it, and the held-out loss."""
@@ -65,7 +67,7 @@ class RunForecast:
         if not 0 < max_steps <= MOST_STEPS:
             return
         self.max_steps, self.schedule = max_steps, schedule_of(scheduler, max_steps)
-        self.rates = self.schedule.copy()
+        self.rates, self.peak = self.schedule.copy(), self.schedule.max()
         for entry in history:  # forecasts are made anew at the same steps, so that a resumed run goes on with the same
             self.log_values(entry["step"], entry)
 
@@ -95,14 +97,19 @@ class RunForecast:
             return False
         self.steps.append(step)
         self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
-        scheduled = self.schedule[step - 1]
-        if "learning_rate" in logs and scheduled > 1e-3 * self.schedule.max():
-            self.rates[before:] = self.schedule[before:] * (float(logs["learning_rate"]) / scheduled)
+        if "learning_rate" in logs and self.schedule[step - 1] > 1e-3 * self.peak:
+            self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
+        self.rates[before:step] = self.scale * self.schedule[before:step]
         return True
+
+    def learning_rates(self) -> np.ndarray:
+        """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""
+        now = self.steps[-1]
+        return np.concatenate([self.rates[:now], self.scale * self.schedule[now:]])
 
     def _forecast(self) -> None:
         if self.steps and self.steps[-1] >= FROM * self.max_steps:
-            self.last = forecast_final_loss(self.steps, self.losses, self.rates, self.max_steps)
+            self.last = forecast_final_loss(self.steps, self.losses, self.learning_rates(), self.max_steps)
             self.made_at = self.steps[-1]
 
     def _forecast_held_out(self) -> None:
@@ -110,7 +117,7 @@ class RunForecast:
             self.held_out = None
         elif self.evaluation is not None and self.evaluation[0] > self.held_out_made_at:
             self.held_out_made_at, logged, loss = self.evaluation
-            seen = (self.steps[:logged], self.losses[:logged], self.rates, self.max_steps)
+            seen = (self.steps[:logged], self.losses[:logged], self.learning_rates(), self.max_steps)
             self.held_out = forecast_held_out_loss(*seen, loss)
 
     def summary(self) -> dict | None:

@@ -55,8 +55,9 @@ def test_a_scaled_rate_scales_the_rates_to_come():
     for step in range(1, 21):
         rate = entry(step)["learning_rate"] * (4 if step > 10 else 1)
         forecast.log_values(step, {**entry(step), "learning_rate": rate})
-    assert forecast.rates[9] == pytest.approx(1e-3 * 0.91)
-    assert forecast.rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
+    rates = forecast.learning_rates()
+    assert rates[9] == pytest.approx(1e-3 * 0.91)
+    assert rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
 
 
 def test_a_resumed_run_goes_on_with_its_history():
