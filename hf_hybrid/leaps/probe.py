@@ -91,6 +91,24 @@ def costs_accuracy(before: float | None, after: float | None) -> bool:
     return before is not None and after is not None and after < before - 1e-6
 
 
+def clearly_costs_accuracy(before: Sequence[float], after: Sequence[float]) -> bool:
+    """
+    Whether fewer of the same preference pairs are ranked right after than before, by more than one standard error.
+
+    One pair of sixteen may turn wrong by chance, because adapters that have learned almost nothing rank pairs by
+    differences that are nearly zero. Where there are no pairs it is `False`.
+
+    Args:
+        before (`Sequence[float]`), after (`Sequence[float]`): Losses of the same sequences.
+    """
+    changes = [
+        new.accuracy - old.accuracy
+        for old, new in zip(before, after, strict=True)
+        if isinstance(old, PairLoss) and isinstance(new, PairLoss)
+    ]
+    return sum(changes) < -math.sqrt(sum(change * change for change in changes)) - 1e-6
+
+
 # The sequences.
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.probe import accuracy_of, costs_accuracy, paired_decrease
+from hf_hybrid.leaps.probe import clearly_costs_accuracy, paired_decrease
 from hf_hybrid.leaps.shards import Whole
 from hf_hybrid.leaps.trajectory import WeightStore
 
@@ -363,15 +363,16 @@ class AdapterRateSearch:
     positive cosine, the optimizer's states begin anew, and some steps are made at `BEYOND` of the rate of the crossing.
     The weights go back once more, and as many steps are made at the rate of the crossing. Then a probe compares what
     the two rates have led to with each other and with the weights at which the search began. The run continues with
-    the better rate and its weights. As long as neither is better than the beginning, the weights go back, and half of
-    the rate is tried. From 2e-5 the weights of about 14 steps are not kept.
+    the better rate and its weights. As long as neither is better than the beginning, the weights go back to those of
+    the beginning, and half of the rate is tried. From 2e-5 the weights of about 14 steps are not kept.
 
     The rate of the crossing alone does not tell the best rate. On a small model that has much to learn the best rate is
     about three times as high. On a pretrained model with two sequences per step the noise of the gradients limits the
     rate, and the best one is that of the crossing.
 
-    A preference loss needs a rate far below the crossing, which is tried alone. It is halved as well if fewer pairs are
-    ranked right than before.
+    A preference loss needs a rate far below the crossing, which is tried alone, from the weights at which the search
+    began. Those of the last positive cosine were made at a rate that is too high. One run on SmolLM2 never recovered
+    from them (docs/evaluation.md). The rate is halved as well if clearly fewer pairs are ranked right than before.
 
     The probe compares the same sequences at all weights. Losses of different batches differ by more than what a rate
     costs that is five times too high: with two sequences per step they did not show it until training was destroyed.
@@ -396,11 +397,12 @@ class AdapterRateSearch:
     From the rate at which the cosine crosses zero to the higher one that is tried. The best rate was 1.9 to 3.9 times
     that of the crossing on `lora`, and 1.1 times on LoRA of SmolLM2.
     """
-    BEYOND_OF_PREFERENCES = math.log(0.05)
+    BEYOND_OF_PREFERENCES = math.log(0.07)
     """
     From there to the one rate that is tried in DPO, where each pair that is learned has less gradient: a rate at which
     training goes well for some steps is far too high for a run. On the task `dpo` the cosine stays positive up to
-    `HIGHEST`, and the best rate is 0.07 of that; it was chosen there (docs/evaluation.md).
+    `HIGHEST`, and the best rate is 0.07 of that; it was chosen there. On SmolLM2 the search found 9.3e-4 and
+    4.4e-4 with it (two seeds), and AdamW is better at 1e-3 than at 5e-4 (docs/evaluation.md).
     """
     AFTER_DIVERGENCE = math.log(0.2)
     """From the rate at which the monitor saw training diverge to the one that is tried."""
@@ -516,16 +518,16 @@ class AdapterRateSearch:
 
     def _try_near(self, crossing: float) -> None:
         if self.watch.sees_pairs:
-            self._try(crossing + self.BEYOND_OF_PREFERENCES)
+            self._try(crossing + self.BEYOND_OF_PREFERENCES, "start")
         else:
             higher = min(self.highest, crossing + self.BEYOND)
             self.lower = higher - self.BEYOND
-            self._try(higher)
+            self._try(higher, "good")
 
-    def _try(self, log_scale: float) -> None:
-        """Make some steps at a rate, from the weights of the last positive cosine."""
+    def _try(self, log_scale: float, moment: str) -> None:
+        """Make some steps at a rate, from the weights of that moment."""
         self.log_scale = min(self.highest, max(0.0, log_scale))
-        self._go_back("good")
+        self._go_back(moment)
         self.state = "trying"
 
     def _go_back(self, moment: str) -> None:
@@ -549,7 +551,7 @@ class AdapterRateSearch:
             ended = of_rival if rival_is_better else ended
         with self.kept.as_at("start"):
             before = losses()
-        better = paired_decrease(before, ended)[0] > 0 and not costs_accuracy(accuracy_of(before), accuracy_of(ended))
+        better = paired_decrease(before, ended)[0] > 0 and not clearly_costs_accuracy(before, ended)
         if not better and self.log_scale > 0:
             self._refuse()
             return
@@ -565,16 +567,18 @@ class AdapterRateSearch:
             self._try_lower()
         else:
             self.rival = None
-            self._try(self.log_scale - math.log(2))
+            # The weights of the last positive cosine may be what did the harm: the cosine is positive by chance too.
+            self._try(self.log_scale - math.log(2), "start")
 
     def _try_lower(self) -> None:
         lower, self.lower = self.lower, None
-        self._try(lower)
+        self._try(lower, "good")
 
     def back_off(self) -> None:
         """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
         if self.state == "growing":
-            self._try(self.used + (self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.AFTER_DIVERGENCE))
+            factor = self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.AFTER_DIVERGENCE
+            self._try(self.used + factor, "start")
         elif self.state == "trying":
             self._refuse()
         elif self.state == "held":

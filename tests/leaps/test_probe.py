@@ -15,6 +15,7 @@ from hf_hybrid.leaps.probe import (
     ProbeBatch,
     SequenceLosses,
     accuracy_of,
+    clearly_costs_accuracy,
     costs_accuracy,
     is_clearly_worse,
     paired_decrease,
@@ -63,6 +64,17 @@ def test_pairs_have_an_accuracy_and_other_sequences_have_none():
 ])  # fmt: skip
 def test_accuracy_falls_beyond_rounding(before, after, expected):
     assert costs_accuracy(before, after) is expected
+
+
+@pytest.mark.parametrize("turned_right, turned_wrong, expected", [
+    (0, 1, False), (0, 2, True), (1, 3, False), (1, 4, True), (2, 2, False), (3, 0, False),
+])  # fmt: skip
+def test_accuracy_falls_clearly_where_more_pairs_turn_wrong_than_chance_explains(turned_right, turned_wrong, expected):
+    before = [1.0] * (16 - turned_right) + [0.0] * turned_right
+    after = [0.0] * turned_wrong + [1.0] * (16 - turned_wrong)
+    pairs = [[PairLoss(0.5, right) for right in ranked] for ranked in (before, after)]
+    assert clearly_costs_accuracy(*pairs) is expected
+    assert not clearly_costs_accuracy([0.5] * 4, [0.7] * 4)
 
 
 def test_probe_counts_and_rotates():

@@ -251,6 +251,22 @@ def test_adapters_do_not_hold_a_rate_that_does_harm():
     assert nowhere.steps(80)[-1] == 1.0 and nowhere.search.state == "held"
 
 
+@pytest.mark.parametrize("pairs", [99.0, None])
+def test_harm_that_was_done_while_the_scale_grew_is_undone(pairs):
+    """Preferences are always tried from the weights of the beginning, others once both trials have failed."""
+    training = Adapters(8.0, seed=0, bad_from=-math.inf)
+    search = training.search
+    while search.state == "waiting":
+        training.steps(1, wrong_from=pairs)
+    beginning = training.weight.detach().clone()
+    while search.state != "trying" or (pairs is None and (search.lower is not None or search.rival is not None)):
+        if search.probe_is_due:
+            search.judge(training.losses)
+        else:
+            training.steps(1, wrong_from=pairs)
+    assert torch.equal(training.weight, beginning)
+
+
 def test_adapters_that_diverge_while_the_scale_grows_go_back():
     training = Adapters(8.0, seed=0)
     before = training.steps(12)[-2]
@@ -269,7 +285,7 @@ def test_adapters_do_not_hold_a_rate_that_costs_accuracy(caplog):
 
 def test_a_probe_of_pairs_asks_for_accuracy(caplog):
     training = Adapters(8.0, seed=0)
-    training.losses = lambda: [PairLoss(0.6 - 0.01 * training.weight[0].item(), training.weight[0] < 6.0)] * 4
+    training.losses = lambda: [PairLoss(0.6 - 0.01 * training.weight[0].item(), float(training.weight[0] < 6.0))] * 4
     assert math.log(training.steps(80)[-1]) < 6.0
 
 
