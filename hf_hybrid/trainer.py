@@ -478,6 +478,7 @@ class HybridTrainerMixin(PublishingMixin):
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
+        self.forecast.make()  # the device works through forward and backward
         return loss
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:

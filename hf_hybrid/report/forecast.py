@@ -3,8 +3,11 @@ The forecast of the final losses while a run goes on: in the log, behind the pro
 
 [`RunForecast`] collects what the forecasts need (world_model/final_loss.py): the logged losses and the learning rates
 of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
-come are the schedule's, scaled as the last one was. Losses are numbers already when `Trainer` logs them, so a forecast
-waits for no device. It is made at once: in a thread it was slower (docs/evaluation.md).
+come are the schedule's, scaled as the last one was.
+
+A forecast waits for no device, because losses are numbers already when `Trainer` logs them, and no device waits for a
+forecast: what became due with a log entry is made in the next step, once its kernels are queued, while the device works
+through them. The log entry after that has it.
 
 The held-out loss at the end is forecast at each evaluation. That forecast goes into the log entries of the training
 loss that follow: what an evaluation returns is what searches of hyperparameters add up, so nothing is added to it.
@@ -49,15 +52,15 @@ class RunForecast:
         self._clear()
 
     def _clear(self) -> None:
-        self.max_steps, self.made_at = 0, 0
+        self.max_steps, self.made_at, self.is_due = 0, 0, False
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.schedule = self.rates = np.ones(0)
         self.peak = self.scale = 1.0
         """Largest factor of the schedule; learning rate of the last step over the schedule's factor."""
         self.last: FinalLoss | None = None
-        self.evaluation: tuple[int, int, float] | None = None
-        """The last one: its step, the number of losses that were logged before it, and the held-out loss."""
+        self.evaluation: tuple[int, float] | None = None
+        """Step and held-out loss of the last one, until a forecast is made of it."""
         self.held_out: FinalLoss | None = None
         self.held_out_made_at = 0
 
@@ -70,17 +73,25 @@ class RunForecast:
         self.rates, self.peak = self.schedule.copy(), self.schedule.max()
         for entry in history:  # forecasts are made anew at the same steps, so that a resumed run goes on with the same
             self.log_values(entry["step"], entry)
+            self.make()
 
     def log_values(self, step: int, logs: dict) -> dict[str, float]:
         """Take in the log entry of a step, and return what to add to it: nothing if it has no training loss."""
-        if not self._take(step, logs):
+        before = self.steps[-1] if self.steps else 0
+        if "eval_loss" in logs and FROM * self.max_steps <= before <= step < self.max_steps:
+            self.evaluation = (step, float(logs["eval_loss"]))
+        if "loss" not in logs or not before < step <= self.max_steps:
             return {}
-        ends = step == self.max_steps or not np.isfinite(self.losses[-1])
-        if self.last is None or ends or step >= self.made_at + EVERY * self.max_steps:
-            self._forecast()
-        self._forecast_held_out()
-        if self.last is None:
+        self._take(step, before, logs)
+        if not math.isfinite(self.losses[-1]):
+            self.last = self.held_out = self.evaluation = None
+            self.is_due = False
             return {}
+        ends = step == self.max_steps
+        again = self.last is None or ends or step >= self.made_at + EVERY * self.max_steps
+        self.is_due = again and step >= FROM * self.max_steps
+        if ends:
+            self.make()
         return {
             f"hybrid/forecast_{name}": value
             for forecast, names in ((self.last, TRAINING), (self.held_out, HELD_OUT))
@@ -88,43 +99,36 @@ class RunForecast:
             for name, value in zip(names, (forecast.median, forecast.low, forecast.high))
         }
 
-    def _take(self, step: int, logs: dict) -> bool:
-        """Whether the entry has a training loss of a later step of the run. An evaluation is taken in as well."""
-        before = self.steps[-1] if self.steps else 0
-        if "eval_loss" in logs and FROM * self.max_steps <= before <= step < self.max_steps:
-            self.evaluation = (step, len(self.steps), float(logs["eval_loss"]))
-        if "loss" not in logs or not before < step <= self.max_steps:
-            return False
+    def _take(self, step: int, before: int, logs: dict) -> None:
+        """Take in the training loss of the steps `before + 1` to `step`, and their learning rate."""
         self.steps.append(step)
         self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
         if "learning_rate" in logs and self.schedule[step - 1] > 1e-3 * self.peak:
             self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
         self.rates[before:step] = self.scale * self.schedule[before:step]
-        return True
+
+    def make(self) -> None:
+        """Make the forecasts that are due. To be called while the device is busy."""
+        if self.is_due:
+            self.last, self.made_at, self.is_due = forecast_final_loss(*self._known()), self.steps[-1], False
+        if self.evaluation is not None:
+            (self.held_out_made_at, loss), self.evaluation = self.evaluation, None
+            self.held_out = forecast_held_out_loss(*self._known(), loss)
+
+    def _known(self) -> tuple[list[int], list[float], np.ndarray, int]:
+        return self.steps, self.losses, self.learning_rates(), self.max_steps
 
     def learning_rates(self) -> np.ndarray:
         """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""
         now = self.steps[-1]
         return np.concatenate([self.rates[:now], self.scale * self.schedule[now:]])
 
-    def _forecast(self) -> None:
-        if self.steps and self.steps[-1] >= FROM * self.max_steps:
-            self.last = forecast_final_loss(self.steps, self.losses, self.learning_rates(), self.max_steps)
-            self.made_at = self.steps[-1]
-
-    def _forecast_held_out(self) -> None:
-        if self.last is None:
-            self.held_out = None
-        elif self.evaluation is not None and self.evaluation[0] > self.held_out_made_at:
-            self.held_out_made_at, logged, loss = self.evaluation
-            seen = (self.steps[:logged], self.losses[:logged], self.learning_rates(), self.max_steps)
-            self.held_out = forecast_held_out_loss(*seen, loss)
-
     def summary(self) -> dict | None:
         """
         The last forecast with the step that it was made after, `None` before the first. `held_out` is that of the
         held-out loss, `None` without an evaluation.
         """
+        self.make()
         if self.last is None:
             return None
         held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
@@ -139,7 +143,7 @@ class ForecastCallback(TrainerCallback):
     """
     Adds a forecast of the final losses to the log of any `Trainer`; [`HybridTrainer`] has it built in.
 
-    From 5 % of the run and the fifth logged loss on, each entry with a loss gets `hybrid/forecast_loss` (the median),
+    After 5 % of the run and the fifth logged loss, each entry with a loss gets `hybrid/forecast_loss` (the median),
     `hybrid/forecast_low` and `hybrid/forecast_high` (the 90 % interval). The final loss is the mean training loss of
     the last 5 % of the steps, and of at least 5. From the first evaluation after that on, entries with a training loss
     also get `hybrid/forecast_eval_loss`, `hybrid/forecast_eval_low` and `hybrid/forecast_eval_high`: the `eval_loss`
@@ -165,6 +169,9 @@ class ForecastCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         self.forecast.begin(state.max_steps, lr_scheduler, state.log_history)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.forecast.make()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         found = self.forecast.log_values(state.global_step, logs or {})

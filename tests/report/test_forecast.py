@@ -30,6 +30,13 @@ def begun(steps=100, history=()):
     return forecast
 
 
+def log(forecast, step, logs):
+    """What is added to a log entry; the step after it has begun."""
+    found = forecast.log_values(step, logs)
+    forecast.make()
+    return found
+
+
 def entry(step, loss=None):
     loss = 2.0 + 3.0 / math.sqrt(step + 3) if loss is None else loss
     return {"loss": loss, "learning_rate": 1e-3 * (1 - (step - 1) / 100), "step": step}
@@ -44,17 +51,26 @@ def test_the_schedule_is_known_in_advance():
 
 def test_forecasts_begin_after_five_per_cent_and_five_losses():
     forecast = begun()
-    found = [bool(forecast.log_values(step, entry(step))) for step in range(1, 8)]
-    assert found == [False] * 4 + [True] * 3
+    found = [bool(log(forecast, step, entry(step))) for step in range(1, 8)]
+    assert found == [False] * 5 + [True] * 2, "the entry after the fifth has it"
     sparse = begun()
-    assert [bool(sparse.log_values(step, entry(step))) for step in (10, 20, 30, 40, 50)] == [False] * 4 + [True]
+    found = [bool(log(sparse, step, entry(step))) for step in (10, 20, 30, 40, 50, 60)]
+    assert found == [False] * 5 + [True]
+
+
+def test_a_log_entry_waits_for_no_forecast():
+    forecast = begun()
+    for step in range(1, 20):
+        assert forecast.log_values(step, entry(step)) == {}, "no step has begun since"
+    forecast.make()
+    assert set(forecast.log_values(20, entry(20))) == set(KEYS)
 
 
 def test_a_scaled_rate_scales_the_rates_to_come():
     forecast = begun()
     for step in range(1, 21):
         rate = entry(step)["learning_rate"] * (4 if step > 10 else 1)
-        forecast.log_values(step, {**entry(step), "learning_rate": rate})
+        log(forecast, step, {**entry(step), "learning_rate": rate})
     rates = forecast.learning_rates()
     assert rates[9] == pytest.approx(1e-3 * 0.91)
     assert rates[20:] == pytest.approx(4e-3 * (1 - np.arange(20, 100) / 100))
@@ -63,16 +79,16 @@ def test_a_scaled_rate_scales_the_rates_to_come():
 def test_a_resumed_run_goes_on_with_its_history():
     whole, resumed = begun(), begun(history=[entry(step) for step in range(1, 31)])
     for step in range(1, 32):
-        expected = whole.log_values(step, entry(step))
-    assert resumed.log_values(31, entry(31)) == expected
-    assert resumed.log_values(31, entry(31)) == {}  # nothing is counted twice
+        expected = log(whole, step, entry(step))
+    assert log(resumed, 31, entry(31)) == expected
+    assert log(resumed, 31, entry(31)) == {}  # nothing is counted twice
 
 
 def test_a_run_that_breaks_has_no_forecast():
     forecast = begun()
     for step in range(1, 31):
-        assert forecast.log_values(step, entry(step, math.nan if step == 30 else None)).keys() == (
-            set() if step < 5 or step == 30 else set(KEYS)
+        assert log(forecast, step, entry(step, math.nan if step == 30 else None)).keys() == (
+            set() if step < 6 or step == 30 else set(KEYS)
         )
     assert forecast.summary() is None
 
@@ -85,9 +101,9 @@ def test_an_evaluation_forecasts_the_held_out_loss_in_the_entries_after_it():
     evaluations = {3: 9.0, 20: 3.1, 40: 2.9, 100: 2.4}
     found = {}
     for step in range(1, 101):
-        found[step] = forecast.log_values(step, entry(step))
+        found[step] = log(forecast, step, entry(step))
         if step in evaluations:
-            assert forecast.log_values(step, {"eval_loss": evaluations[step]}) == {}, "searches add metrics up"
+            assert log(forecast, step, {"eval_loss": evaluations[step]}) == {}, "searches add metrics up"
     assert not set(EVAL_KEYS) & set(found[20]), "the evaluation after step 3 came before 5 % of the run"
     assert set(EVAL_KEYS) <= set(found[21])
     for key in EVAL_KEYS:
@@ -101,24 +117,24 @@ def test_a_resumed_run_remembers_its_last_evaluation():
     whole, history = begun(), [entry(step) for step in range(1, 31)]
     history.insert(20, {"eval_loss": 3.1, "step": 20})
     for row in history:
-        whole.log_values(row["step"], row)
-    assert begun(history=history).log_values(31, entry(31)) == whole.log_values(31, entry(31))
+        log(whole, row["step"], row)
+    assert begun(history=history).log_values(31, entry(31)) == log(whole, 31, entry(31))
 
 
 def test_endless_runs_have_no_forecast():
     forecast = begun(steps=1)
     forecast.begin(MOST_STEPS + 1, scheduler(), [])
-    assert forecast.log_values(1, entry(1)) == {}
+    assert log(forecast, 1, entry(1)) == {}
 
 
 def test_the_progress_bar_shows_the_end():
     forecast = begun()
     for step in range(1, 51):
-        forecast.log_values(step, entry(step))
+        log(forecast, step, entry(step))
     shown = str(RunPosition("full", 2.31, 0, 2**30, forecast.last))
     assert shown.startswith("phase=full loss=2.31 end=2.") and "+-" in shown and shown.endswith(" gib=1.0")
     for step in range(51, 101):
-        forecast.log_values(step, entry(step))
+        log(forecast, step, entry(step))
     assert "+-" not in str(RunPosition("full", 2.31, 0, 2**30, forecast.last)), "the run has ended"
 
 
