@@ -434,6 +434,8 @@ class AdapterRateSearch:
         """Log scale that is tried next."""
         self.rival: float | None = None
         """Log scale of the trial before, whose weights are kept."""
+        self.alarm: int | None = None
+        """Step of the last batch that stood out while a rate is held."""
 
     @property
     def scale(self) -> float:
@@ -575,18 +577,27 @@ class AdapterRateSearch:
         self._try(lower, "good")
 
     def back_off(self) -> None:
-        """After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter."""
+        """
+        After training went badly wrong: go back if that is possible, or else reduce the scale to a quarter.
+
+        Where nearly all preference pairs are ranked right, a batch with one that is not has a loss far above the trend,
+        at any rate. So for preferences a rate that is held is reduced only if two batches stand out within a window of
+        [`AccuracyWatch`].
+        """
         if self.state == "growing":
             factor = self.BEYOND_OF_PREFERENCES if self.watch.sees_pairs else self.AFTER_DIVERGENCE
             self._try(self.used + factor, "start")
         elif self.state == "trying":
             self._refuse()
         elif self.state == "held":
-            self.log_scale = max(0.0, self.log_scale - math.log(4))
+            alone = self.alarm is None or self.steps > self.alarm + AccuracyWatch.WINDOW
+            self.alarm = self.steps
+            if not (alone and self.watch.sees_pairs):
+                self.log_scale = max(0.0, self.log_scale - math.log(4))
 
     _STATE = (
         "state", "log_scale", "used", "steps", "since", "first", "last_cosine", "last_used", "crossing", "lower",
-        "rival",
+        "rival", "alarm",
     )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:

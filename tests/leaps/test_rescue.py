@@ -283,6 +283,19 @@ def test_adapters_do_not_hold_a_rate_that_costs_accuracy(caplog):
     assert "Fewer preference pairs are ranked right" in caplog.text
 
 
+@pytest.mark.parametrize("wrong_from, steps_between, lowered", [(99.0, 9, False), (99.0, 8, True), (None, 9, True)])
+def test_one_batch_of_pairs_does_not_lower_the_rate_that_is_held(wrong_from, steps_between, lowered):
+    """Training without pairs, or two batches that stand out soon after another, are another matter."""
+    training = Adapters(8.0, seed=0)
+    before = training.steps(80, wrong_from=wrong_from)[-1]
+    assert training.search.state == "held" and before > 4
+    training.search.back_off()
+    if wrong_from is not None:
+        assert training.steps(steps_between, wrong_from=wrong_from)[-1] == before
+        training.search.back_off()
+    assert training.search.scale == pytest.approx(before / 4 if lowered else before)
+
+
 def test_a_probe_of_pairs_asks_for_accuracy(caplog):
     training = Adapters(8.0, seed=0)
     training.losses = lambda: [PairLoss(0.6 - 0.01 * training.weight[0].item(), float(training.weight[0] < 6.0))] * 4
