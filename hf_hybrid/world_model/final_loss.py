@@ -21,7 +21,7 @@ log S. The drift lets the curve forget its beginning, and widens the interval wi
 **Past curves.** Runs that looked like this one after the same share of their steps tell where such runs end. A Gaussian
 process goes from nine numbers (the shape of the curve so far, its slope, what is left of the schedule, the noise) to
 the logarithm of the final loss over the present one. What learning-curve networks learn from many curves (LC-PFN,
-Adriaensen et al., 2023, arXiv 2310.20447), this reads off a hundred. They are in `past_curves.npz`, cut after several
+Adriaensen et al., 2023, arXiv 2310.20447), this reads off 259. They are in `past_curves.npz`, cut after several
 shares of the run; between two of these the forecast blends both.
 
 **Held-out loss.** An evaluation tells how many times the training loss of the moment the held-out loss is. If that
