@@ -218,7 +218,7 @@ TASKS = {
         Task(
             "smol-dpo-long",
             "`smol-dpo`, long enough to search for a learning rate in: 200 steps",
-            "pairs",
+            "pairs, more held out",
             200,
             (170, 200),
             (2.5e-4, 5e-4, 1e-3),
@@ -229,7 +229,7 @@ TASKS = {
         Task(
             "smol-dpo-default",
             "`smol-dpo-long` from the default learning rate of TRL's DPO",
-            "pairs",
+            "pairs, more held out",
             200,
             (200,),
             (DPO_RATE,),
