@@ -87,22 +87,23 @@ def arm_row(results: list[dict], plain: dict[int, dict[int, float]], steps: int)
     Args:
         results (`list[dict]`): Runs of the arm at budget `steps`, one per seed.
         plain (`dict`): Of plain AdamW at its best learning rate: steps -> seed -> final loss.
-        steps (`int`): The budget at which seeds are paired.
+        steps (`int`): The budget at which seeds are paired. Without a plain run there is no S.
     """
     curve = mean_curve(plain)
-    level = dict(curve)[steps]
+    level, paired = dict(curve).get(steps, math.nan), plain.get(steps)
     rows = []
     for result in sorted(results, key=lambda r: r["seed"]):
-        if result["seed"] not in plain[steps] or not math.isfinite(result["eval_loss"]):
+        if (paired and result["seed"] not in paired) or not math.isfinite(result["eval_loss"]):
             continue
-        difference = result["eval_loss"] - plain[steps][result["seed"]]
-        matched, how = matched_steps(level + difference, curve)
+        with_plain = paired[result["seed"]] if paired else math.nan
+        difference = result["eval_loss"] - with_plain
+        matched, how = matched_steps(level + difference, curve) if paired else (math.nan, "not monotone")
         cost = cost_of(result)
         rows.append(
             {
                 "seed": result["seed"],
                 "eval_loss": result["eval_loss"],
-                "over_plain": difference / plain[steps][result["seed"]],
+                "over_plain": difference / with_plain,
                 "S": matched / cost["backward_passes"],
                 "S_all_costs": matched / cost["total"],
                 "how": how,
@@ -161,7 +162,7 @@ def table_of(results: Results, task: str, arms: list[str] | None, seeds: list[in
     """
     steps, plain = TASKS[task].steps, plain_losses(results, task, seeds)
     tuned = {} if TASKS[task].tuned is True else plain_losses(results, TASKS[task].tuned, seeds)
-    if steps not in plain or max(len(plain), len(tuned)) < 2:
+    if len(tuned) < 2 and (steps not in plain or len(plain) < 2):
         return None
     table = {"task": task, "about": TASKS[task].about, "steps": steps, "plain": plain, "arms": {}}
     by_arm: dict[str, list[dict]] = {}
@@ -197,7 +198,7 @@ def print_table(table: dict) -> None:
     print(f"  {'arm':16s} {'rate':>8s}  n   S              all costs    loss over adamw   backward  losses")
     no_curve = any(run["how"] == "not monotone" for row in table["arms"].values() for run in row["runs"])
     if no_curve:
-        print("  No S: AdamW was run at one budget, or its loss does not fall from budget to budget.")
+        print("  No S: AdamW was not run at two budgets, or its loss does not fall from one to the next.")
     best_first = (lambda row: row.get("over_plain", math.inf)) if no_curve else (lambda row: -row.get("S", 0.0))
     for arm, row in sorted(table["arms"].items(), key=lambda item: best_first(item[1])):
         if not row["runs"]:
@@ -206,9 +207,10 @@ def print_table(table: dict) -> None:
         bound = ">" if any(r["how"] == "beyond" for r in row["runs"]) else " "
         error = row.get("S_standard_error", math.nan)
         speed_up = f"{bound}{row['S']:.3f} +- {error:.3f}  {row['S_all_costs']:.3f}"
+        over = "" if math.isnan(row["over_plain"]) else f"{row['over_plain']:+.2%}"
         print(
             f"  {arm:16s} {row['rate']:8.2g}  {len(row['runs'])}  {'none' if no_curve else speed_up:23s}      "
-            f"{row['over_plain']:+7.2%}          {row['backward_passes']:5.0f}     "
+            f"{over:>7s}          {row['backward_passes']:5.0f}     "
             + " ".join(f"{r['eval_loss']:.3f}" for r in row["runs"])
             + (f"  pace {row['pace']:.2f} ({row['pace_how']})" if "pace" in row else "")
         )
