@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import secrets
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,8 @@ def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
     if not trainer.accelerator.is_fsdp2:
         if not joined.is_file() or trainer.is_fsdp_enabled:
             return False
-        model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
+        absent = model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
+        _require_all(_trained(model), set(_trained(model)).difference(map(canonical, absent.missing_keys)), folder)
         return True
     if any(folder.glob("pytorch_model_fsdp*")):
         return False
@@ -297,15 +299,24 @@ def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
 
 def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict[str, Tensor]:
     saved = {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
-    if not hasattr(model, "peft_config"):
-        return saved
-    trained = [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    in_file = {name: name.replace(f".{model.active_adapter}.", ".") for name in trained}  # as peft writes them
-    if missing := [name for name, known in in_file.items() if known not in saved]:
+    if hasattr(model, "peft_config"):
+        # as peft writes them
+        in_file = {name: name.replace(f".{model.active_adapter}.", ".") for name in _trained(model)}
+        saved = {name: saved[known] for name, known in in_file.items() if known in saved}
+    _require_all(_trained(model), saved, folder)
+    return saved
+
+
+def _trained(model: torch.nn.Module) -> list[str]:
+    return [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _require_all(names: Iterable[str], found: Collection[str], folder: Path) -> None:
+    if missing := [name for name in names if name not in found]:
         raise ValueError(
-            f"`{folder}` holds no weights for `{missing[0]}`. Resume with the adapters of the run that wrote it."
+            f"`{folder}` holds no weights for `{missing[0]}`. Resume with the model and the adapters of the run that "
+            "wrote it."
         )
-    return {name: saved[known] for name, known in in_file.items()}
 
 
 def load_optimizer(trainer, folder: str | Path) -> bool:

@@ -4,20 +4,24 @@ import json
 import logging
 import math
 import multiprocessing
+import re
 import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.checkpoint import (
     VALUES_NAME,
     load_hybrid_state,
+    load_weights,
     save_hybrid_state,
 )
 from hf_hybrid.manifest import is_sealed
@@ -410,3 +414,29 @@ def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):
             eval_dataset=trainer.eval_dataset,
         )
         assert fresh.evaluate()["eval_loss"] == evals[step]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["into one process", "under FSDP2"])
+def test_a_checkpoint_without_a_trained_weight_is_refused(tmp_path, sharded):
+    """Weights that FSDP2 wrote are read into one process, and those of one process under FSDP2."""
+    model = tiny_model()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in saved.items()})
+    accelerator = SimpleNamespace(is_fsdp2=sharded, is_main_process=True)
+    trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False)
+
+    def write():
+        if sharded:
+            save_file(saved, tmp_path / "model.safetensors")
+        else:
+            torch.save(saved, tmp_path / "pytorch_model_fsdp.bin")
+
+    write()
+    if not sharded:
+        assert load_weights(trainer, tmp_path, model)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    name = next(name for name in saved if "down_proj" in name)
+    del saved[name]
+    write()
+    with pytest.raises(ValueError, match=f"`{re.escape(str(tmp_path))}` holds no weights for `{re.escape(name)}`"):
+        load_weights(trainer, tmp_path, model)
