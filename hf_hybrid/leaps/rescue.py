@@ -364,7 +364,7 @@ class AdapterRateSearch:
     The weights go back once more, and as many steps are made at the rate of the crossing. Then a probe compares what
     the two rates have led to with each other and with the weights at which the search began. The run continues with
     the better rate and its weights. As long as neither is better than the beginning, the weights go back to those of
-    the beginning, and half of the rate is tried. From 2e-5 the weights of about 14 steps are not kept.
+    the beginning, and half of the rate is tried. The weights of about 10 steps are not kept.
 
     The rate of the crossing alone does not tell the best rate. On a small model that has much to learn the best rate is
     about three times as high. On a pretrained model with two sequences per step the noise of the gradients limits the
