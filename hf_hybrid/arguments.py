@@ -92,7 +92,8 @@ class HybridArguments:
         "balanced",
         "How far leaps go, how many steps they replace and how often they are made. The preset decides every option "
         "below whose help says 'from the preset'. fast: no leaps, and optim=muon (if optim was left at its default) "
-        "with a shorter momentum, which was fastest in docs/evaluation.md.",
+        "with a shorter momentum, which was fastest in docs/evaluation.md; with adapters AdamW all the same, as Muon "
+        "gains nothing there.",
     )
     warmup_phase_steps: Optional[int] = option(
         None, "Real steps before the first leap. Default: 5%% of the run, 2 to 100.", at_least=0

@@ -18,6 +18,7 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
@@ -321,6 +322,23 @@ def makes_muon(trainer) -> bool:
     """Whether `optim=muon` is used and no optimizer was passed."""
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     return trainer.args.optim == "muon" and not given
+
+
+def leave_adapters_to_adamw(trainer) -> None:
+    """
+    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless an option of Muon is given.
+
+    Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
+    (docs/evaluation.md, "`fast` with adapters").
+    """
+    options = trainer.hybrid_args
+    wanted = options.muon_lr_scale != 1.0 or options.muon_momentum is not None
+    if options.preset == "fast" and makes_muon(trainer) and hasattr(trainer.model, "peft_config") and not wanted:
+        trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
+        logger.warning(
+            "`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon` and another "
+            "`preset`."
+        )
 
 
 def build_optimizer(trainer, model: torch.nn.Module) -> None:

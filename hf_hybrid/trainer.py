@@ -57,6 +57,7 @@ from hf_hybrid.setup import (
     build_plugins,
     build_run,
     check_streamable,
+    leave_adapters_to_adamw,
     makes_muon,
     share_optimizer,
 )
@@ -181,6 +182,7 @@ class HybridTrainerMixin(PublishingMixin):
             self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
         )
         options = self.hybrid_args
+        leave_adapters_to_adamw(self)
         if makes_muon(self):
             check_hidden_matrices(self.model)
         if self._memory_option != "off":
