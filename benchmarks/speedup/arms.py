@@ -86,6 +86,7 @@ ARMS = {
         Arm("held_out", "HybridTrainer with a `probe_dataset`", {}, probe_set=True),
         Arm("muon", "plain Trainer with Muon", {"enable_predict": False, "optim": "muon"}),
         Arm("fast", "preset fast", {"preset": "fast"}),
+        Arm("fast-muon", "the same with Muon for adapters too", {"preset": "fast", "muon_momentum": 0.85}, lora=True),
         # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
         Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
         Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
