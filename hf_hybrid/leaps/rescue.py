@@ -401,8 +401,8 @@ class AdapterRateSearch:
     """
     From there to the one rate that is tried in DPO, where each pair that is learned has less gradient: a rate at which
     training goes well for some steps is far too high for a run. On the task `dpo` the cosine stays positive up to
-    `HIGHEST`, and the best rate is 0.07 of that; it was chosen there. On SmolLM2 the search found 9.3e-4 and
-    4.4e-4 with it (two seeds), and AdamW is better at 1e-3 than at 5e-4 (docs/evaluation.md).
+    `HIGHEST`, and the best rate is 0.07 of that; it was chosen there. On SmolLM2 three seeds end with 9.3e-4, 4.4e-4
+    and 1.3e-4, and AdamW is best at 5e-4 (docs/evaluation.md).
     """
     AFTER_DIVERGENCE = math.log(0.2)
     """From the rate at which the monitor saw training diverge to the one that is tried."""
