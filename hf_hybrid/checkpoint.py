@@ -20,7 +20,6 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +283,8 @@ def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
     if not trainer.accelerator.is_fsdp2:
         if not joined.is_file() or trainer.is_fsdp_enabled:
             return False
-        absent = model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
-        _require_all(_trained(model), set(_trained(model)).difference(map(canonical, absent.missing_keys)), folder)
+        lacking = model.load_state_dict(torch.load(joined, map_location="cpu", weights_only=True), strict=False)
+        _require_none([name for name in map(canonical, lacking.missing_keys) if name in _trained(model)], folder)
         return True
     if any(folder.glob("pytorch_model_fsdp*")):
         return False
@@ -303,7 +302,7 @@ def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict[str, T
         # as peft writes them
         in_file = {name: name.replace(f".{model.active_adapter}.", ".") for name in _trained(model)}
         saved = {name: saved[known] for name, known in in_file.items() if known in saved}
-    _require_all(_trained(model), saved, folder)
+    _require_none([name for name in _trained(model) if name not in saved], folder)
     return saved
 
 
@@ -311,8 +310,8 @@ def _trained(model: torch.nn.Module) -> list[str]:
     return [canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _require_all(names: Iterable[str], found: Collection[str], folder: Path) -> None:
-    if missing := [name for name in names if name not in found]:
+def _require_none(missing: list[str], folder: Path) -> None:
+    if missing:
         raise ValueError(
             f"`{folder}` holds no weights for `{missing[0]}`. Resume with the model and the adapters of the run that "
             "wrote it."

@@ -143,8 +143,8 @@ class DocstringsAndSmolLM2:
         if task.preference or task.reward:
             import trl
 
-            library, name = (hf_hybrid, "HybridDPO") if hybrid else (trl, "DPO")
-            name = name.replace("DPO", "GRPO") if task.reward else name
+            method = "GRPO" if task.reward else "DPO"
+            library, name = (hf_hybrid, f"Hybrid{method}") if hybrid else (trl, method)
             more = {"processing_class": self.tokenizer} | ({"reward_funcs": one_sentence} if task.reward else {})
             return getattr(library, f"{name}Trainer"), getattr(library, f"{name}Config"), more
         from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
@@ -154,19 +154,20 @@ class DocstringsAndSmolLM2:
         return *(pair if hybrid else (Trainer, TrainingArguments)), more
 
     def reward(self, model, prompts: list[str], *, sample: bool) -> float:
-        """Mean reward of one completion of each prompt, greedy or sampled from a fixed seed."""
+        """Mean reward of one completion of each prompt, greedy or sampled from a seed of its own."""
         import torch
 
         model.eval()
-        torch.manual_seed(0)
+        options = {"max_new_tokens": COMPLETION, "do_sample": sample, "pad_token_id": self.tokenizer.pad_token_id}
         rewards = []
-        for begin in range(0, len(prompts), 32):
-            given = self.tokenizer(prompts[begin : begin + 32], return_tensors="pt", padding=True, padding_side="left")
-            options = {"max_new_tokens": COMPLETION, "do_sample": sample, "pad_token_id": self.tokenizer.pad_token_id}
-            with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng():  # a training that follows draws what it would have drawn
+            torch.manual_seed(0)
+            for begin in range(0, len(prompts), 32):
+                some = prompts[begin : begin + 32]
+                given = self.tokenizer(some, return_tensors="pt", padding=True, padding_side="left")
                 ids = model.generate(**given, **options)
-            written = ids[:, given["input_ids"].shape[1] :]
-            rewards += one_sentence(self.tokenizer.batch_decode(written, skip_special_tokens=True))
+                written = ids[:, given["input_ids"].shape[1] :]
+                rewards += one_sentence(self.tokenizer.batch_decode(written, skip_special_tokens=True))
         return sum(rewards) / len(rewards)
 
     def other_loss(self, model) -> float:
