@@ -67,6 +67,12 @@ NORMAL = Verdict(Level.NORMAL, "", Action.NONE)
 
 FORECAST_WINDOW = 32
 """Losses of real steps that a forecast continues."""
+MIN_FORECAST = FORECAST_WINDOW // 2
+"""Fewer losses make no forecast."""
+
+
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -158,7 +164,7 @@ class DivergenceMonitor:
 
         Args:
             losses (`list[float]`): Of the real steps since the leap.
-            forecast (`float`), deviation (`float`): Of `linear_trend` before it.
+            forecast (`float`), deviation (`float`): Of `robust_trend` before it.
         """
         # The error of the mean, and that of a line continued beyond its end.
         error = max(deviation, 1e-3 * abs(forecast)) * math.sqrt(1 / len(losses) + 4 / FORECAST_WINDOW)
@@ -264,3 +270,25 @@ def linear_trend(values: list[float]) -> tuple[float, float]:
     slope = sum((i - centre) * (v - mean) for i, v in enumerate(values)) / spread if spread else 0.0
     residuals = sum((v - mean - slope * (i - centre)) ** 2 for i, v in enumerate(values))
     return mean + slope * (count - centre), math.sqrt(residuals / max(count - 2, 1))
+
+
+def robust_trend(values: list[float]) -> tuple[float, float]:
+    """
+    Fit a line that a few bad leaps do not move, and return its continuation to the next value and the noise around it.
+
+    A leap that hurts leaves a jump in the losses. Least squares turn that jump into a steeper line and a larger
+    deviation, so that the next bad leap looks normal. Here the slope is the median of all slopes between two values
+    (Theil, 1950; Sen, 1968), and the noise is read from the differences between neighbours, of which one jump changes
+    one: their median absolute deviation, scaled to a standard deviation of independent noise.
+
+    Args:
+        values (`list[float]`): At least three losses, one per real step.
+
+    Returns:
+        The continuation of the line and the standard deviation of the noise, in the units of `values`.
+    """
+    count = len(values)
+    slope = statistics.median((values[j] - values[i]) / (j - i) for i in range(count) for j in range(i + 1, count))
+    level = statistics.median(value - slope * i for i, value in enumerate(values))
+    changes = [abs(b - a - slope) for a, b in zip(values, values[1:])]
+    return level + slope * count, NORMAL_MAD * statistics.median(changes) / math.sqrt(2.0)

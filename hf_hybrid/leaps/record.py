@@ -42,8 +42,8 @@ class Leap:
         accuracy_before, accuracy_after (`float`, *optional*): Share of the pairs of the probe that the model ranks
             right; `None` where the sequences are no preference pairs.
         worse_in (`str`, *optional*): Why the probe refused the leap as it was asked for: `loss` or `accuracy`.
-        e (`float`, *optional*): Immediate gain in real steps: fall of the loss over its fall per real step.
-        e_source (`str`, *optional*): `probe` or `slopes` (the gradient's projection on the leap).
+        e (`float`, *optional*): Immediate gain in real steps by the probe: fall of the loss over its fall per real step
+            before the leap.
         cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
         norm_ratio (`float`, *optional*): Length of what those steps did over that of the leap, each per unit of
             learning rate.
@@ -71,7 +71,6 @@ class Leap:
     accuracy_after: float | None = None
     worse_in: str | None = None
     e: float | None = None
-    e_source: str | None = None
     cosine: float | None = None
     norm_ratio: float | None = None
     forecast_error: float | None = None

@@ -41,9 +41,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from accelerate import skip_first_batches
@@ -51,13 +53,14 @@ from accelerate import skip_first_batches
 from hf_hybrid.leaps.directions.base import NoDirection
 from hf_hybrid.leaps.divergence import (
     FORECAST_WINDOW,
+    MIN_FORECAST,
     NORMAL,
     Action,
     DivergenceMonitor,
     Level,
     TrainingDivergedError,
     Verdict,
-    linear_trend,
+    robust_trend,
 )
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.leaps.probe import (
@@ -89,12 +92,21 @@ def survive_nothing(error: Exception, otherwise: str) -> None:
 @dataclass
 class Trust:
     """
-    Decides whether to leap and whether to probe, from the results of earlier leaps. It handles plain numbers only.
+    Decides whether to leap, how far, and whether to probe, from the results of earlier leaps. It handles plain numbers
+    only.
 
-    1. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps. After two rejections in a row
-       every leap is probed, so that the probe budget limits what leaps cost that do not help.
-    2. Level: a factor on every gain. A roll-back, a lasting rise of the loss and a caution of the divergence monitor
-       halve it; each leap that is kept raises it by a tenth, up to 1.
+    1. Level: a factor on the planner's gain. `proven` is the highest level that a probe accepted since one was refused.
+       A probe that accepts a shorter leap than was asked for lowers it to that length, and one that refuses every
+       length to a quarter, so the next leap begins there. Later probes ask for `RAISE` times as much: at once as long
+       as that is below the level that was refused last, and then after 4, 8, 16, ... kept leaps. The level itself is at
+       most `proven`: a caution of the divergence monitor halves it, and each kept leap raises it by a tenth.
+    2. Probation: no leap goes unprobed after one that was refused, shortened or rolled back, until a probe accepts a
+       leap as it was asked for.
+    3. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps.
+
+    What probes cost is bounded in two ways. The probes of a run in which leaps do well are spread over it and cost
+    `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
+    and those that are refused may cost `REFUSALS` times the budget. After that no leap is made that needs a probe.
 
     It also computes a confidence, one of the signals: the posterior share of kept leaps, times the stability of the
     run, times the planner's probability that leaping pays, if it has one.
@@ -103,6 +115,8 @@ class Trust:
         probe_budget (`float`): Share of the run's compute for probes.
         max_steps (`int`): Length of the run.
     """
+
+    RAISE: ClassVar[float] = 2.0
 
     probe_budget: float
     max_steps: int
@@ -114,11 +128,20 @@ class Trust:
     blocks_to_skip: int = 0
     probes_made: int = 0
     level: float = 1.0
+    proven: float = 1.0
+    refused: float = RAISE
+    """The level that was refused last."""
+    refusals: int = 0
+    kept_since: int = 0
+    """Leaps that were kept since."""
+    on_probation: bool = False
+    refused_cost: float = 0.0
+    """What probes cost that refused or shortened a leap, in real steps."""
 
     PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
     EVIDENCE_HALF_LIFE = 50.0
-    WIDER = 3.0
-    """Factor on the probe budget while every leap is probed: the probes then decide whether there are leaps at all."""
+    REFUSALS = 1.0
+    LOWEST = 1.0 / 64.0
 
     def observe_step(self, level: Level) -> None:
         """Fade the evidence towards the prior, so that a run that rejected early leaps tries again later."""
@@ -134,38 +157,83 @@ class Trust:
         share = kept / (kept + self.PRIOR_REJECTED + self.rejected)
         return self.stability * share * (1.0 if believed is None else believed)
 
-    def allows_leap(self, step: int, probe: Probe | None) -> bool:
+    def allows_leap(self, step: int, probe: Probe | None = None, *, must_probe: bool) -> bool:
         """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
-        return not self.must_probe or probe is None or self.probe_is_due(probe, step)
+        return not must_probe or self.probe_is_due(probe, step, must_probe=True)
+
+    def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
+        """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
+        whole = self.probe_budget * self.max_steps
+        if self.probes_made == 0:
+            return True
+        if must_probe or self.asks_for_more:
+            return self.refused_cost + 2 * probe.price <= self.REFUSALS * whole
+        return probe.cost_steps + 3 * probe.price <= whole * min(step / self.max_steps + 0.1, 1.0)
 
     @property
-    def must_probe(self) -> bool:
-        """Whether no leap may be made without a probe."""
-        return self.rejections_in_a_row >= 2
+    def asks_for_more(self) -> bool:
+        """Whether it is time to try leaps that are longer than the proven ones."""
+        if self.on_probation or not self.level == self.proven < 1.0:
+            return False
+        return self.RAISE * self.proven < self.refused or self.kept_since >= 2 ** (self.refusals + 1)
 
-    def probe_is_due(self, probe: Probe, step: int) -> bool:
-        """Whether to probe the next leap. The first is always probed; then the budget is spent evenly over the run."""
-        budget = self.probe_budget * (self.WIDER if self.must_probe else 1.0)
-        allowance = budget * self.max_steps * min(step / self.max_steps + 0.1, 1.0)
-        return self.probes_made == 0 or probe.cost_steps + 3 * probe.price <= allowance
+    def next_level(self, *, probed: bool) -> float:
+        """Return the level of the leap that is made now."""
+        return min(1.0, self.RAISE * self.proven) if probed and self.asks_for_more else self.level
+
+    def leap_was_probed(self, asked: float, accepted: float, cost: float) -> None:
+        """
+        Learn from a probe.
+
+        Args:
+            asked (`float`), accepted (`float`): Level of the leap, and the one that the probe accepted: the same, a
+                lower one, or 0.
+            cost (`float`): Of the probe, in real steps.
+        """
+        self.probes_made += 1
+        self.on_probation = accepted < asked
+        self.refused_cost += cost if self.on_probation else 0.0
+        if self.on_probation:
+            self._refuse(asked)
+            self.level = self.proven = max(accepted or asked / 4, self.LOWEST)
+        else:
+            self.level, self.proven = accepted, max(accepted, self.proven)
 
     def leap_was_kept(self, *, probed: bool) -> None:
         self.kept += 1.0 if probed else 0.25
         if probed:
             self.rejections_in_a_row = 0
-        self.level = min(1.0, self.level * 1.1)
+        self.kept_since += 1
+        self.level = min(self.proven, self.level * 1.1)
 
     def leap_was_rejected(self) -> None:
         self.rejected += 1.0
         self.rejections_in_a_row += 1
         self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
+        self.on_probation = True
+
+    def leap_did_harm(self) -> None:
+        """Learn that leaps of this length did harm which no probe saw: one was rolled back, or the loss rises."""
+        self.leap_was_rejected()
+        self._refuse(self.level)
+        self.shorten()
+        self.proven = self.level
+
+    def _refuse(self, level: float) -> None:
+        self.refused, self.refusals, self.kept_since = level, self.refusals + 1, 0
 
     def shorten(self) -> None:
         """Halve later leaps, until kept leaps raise the level again."""
-        self.level = max(self.level / 2, 1.0 / 64.0)
+        self.level = max(self.level / 2, self.LOWEST)
+
+    def state_dict(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("probe_budget", "max_steps")}
+
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
 
 
 # The run.
@@ -209,8 +277,8 @@ class LeapRun:
 
     MARGIN, Z = 1.0, 2.0
     """A probed leap may raise the loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
-    HALVINGS = 5
-    """How many times a probed leap that is clearly worse is halved before it is undone."""
+    SHORTER = (1 / 4, 1 / 16, 1 / 64)
+    """Shares of a probed leap that is clearly worse that are tried before it is undone."""
     STATISTICS_EVERY = 8
     """Real steps between measurements of the optimizer's moments: they cost a pass over its states."""
 
@@ -343,15 +411,18 @@ class LeapRun:
         if gain <= 0:
             self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
             return
-        probed = self.probe is not None and self.trust.probe_is_due(self.probe, step) and self.probe.choose()
-        if self.trust.must_probe and not probed:
+        must_probe = self.must_probe
+        due = self.probe is not None and self.trust.probe_is_due(self.probe, step, must_probe=must_probe)
+        probed = due and self.probe.choose()
+        if must_probe and not probed:
             self.controller.leap_rejected()  # the epoch ends: too few sequences come next
             return
+        level = self.trust.next_level(probed=probed)
         with trajectory.trial(leap):
             if probed:
-                self._probe(leap, gain)
+                self._probe(leap, gain, level)
             else:
-                trajectory.leap(gain)
+                trajectory.leap(gain * level)
             if leap.verdict != "rejected":
                 self._keep(leap)
         # Nothing from here on can fail: the books are kept after the weights.
@@ -368,7 +439,7 @@ class LeapRun:
             self.steps_since_leap = 0
 
     def _gain(self, leap: Leap) -> float:
-        """Return the planner's gain, or 0 if no leap can be made."""
+        """Return the gain of a leap at level 1, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
         if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
@@ -377,26 +448,36 @@ class LeapRun:
             trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
         # A block that grew long during a back-off must not become one long leap.
         longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
-        gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
-        return gain * min(1.0, longest / leap.real_steps)
+        return self.gains.gain(trajectory.clock.progress) * min(1.0, longest / leap.real_steps)
 
-    def _probe(self, leap: Leap, gain: float) -> None:
+    @property
+    def must_probe(self) -> bool:
+        """
+        Whether no leap may be made without a probe: while leaps are on probation, and until there are enough losses to
+        forecast those after a leap, by which Correct tells whether it hurt.
+        """
+        uncertain = self.trust.on_probation or len(self._recent_losses()) < MIN_FORECAST
+        return self.probe is not None and uncertain
+
+    def _probe(self, leap: Leap, gain: float, level: float) -> None:
         """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
         before = probe.losses()
         self.probe_seconds += time.perf_counter() - started
         if sum(loss != 0.0 for loss in before) < MIN_SEQUENCES:
-            self.trajectory.leap(gain)
+            self.trajectory.leap(gain * level)
+            accepted = 1.0
         else:
-            self._compare(leap, gain, before)
+            accepted = self._compare(leap, gain * level, before)
         leap.probe_cost_steps = probe.cost_steps - spent
-        self.trust.probes_made += 1
+        self.trust.leap_was_probed(level, level * accepted, leap.probe_cost_steps)
         self.record.forward_only_passes += probe.forward_passes - passes
         self.record.probe_cost_steps += leap.probe_cost_steps
 
-    def _compare(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
-        """Keep the leap, halve it until it helps, or reject it."""
+    def _compare(self, leap: Leap, gain: float, before: Sequence[float]) -> float:
+        """Keep the leap, shorten it until it helps, or reject it. Return the share of it that is accepted."""
+        accepted = 1.0
         leap.loss_before, leap.accuracy_before = sum(before) / len(before), accuracy_of(before)
         self._look(leap, gain, before)
         leap.verdict = "kept"
@@ -405,18 +486,20 @@ class LeapRun:
         elif costs_accuracy(leap.accuracy_before, leap.accuracy_after):
             leap.worse_in = "accuracy"
         if leap.worse_in is not None:
-            refused, leap.verdict = replace(leap), "rejected"
-            for halving in range(1, self.HALVINGS + 1):
-                self._look(leap, gain / 2**halving, before)
+            refused = replace(leap)
+            for accepted in self.SHORTER:
+                self._look(leap, refused.gain * accepted, before)
                 if leap.decrease > 0 and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
                     leap.verdict = "shrunk"
                     break
             else:  # what is written down is the leap that was asked for
                 vars(leap).update(vars(refused), verdict="rejected")
+                accepted = 0.0
         if self.slope > 0:
-            leap.e, leap.e_source = leap.decrease / self.slope, "probe"
+            leap.e = leap.decrease / self.slope
         if leap.predicted_decrease > 0 and math.isfinite(leap.decrease):
             self.linearity = leap.decrease / leap.predicted_decrease
+        return accepted
 
     def _look(self, leap: Leap, gain: float, before: Sequence[float]) -> None:
         self.trajectory.leap(gain)
@@ -429,11 +512,11 @@ class LeapRun:
     def _keep(self, leap: Leap) -> None:
         """Inside the trial, write the leap for good, and remember the values that Correct compares with."""
         room = min(self.controller.lengths.max_predict, self.max_steps - leap.step - 1)
-        leap.worth = self.gains.worth_of(leap.gain, leap.real_steps)
+        leap.worth = max(self.gains.worth_of(leap.gain, leap.real_steps) - leap.probe_cost_steps, 0.0)
         leap.horizon = min(int(self.credit + leap.worth), room)
         losses = self._recent_losses()
-        if len(losses) >= FORECAST_WINDOW // 2:
-            leap.forecast, leap.deviation = linear_trend(losses)
+        if len(losses) >= MIN_FORECAST:
+            leap.forecast, leap.deviation = robust_trend(losses)
         rate, predicted = leap.gain * self.trajectory.clock.lr_sum, self.trajectory.predicted_gradients()
         self.trajectory.keep()
         self.residuals.leap_made(rate, self.trajectory.snapshot, predicted)
@@ -451,8 +534,8 @@ class LeapRun:
         losses = self._recent_losses()
         if len(losses) < 4:
             return 0.0
-        now, _ = linear_trend(losses)
-        return max((sum(losses) / len(losses) - now) / ((len(losses) + 1) / 2), 0.0)
+        now, _ = robust_trend(losses)
+        return max((statistics.median(losses) - now) / ((len(losses) + 1) / 2), 0.0)
 
     @property
     def shortest_block(self) -> int:
@@ -591,7 +674,7 @@ class LeapRun:
             return False
         if self.gains.peak <= 0:
             return False
-        return self.trust.allows_leap(step, self.probe)
+        return self.trust.allows_leap(step, self.probe, must_probe=self.must_probe)
 
     def _judge(self, real: _RealStep, phase: Phase) -> Verdict:
         leap = self.trajectory.open
@@ -628,8 +711,6 @@ class LeapRun:
         whole, groups = self.residuals.judge(self.trajectory.clock.lr_sum)
         if whole is not None:
             leap.cosine, leap.norm_ratio = whole.cosine, whole.norm_ratio
-            if leap.e is None and self.slope > 0:
-                leap.e, leap.e_source = whole.decrease / self.slope, "slopes"
             self._fold(groups)
             if self.correction is not None:
                 self.correction.learn(groups)
@@ -662,8 +743,7 @@ class LeapRun:
         if action is Action.SHORTEN:
             self.trust.shorten()
         if action is Action.BACK_OFF:
-            self.trust.leap_was_rejected()
-            self.trust.shorten()
+            self.trust.leap_did_harm()
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
@@ -681,8 +761,7 @@ class LeapRun:
         self.residuals.clear()
         self.record.roll_backs += 1
         leap.verdict = "rolled_back"
-        self.trust.leap_was_rejected()
-        self.trust.shorten()
+        self.trust.leap_did_harm()
         self.credit -= leap.worth  # its credit is taken back
         self.monitor.errors.clear()
         self._log_leap(step, leap)
@@ -784,10 +863,9 @@ class LeapRun:
 
     # Saving.
 
-    _PARTS = ("controller", "monitor", "signals", "record", "stretches")
+    _PARTS = ("controller", "trust", "monitor", "signals", "record", "stretches")
     _OPTIONAL = ("probe", "rescue", "correction")
     _VALUES = ("credit", "leap_cost", "linearity", "steps_since_leap", "first_loss")
-    _TRUST = ("kept", "rejected", "stability", "rejections_in_a_row", "blocks_to_skip", "probes_made", "level")
 
     def state_dict(self) -> tuple[dict, dict]:
         """
@@ -805,7 +883,6 @@ class LeapRun:
             "trajectory": trajectory,
             "residuals": self.residuals.state_dict(),
             "gains": self.gains.state_dict(),
-            "trust": {name: getattr(self.trust, name) for name in self._TRUST},
             "announced": self.announced.value,
             "leap_is_new": self._new is not None,
             "no_leaps": self.no_leaps,
@@ -831,8 +908,6 @@ class LeapRun:
                 part.load_state_dict(values[name], *more)
         for name in self._VALUES:
             setattr(self, name, values[name])
-        for name in self._TRUST:
-            setattr(self.trust, name, values["trust"][name])
         if values["no_leaps"] is not None and self.pretrained_below > 0:
             self._make_no_leaps(values["no_leaps"])
         if self.no_leaps is not None and values["trajectory"]["direction"] == NoDirection.name:

@@ -4,8 +4,9 @@ The only place where a leap changes the weights.
 A leap adds `gain * lr_sum * displacement` to every trainable parameter. `lr_sum` is the sum of the learning rates of
 the real steps since the last leap and `displacement` is what a direction (leaps/directions/) predicts per unit of it:
 at a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter stay as they
-are. Gradient clipping does not apply. Instead, the norm of a leap is capped at `max_relative_norm` times the norm of
-the weights.
+are. Gradient clipping does not apply. Instead, the norm of a leap is capped: at `max_relative_norm` times the norm of
+the weights, and, where the direction names a speed (`most_per_step`), at that speed. A speed makes leaps independent of
+a learning rate that is too high: from some rate on they go no farther, and still shrink as the rate decays.
 
 Predictions can be wrong, so a leap is a transaction:
 
@@ -126,6 +127,8 @@ class Trajectory:
         self.direction = direction(self.context)
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
+        self.reach = 0.0
+        """Relative norm of the last leap per unit of gain times learning rate; 0 before the first."""
         self.formed = 0
         """Number of displacements of all weights that were computed, for all leaps."""
         self.open: Leap | None = None
@@ -184,6 +187,7 @@ class Trajectory:
         self.clock.steps_in_block += 1
         self.clock.lr_sums = [total + lr for total, lr in zip(self.clock.lr_sums, learning_rates)]
         self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
+        self.clock.peak_rate = max(self.clock.peak_rate, *learning_rates)
         self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
@@ -227,14 +231,18 @@ class Trajectory:
         Move the weights by `gain` times the displacement from the snapshot of [`trial`]. A later call replaces an
         earlier one. Writes gain (after the cap), relative norm and predicted decrease into the open leap.
         """
-        leap = self.open
+        leap, clock = self.open, self.clock
         if leap.gain:
             self._restore()
+        cap = min(self.max_relative_norm, self.direction.most_per_step * clock.lr_sum / clock.peak_rate)
+        gain = min(gain, cap / (self.reach * clock.lr_sum)) if self.reach else gain
         size, linear = self._apply(gain)
-        if size > self.max_relative_norm:
+        if size > 1.01 * cap:
             self._restore()
-            gain = gain * self.max_relative_norm / size
+            gain = gain * cap / size
             size, linear = self._apply(gain)
+        if gain > 0:
+            self.reach = size / (gain * clock.lr_sum)
         leap.gain, leap.relative_norm, leap.predicted_decrease = gain, size, linear
         self.store.changed()
 
@@ -419,6 +427,8 @@ class Trajectory:
             "steps_seen": self.clock.steps_seen,
             "steps_in_block": self.clock.steps_in_block,
             "lr_sums": self.clock.lr_sums,
+            "peak_rate": self.clock.peak_rate,
+            "reach": self.reach,
         }
         return tensors, values
 
@@ -456,6 +466,7 @@ class Trajectory:
         self.clock.steps_in_block = values["steps_in_block"]
         self.clock.lr_sums = list(values["lr_sums"])
         self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
+        self.clock.peak_rate, self.reach = values["peak_rate"], values["reach"]
         if values["direction"] == self.direction.name:
             self.direction.load_state_dict(in_order, values["direction_state"])
 

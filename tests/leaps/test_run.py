@@ -71,6 +71,28 @@ class World:
         return self.run.record.leaps[-1]
 
 
+def proven(world):
+    """The first losses of a run, from which those after a leap are forecast."""
+    world.run.monitor.losses.extend([5.0 + 0.1 * (-1) ** step for step in range(32)])
+    return world
+
+
+def leaps(world, count):
+    """The leaps of `count` blocks of two real steps, each judged at the end of Correct; `None` where none was made."""
+    made, run = [], world.run
+    for step in range(10, 10 + 2 * count, 2):
+        made_before = run.record.leaps_made
+        run.trajectory.observe_step([1.0])
+        if run._may_leap(step):
+            run.controller.phase, run.controller.leap_due = Phase.PREDICT, True
+            run.begin_step(step, lambda: 1.0)
+        made.append(run.record.leaps[-1] if run.record.leaps_made > made_before else None)
+        if run.trajectory.open is not None:
+            run.trajectory.open.losses.append(5.0)
+            run._judge_leap(run.trajectory.open)
+    return made
+
+
 def test_a_leap_that_pays_is_kept():
     world = World(minimum=1.2)
     leap = world.leap()
@@ -88,17 +110,17 @@ def test_sequences_without_labels_cannot_tell_and_cost_what_they_cost():
     assert world.run.trust.probes_made == 1 and leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
 
 
-def test_a_leap_that_goes_too_far_is_halved():
+def test_a_leap_that_goes_too_far_is_shortened():
     world = World(minimum=0.4)
     leap = world.leap()
-    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.5, 0.5)
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.25, 0.25)
 
 
-def test_a_leap_that_goes_much_too_far_is_halved_until_it_lowers_the_loss():
+def test_a_leap_that_goes_much_too_far_is_shortened_until_it_lowers_the_loss():
     world = World(minimum=0.1)
     leap = world.leap()
-    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.125, 0.125)
-    assert leap.loss_after < leap.loss_before and world.run.record.forward_only_passes == 2 * 5
+    assert (leap.verdict, leap.gain, world.weight.item()) == ("shrunk", 0.0625, 0.0625)
+    assert leap.loss_after < leap.loss_before and world.run.record.forward_only_passes == 2 * 4
 
 
 def test_a_leap_that_only_hurts_is_undone_and_written_down_as_it_was_asked_for():
@@ -107,7 +129,7 @@ def test_a_leap_that_only_hurts_is_undone_and_written_down_as_it_was_asked_for()
     assert (leap.verdict, leap.gain, world.weight.item()) == ("rejected", 1.0, 0.0)
     assert leap.loss_after - leap.loss_before == pytest.approx(3.0)
     assert world.run.trajectory.open is None and world.run.phase is Phase.FULL
-    assert world.run.record.forward_only_passes == 2 * 7, "before, at the leap, at five halves of it"
+    assert world.run.record.forward_only_passes == 2 * 5, "before, at the leap, at a quarter, a sixteenth, a 64th of it"
 
 
 def test_a_loss_that_is_not_finite_counts_as_worse():
@@ -193,7 +215,10 @@ def test_a_leap_that_is_survived_counts_as_rejected():
 
 def test_credit_adds_up_to_whole_steps():
     horizons = []
-    world = World(minimum=1e3, worth=0.5, trust=Trust(probe_budget=0.0, max_steps=1000))
+    world = proven(World(minimum=1e3, worth=0.5, trust=Trust(probe_budget=0.0, max_steps=1000)))
+    world.leap(8)  # the first is probed, and pays for that
+    world.run.trajectory.accept()
+    world.run.credit = 0.0
     for step in range(10, 26, 2):
         horizons.append(world.leap(step).horizon)
         world.run.trajectory.accept()
@@ -203,40 +228,70 @@ def test_credit_adds_up_to_whole_steps():
 # What holds the next leap back.
 
 
-def refuse(world, step):
-    if world.run.trust.probe_is_due(world.probe, step):
-        world.leap(step)
-    else:
-        world.run.trust.leap_was_rejected()
+def test_no_leap_goes_unprobed_before_losses_can_be_forecast():
+    world = World(minimum=1e3, trust=Trust(probe_budget=0.01, max_steps=1000))
+    early = leaps(world, 12)
+    assert [leap.verdict for leap in early] == ["kept"] * 12 and all(leap.forecast is None for leap in early)
+    later = leaps(proven(world), 12)
+    assert {leap.verdict for leap in later} == {"unprobed"} and all(leap.forecast is not None for leap in later)
 
 
-def test_after_two_rejections_every_leap_is_probed():
-    world = World(minimum=-1.0, trust=Trust(probe_budget=0.02, max_steps=100))
-    trust = world.run.trust
-    while trust.probe_is_due(world.probe, 10):
-        world.leap()
-    trust.rejections_in_a_row = trust.blocks_to_skip = 0
-    for blocks_to_skip in (1, 2):
-        assert trust.allows_leap(10, world.probe)  # one rejection may be chance: a leap may be unprobed
-        trust.leap_was_rejected()
-        assert not any(trust.allows_leap(10, world.probe) for _ in range(blocks_to_skip))
-    assert not trust.allows_leap(10, world.probe)
-    assert world.probe.cost_steps <= 0.02 * 100 + 1
+def test_a_shortened_leap_shortens_the_next_which_is_probed():
+    world = proven(World(minimum=0.1))
+    first, second, third = leaps(world, 3)
+    assert (first.verdict, first.gain) == ("shrunk", 1 / 16)
+    assert second.gain <= first.gain and second.loss_before is not None, "it begins at the accepted length"
+    assert max(second.gain, third.gain) <= 2 * first.gain
 
 
-def test_leaps_that_were_refused_are_tried_again_within_a_wider_budget():
-    """Two bad leaps at the start of a short run use its probe budget up; without another probe there is no third."""
-    world = World(minimum=-1.0, trust=Trust(probe_budget=0.01, max_steps=200))
-    trust, tried = world.run.trust, []
-    for step in (10, 12):
-        refuse(world, step)
-    for step in range(14, 200, 2):
-        if trust.allows_leap(step, world.probe):
-            assert trust.probe_is_due(world.probe, step), "every leap is probed by now"
-            refuse(world, step)
-            tried.append(step)
-    assert tried and tried[0] < 100
-    assert 0.01 * 200 < world.probe.cost_steps <= 3 * 0.01 * 200 * 1.1 + 1
+def test_a_length_that_a_probe_accepted_is_leapt_unprobed_and_only_a_probe_tries_more():
+    trust = Trust(probe_budget=0.01, max_steps=1000)
+    trust.leap_was_probed(1.0, 1 / 4, cost=1.0)
+    assert trust.on_probation and trust.next_level(probed=True) == 1 / 4
+    trust.leap_was_probed(1 / 4, 1 / 4, cost=0.5)
+    assert not trust.on_probation
+    trust.leap_was_kept(probed=True)
+    assert trust.next_level(probed=False) == 1 / 4 and trust.next_level(probed=True) == 1 / 2
+    trust.leap_was_probed(1 / 2, 1 / 2, cost=0.5)
+    assert trust.next_level(probed=False) == 1 / 2 and trust.refused_cost == 1.0
+
+
+def test_a_length_that_was_refused_is_asked_for_again_after_more_and_more_leaps():
+    trust, waited = Trust(probe_budget=0.01, max_steps=1000), []
+    for _ in range(3):
+        trust.leap_was_probed(1.0, 1 / 2, cost=0.1)
+        trust.leap_was_probed(1 / 2, 1 / 2, cost=0.1)
+        kept = 0
+        while trust.next_level(probed=True) < 1.0:
+            trust.leap_was_kept(probed=False)
+            kept += 1
+        waited.append(kept)
+    assert waited == [4, 8, 16]
+
+
+def test_a_roll_back_shortens_later_leaps_until_a_probe_accepts_more():
+    trust = Trust(probe_budget=0.01, max_steps=1000)
+    trust.leap_did_harm()
+    assert trust.on_probation and trust.next_level(probed=True) == 0.5 and trust.blocks_to_skip == 1
+    trust.leap_was_probed(0.5, 0.5, cost=0.5)
+    for _ in range(4):
+        trust.leap_was_kept(probed=False)
+    assert trust.next_level(probed=False) == 0.5 and trust.next_level(probed=True) == 1.0
+
+
+def test_a_run_in_which_every_leap_hurts_stops_leaping_within_a_hundredth_of_its_steps():
+    for max_steps in (100, 400, 2000):
+        world = proven(World(minimum=-1.0, trust=Trust(probe_budget=0.01, max_steps=max_steps)))
+        tried = [leap for leap in leaps(world, max_steps // 2) if leap is not None]
+        assert {leap.verdict for leap in tried} == {"rejected"} and world.weight.item() == 0.0
+        one = tried[0].probe_cost_steps
+        assert world.probe.cost_steps <= 0.01 * max_steps + one, f"{max_steps} steps"
+
+
+def test_leaps_that_are_kept_pay_for_required_probes_out_of_their_worth():
+    world = World(minimum=1e3, worth=2.0, trust=Trust(probe_budget=0.01, max_steps=1000))
+    (leap,) = leaps(world, 1)
+    assert leap.worth == pytest.approx(2.0 - leap.probe_cost_steps) and leap.probe_cost_steps > 0
 
 
 def test_rejections_back_off_exponentially_and_are_forgotten():
@@ -244,7 +299,7 @@ def test_rejections_back_off_exponentially_and_are_forgotten():
     for _ in range(4):
         trust.leap_was_rejected()
         blocks = 0
-        while not trust.allows_leap(10, None):
+        while not trust.allows_leap(10, must_probe=False):
             blocks += 1
         skipped.append(blocks)
     assert skipped == [1, 2, 4, 8]

@@ -24,6 +24,7 @@ grows (`gain`, `gain_power`), how long its averages remember (`memory_steps`), w
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ class Clock:
         steps_in_block (`int`): Real steps since the last leap.
         lr_sums (`list[float]`): Sum of the learning rates of these steps, one number per parameter group.
         lr_sum (`float`): The largest of them.
+        peak_rate (`float`): The largest learning rate of any real step.
         progress (`float`): Share of the run that is done, 0 to 1.
     """
 
@@ -52,6 +54,7 @@ class Clock:
     steps_in_block: int = 0
     lr_sums: list[float] = field(default_factory=list)
     lr_sum: float = 0.0
+    peak_rate: float = 0.0
     progress: float = 0.0
 
 
@@ -177,6 +180,8 @@ class Direction:
         gain_power (`float`): The gain grows with this power of the share of the run that is done; 0: constant.
         memory_steps (`int`, *optional*): Length of slow averages in real steps; the option `leap_memory_steps`
             replaces it. `None`: a sixth of the run, at least 5 and at most 1000. Read from the class.
+        most_per_step (`float`): Largest relative change of the weights for each real step that a leap follows, at the
+            peak of the learning rate. It falls with the rate.
         values_per_weight (`float`): Most fp32 values per trainable weight that the direction holds, without the
             snapshot of the weights. Memory plans count them before training, so it is read from the class.
         papers (`tuple[tuple[str, str], ...]`): Title and link of each source, for model cards.
@@ -187,6 +192,7 @@ class Direction:
     gain: float = 1.0
     gain_power: float = 0.0
     memory_steps: int | None = None
+    most_per_step: float = math.inf
     values_per_weight: float = 1
     papers: tuple[tuple[str, str], ...] = ()
 

@@ -45,6 +45,7 @@ class Orthogonal(GradientMemory):
 
     name = "orthogonal"
     gain, gain_power, memory_steps = 3.0, 0.0, 10
+    most_per_step = 0.04
     papers = (
         ("Muon: An optimizer for hidden layers in neural networks", "https://kellerjordan.github.io/posts/muon/"),
         ("Muon is Scalable for LLM Training", "https://arxiv.org/abs/2502.16982"),
