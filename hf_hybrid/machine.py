@@ -228,7 +228,7 @@ def listen(report: Callable[[int], None] | None) -> bool:
     if attach is None:
         return False
     _listener = None if report is None else weakref.WeakMethod(report)
-    if not _attached:
+    if report is not None and not _attached:  # attaching asks for the driver, which a machine without a GPU lacks
         attach(_observe)
         _attached = True
     return True

@@ -40,9 +40,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.plan.planner import plan_memory
+from hf_hybrid.plan.setups import checkpointing_option
 
 HERE = Path(__file__).resolve().parent
 REFERENCES = {False: "MemTracker under FakeTensorMode", True: "torch.cuda.max_memory_allocated"}
+CHECKPOINTING = checkpointing_option()
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -142,8 +144,8 @@ def build(config, way: Way) -> nn.Module:
             model = get_peft_model(model, LoraConfig(**LORA))
     model.config.use_cache = False
     if way.checkpointing:
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        enable = getattr(model, f"{CHECKPOINTING}_enable")
+        enable(**{f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}})
     return model.train()
 
 
@@ -232,14 +234,19 @@ def allocated_peak(config, way: Way, batch: tuple[int, int]) -> int:
     size, length = batch
     tokens = torch.randint(config.vocab_size, (4 * size, length))
     rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens]
-    peak = _Peak()
+    peak, optimizer = _Peak(), None
+    if way.eight_bit:
+        import bitsandbytes as bnb
+
+        # `optim="adamw_bnb_8bit"` would keep the moments of embeddings in fp32.
+        optimizer = bnb.optim.AdamW8bit, {"lr": 1e-5}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, max_steps=3, per_device_train_batch_size=size, bf16=way.autocast, save_strategy="no",
-            optim="adamw_bnb_8bit" if way.eight_bit else "adamw_torch_fused", report_to="none", disable_tqdm=True,
-            activation_checkpointing=way.checkpointing,
+            optim="adamw_torch_fused", report_to="none", disable_tqdm=True,
+            **{CHECKPOINTING: way.checkpointing, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
         )  # fmt: skip
-        Trainer(model, args, train_dataset=rows, callbacks=[peak]).train()
+        Trainer(model, args, train_dataset=rows, callbacks=[peak], optimizer_cls_and_kwargs=optimizer).train()
     return peak.peak
 
 

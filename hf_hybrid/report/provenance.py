@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+import hf_hybrid
 from hf_hybrid.report.summary import format_bytes
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
@@ -146,8 +147,9 @@ def cpu() -> str:
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on, if they are installed."""
-    found = {"Python": platform.python_version()}
-    packages = ("hf_hybrid", "transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
+    # Of itself the package knows it also where it is not installed, as in a checkout on `PYTHONPATH`.
+    found = {"Python": platform.python_version(), "hf_hybrid": hf_hybrid.__version__}
+    packages = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
     for package in filter(None, packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

@@ -1,5 +1,6 @@
 """The model card says what the run was and nothing else; what is pushed is the model, and comes back as it was."""
 
+import importlib.metadata
 import json
 import math
 import re
@@ -159,6 +160,18 @@ def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
     assert 2 * rows < cells < 3 * rows + 1  # no `|` of a name began a cell
     results = fields["model-index"][0]["results"]
     assert {result["dataset"]["name"] for result in results} == {"a|b", "ok"}
+
+
+def test_card_of_a_checkout_that_is_not_installed_has_its_version(tmp_path, monkeypatch):
+    def version(package: str) -> str:
+        if package == "hf_hybrid":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.2.3"
+
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=1), train_dataset=ByteText(8))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    trainer.create_model_card()
+    assert f"*Written by `hf_hybrid` {__version__} on " in (tmp_path / "README.md").read_text()
 
 
 def test_markdown_helpers():

@@ -324,6 +324,21 @@ def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, 
     assert not caplog.text
 
 
+def test_a_run_on_the_cpu_asks_for_no_driver(tmp_path, monkeypatch):
+    """Torch's build for CUDA raises an error on a machine without one, as many have that train on the CPU."""
+
+    def attach(observer):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
+    profiler = MemoryProfilerCallback()
+    args = TrainingArguments(**config_values(tmp_path, max_steps=2))
+    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(8), callbacks=[profiler])
+    trainer.train()
+    assert profiler.summary()["phases"]["train"]["records"] == 2
+
+
 # What is read.
 
 

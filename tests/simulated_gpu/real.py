@@ -10,6 +10,9 @@ import torch
 
 from hf_hybrid import machine
 
+# torch 2.11 has no public name for it.
+_empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+
 
 class RealDevice:
     """The device that torch sees first."""
@@ -40,5 +43,5 @@ class RealDevice:
         """Bytes of torch's allocator that somebody holds. The driver tells nobody what is registered with it."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            torch.accelerator.empty_host_cache()
+            _empty_host_cache()
         return {"registered": 0, "pinned": machine.page_locked_bytes()}

@@ -16,6 +16,11 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 
 
+def python_path(*folders: Path) -> str:
+    """`PYTHONPATH` with these folders first. Packages may be installed in the others."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Results:
     """
     What the scenarios left, each as soon as it is there.
@@ -33,7 +38,7 @@ class Results:
         workers = max(min(2, cores), cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
         command = [sys.executable, "-m", "simulated_gpu.runner", "--workers", str(workers)]
         command += [*(["--real"] if real else []), str(folder), *names]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+        environment = {**os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS)}
         self._log = (folder / "runner.log").open("w")
         self._process = subprocess.Popen(
             command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True

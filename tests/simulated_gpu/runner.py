@@ -27,7 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SECONDS = {False: 150, True: 900}
 """After which a simulated or a real scenario is killed: something waits that nobody wakes."""
-MOST_ON_A_GPU = 8
+MOST_ON_A_GPU = 12
 """Processes that share a real GPU. Each of them has its own CUDA context, half a gigabyte."""
 HIDDEN = "HIDDEN_FROM_TESTS_"
 """Before the names of variables that the tests hide from the processes without a GPU (see conftest.py)."""

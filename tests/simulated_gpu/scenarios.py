@@ -32,6 +32,7 @@ from hf_hybrid.leaps.directions import preconditioners
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.recovery import MemoryPolicy
 from simulated_gpu import marks
+from simulated_gpu.real import RealDevice
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,11 @@ class Place:
     @property
     def resident(self) -> bool:
         return self.name == "resident"
+
+    def driver(self) -> contextlib.AbstractContextManager:
+        """NVML: a made-up one for the simulated device, and the machine's own for a real one."""
+        simulated = self.on_device and not isinstance(self.simulator, RealDevice)
+        return a_driver() if simulated else contextlib.nullcontext()
 
     def config(self, cls: type = HybridConfig, **options) -> HybridConfig:
         """Options of a short training that stays within its folder; the folder's name counts the trainings."""
@@ -730,7 +736,7 @@ def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
 @scenario()
 def profiled(place: Place) -> dict[str, Tensor]:
     """The profiler reads allocator, driver and host, and keeps the history of allocations."""
-    with a_driver() if place.on_device else contextlib.nullcontext():
+    with place.driver():
         weights = train(
             place, **STREAM, **LEAPS, callbacks=[MemoryProfilerCallback(account_every=1, memory_history=True)]
         )
@@ -851,10 +857,15 @@ def grpo(place: Place, **options) -> dict[str, Tensor]:
         model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
     )  # fmt: skip
-    with place.counted(trainer):
+    with place.counted(trainer), patched(vars(torch), "multinomial", partial(_drawn_on_host, torch.multinomial)):
         trainer.train()
     place.facts |= told_by(trainer)
     return weights_of(trainer)
+
+
+def _drawn_on_host(multinomial: Callable, probabilities: Tensor, num_samples: int, **options) -> Tensor:
+    """Tokens from the host's random generator: a GPU has one of its own, and would complete the prompts otherwise."""
+    return multinomial(probabilities.cpu(), num_samples, **options).to(probabilities.device)
 
 
 SCENARIOS["grpo"] = Scenario(grpo, keeps_model=True, tolerance=1e-5)
@@ -885,7 +896,7 @@ def measured(place: Place) -> dict[str, Tensor]:
     from hf_hybrid.machine import device_memory
     from hf_hybrid.plan.accounting import measure_machine
 
-    with a_driver() if place.on_device else contextlib.nullcontext():
+    with place.driver():
         place.facts["environment"] = env.report()
     place.facts["rates"] = sorted(measure_machine(0.001, 256))
     place.facts["free"] = device_memory()

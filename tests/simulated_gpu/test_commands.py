@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simulated_gpu.results import TESTS
+from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
 
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     hidden = ("PYTEST_", "HIDDEN_FROM_TESTS_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    inherited["PYTHONPATH"] = str(TESTS.parent)
+    inherited["PYTHONPATH"] = python_path(TESTS.parent)
     with (folder / "log").open("w") as log:
         command = [sys.executable, str(HERE / "run_module.py"), str(folder)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=inherited, start_new_session=True)
@@ -71,8 +71,11 @@ def test_the_memory_benchmark_fills_its_table(run, tmp_path):
 
 def test_the_planning_benchmark_measures_the_allocator(run, tmp_path):
     results = tmp_path / "results.jsonl"
-    asked = ("--models", "llama", "--ways", "adamw", "--results", str(results))
+    asked = ("--models", "llama", "--results", str(results))
     run("benchmarks.planning.accuracy", "--gpu", "--smoke", *asked)
-    (row,) = rows_of(results, "accuracy")
-    assert row["reference"] == "torch.cuda.max_memory_allocated"
-    assert row["reference_bytes"] > 4 * 4 * row["weights"]  # weights, gradients and two moments
+    rows = {row["way"]: row for row in rows_of(results, "accuracy")}
+    assert set(rows) == {"adamw", "adamw-checkpointing", "lora", "8bit"}
+    assert all(row["reference"] == "torch.cuda.max_memory_allocated" for row in rows.values())
+    assert rows["adamw"]["reference_bytes"] > 4 * 4 * rows["adamw"]["weights"]  # weights, gradients and two moments
+    # A moment of an embedding takes one byte there, too.
+    assert rows["8bit"]["reference_bytes"] < 0.6 * rows["adamw"]["reference_bytes"]
