@@ -112,8 +112,9 @@ class HybridArguments:
 
     direction: Literal["auto", "orthogonal", "gradient_memory", "none"] = option(
         "auto",
-        "Where a leap goes. auto: orthogonal, and no leaps where they did not pay in docs/evaluation.md: with adapters "
-        "and on a pretrained model, whose first training loss is below half the logarithm of the vocabulary. "
+        "Where a leap goes. auto: orthogonal with AdamW on a language model from scratch, and no leaps elsewhere: with "
+        "adapters, on a pretrained model (whose first training loss is below half the logarithm of the vocabulary), on "
+        "preferences, and with an optimizer or a loss that leaps were not measured with in docs/evaluation.md. "
         "orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
         "as Muon does. gradient_memory: along a long average of the gradients, through the optimizer's own "
         "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison). "

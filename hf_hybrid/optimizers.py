@@ -51,6 +51,37 @@ def steps_in_backward(optim: str) -> bool:
     return "layerwise" in optim or "lomo" in optim
 
 
+_ADAM = {
+    "torch": {"Adam", "AdamW"},
+    "hf_hybrid": {"AdamW8bit"},
+    "bitsandbytes": {
+        paged + name + bits for paged in ("", "Paged") for name in ("Adam", "AdamW") for bits in ("", "8bit", "32bit")
+    },
+    "torchao": {"AdamW4bit", "AdamW8bit", "AdamWFp8", "Adam4bit", "Adam8bit", "AdamFp8"},
+    "apex": {"FusedAdam"},
+    "torch_xla": {"Adam", "AdamW"},
+    "torch_npu": {"NpuFusedAdam", "NpuFusedAdamW"},
+}  # fmt: skip
+"""Classes whose step is Adam's or AdamW's, in full or lower precision, by the package that defines them."""
+_ADAM_OPTIONS = {
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused",
+    "adamw_torch_4bit", "adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
+}  # fmt: skip
+"""Values of `optim` that make one of them."""
+
+
+def is_adam(optimizer: torch.optim.Optimizer | type | str) -> bool:
+    """
+    Whether an optimizer steps as Adam or AdamW does: an object, its class, or a value of `optim`.
+
+    The class itself decides. A subclass may step otherwise, and nothing is known of other classes.
+    """
+    if isinstance(optimizer, str):
+        return optimizer in _ADAM_OPTIONS
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return kind.__name__ in _ADAM.get(kind.__module__.partition(".")[0], ())
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
     `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.

@@ -18,21 +18,22 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
-from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.directions.base import DirectionFactory, NoDirection, direction_class
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
 from hf_hybrid.leaps.rescue import AdapterRateSearch, KeptWeights, LearningRateRescue
-from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
+from hf_hybrid.leaps.run import NO_LEAPS, BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
-from hf_hybrid.optimizers import MuonAdamW, muon_groups, optimizer_name, split_parameters
+from hf_hybrid.optimizers import MuonAdamW, is_adam, muon_groups, optimizer_name, split_parameters
 from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
@@ -42,7 +43,7 @@ from hf_hybrid.recovery import UnrecoveredMemoryError, parts_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
-from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
+from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
 
@@ -57,7 +58,7 @@ PRETRAINED_SHARE = 0.5
 """
 A model counts as pretrained if its first training loss is below this share of the loss of a model that knows nothing,
 the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, where they paid 0.62 and above
-(docs/evaluation.md); nothing in between was measured. A preference loss begins at log 2, far below.
+(docs/evaluation.md); nothing in between was measured.
 """
 
 # The run.
@@ -86,6 +87,13 @@ def build_run(trainer) -> LeapRun:
     raise UnrecoveredMemoryError(
         f"{recovery.where()}: the buffers of leaps do not fit: {recovery.reason} Set `enable_predict=False`."
     )
+
+
+def tell_of_no_leaps(trainer) -> None:
+    """Say why no leaps are made, if nobody chose that."""
+    why = why_no_leaps(trainer)
+    if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
+        logger.warning(NO_LEAPS, why)
 
 
 def _build_run(trainer) -> LeapRun:
@@ -178,35 +186,115 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
     return args.learning_rate == default
 
 
+def _searches_for_adapters(trainer) -> bool:
+    """Whether the learning rate, if it is looked for, is that of adapters in a run without leaps."""
+    return _trains_adapters(trainer) and leaps_are_automatic(trainer) and trainer.args.learning_rate > 0
+
+
 def _rescue(trainer, trajectory: Trajectory) -> LearningRateRescue | AdapterRateSearch | None:
     """Return what raises the learning rate. The search of adapters takes weights back, which leaps could not bear."""
     if not rescue_is_on(trainer.args, trainer.hybrid_args):
         return None
-    if why_no_leaps(trainer) is None or not trainer.args.learning_rate > 0:
+    if not _searches_for_adapters(trainer):
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
     kept = KeptWeights(trajectory.shards, trajectory.optimizer, trajectory.store)
     return AdapterRateSearch(trainer.args.learning_rate, kept)
 
 
+# Whether there are leaps. They are made where they were measured to pay (docs/evaluation.md): with an optimizer like
+# AdamW, on a causal language model that knows little yet. The trainer, its loss and the optimizer decide. Only the
+# question whether the model is pretrained is left to the first training loss, and only where that is the plain
+# cross-entropy: DPO begins at log 2 with random weights too, IPO at 25, DFT near 0. What is not known to be like the
+# measured runs makes no leaps. A direction that is named is asked for, and makes leaps everywhere.
+
+
 def leaps_are_automatic(trainer) -> bool:
-    """Whether nobody asked for leaps: the model and what is trained of it then decide whether there are any."""
+    """Whether nobody asked for leaps: the trainer, its loss and the optimizer then decide whether there are any."""
     return trainer.custom_direction is None and trainer.hybrid_args.direction == "auto"
 
 
 def why_no_leaps(trainer) -> str | None:
     """Return why the run makes no leaps, as far as that is known before it begins."""
-    adapted = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
-    return "adapters are trained" if adapted and leaps_are_automatic(trainer) else None
+    options = trainer.hybrid_args
+    if options.final_gain(1.0) == 0:
+        return "`leap_gain` is 0" if options.leap_gain == 0 else f"`preset={options.preset}` makes none"
+    if not leaps_are_automatic(trainer):
+        return None
+    if _trains_adapters(trainer):
+        return "adapters are trained"
+    return trainer.no_leaps_because or _unlike_adam(trainer) or _unlike_plain_loss(trainer)
+
+
+def _trains_adapters(trainer) -> bool:
+    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+
+
+def _unlike_adam(trainer) -> str | None:
+    """Return that the optimizer is not known to step as AdamW does. It may not be made yet."""
+    optimizer = trainer.optimizer
+    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):  # wrappers of a user's may do anything
+        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
+    if optimizer is not None:
+        made, name = optimizer, type(optimizer).__name__
+    elif trainer.optimizer_cls_and_kwargs is not None:
+        made = trainer.optimizer_cls_and_kwargs[0]
+        name = made.__name__
+    else:
+        made = name = optimizer_name(trainer.args)
+    return None if is_adam(made) else f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
+
+
+_PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl", "AxolotlTrainer")}
+"""Classes whose `compute_loss` is the model's own loss, unless an option says otherwise: package and name."""
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def _unlike_plain_loss(trainer) -> str | None:
+    """Return why the training loss may not be the cross-entropy over the vocabulary."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+    packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
+    unknown = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
+    computes = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
+    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
+    if trainer.compute_loss_func is not None:
+        what = "`compute_loss_func`"
+    elif args.label_smoothing_factor > 0:
+        what = f"`label_smoothing_factor={args.label_smoothing_factor}`"
+    elif getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll"):
+        what = f"`loss_type={args.loss_type}`"
+    elif unknown:
+        what = f"`{unknown[0].__name__}.compute_loss`"
+    elif "_loss_function" in vars(model):
+        what = "the model's `loss_function`"
+    elif computes not in known and not computes.endswith(_LANGUAGE_MODELS):
+        what = f"`{computes}`"
+    elif vocabulary_size(model) is None:
+        return "the size of the vocabulary is not known"
+    else:
+        return None
+    return (
+        f"the loss of {what} is not known to be the plain cross-entropy, so it does not tell how much the model knows"
+    )
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def vocabulary_size(model: torch.nn.Module) -> int | None:
+    """Return the length of a model's vocabulary, if its config has it."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "vocab_size", None)
 
 
 def pretrained_below(trainer) -> float:
     """
-    Return the first training loss below which the model counts as pretrained and no leaps are made; 0 if they are
-    made in any case, or if the size of the vocabulary is not known.
+    Return the first training loss below which the model counts as pretrained and no leaps are made; 0 if they are made
+    in any case.
     """
-    config = getattr(trainer.model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    words = getattr(config, "vocab_size", None)
+    words = vocabulary_size(trainer.accelerator.unwrap_model(trainer.model))
     return PRETRAINED_SHARE * math.log(words) if words and leaps_are_automatic(trainer) else 0.0
 
 
@@ -256,6 +344,8 @@ def _trajectory(trainer) -> Trajectory:
     store = Gathered(model) if trainer.is_fsdp_enabled else memory
     matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)
+    if why_no_leaps(trainer) is not None and not rescue_is_on(trainer.args, options):
+        direction = NoDirection  # the rescue alone asks for its average
     trajectory = Trajectory(
         [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
         _unwrapped_optimizer(trainer),
@@ -442,7 +532,9 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     vram, ram = (
         None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
     )
-    leaps = why_no_leaps(trainer) is None
+    searches = rescue_is_on(args, options)
+    for_adapters = searches and _searches_for_adapters(trainer)
+    remembers = why_no_leaps(trainer) is None or (searches and not for_adapters)  # the rescue may ask for its average
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
@@ -468,8 +560,8 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
         enable_predict=options.enable_predict,
-        values_per_weight=direction.values_per_weight if leaps else None,
-        kept_copies=0 if leaps or not rescue_is_on(args, options) else AdapterRateSearch.KEPT,
+        values_per_weight=direction.values_per_weight if remembers else None,
+        kept_copies=AdapterRateSearch.KEPT if for_adapters else 0,
         buffers_device=options.buffers_device,
     )
     return Estimator(shape, Tracer.of(model)).plan(setup)

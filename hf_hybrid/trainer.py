@@ -60,6 +60,7 @@ from hf_hybrid.setup import (
     leave_adapters_to_adamw,
     makes_muon,
     share_optimizer,
+    tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
@@ -160,6 +161,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
     can_leap = True
     """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
+    no_leaps_because: str | None = None
+    """Why trainers of this kind make no leaps unless a direction is named."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 
@@ -387,6 +390,7 @@ class HybridTrainerMixin(PublishingMixin):
             return
         self._check_trainable()
         self.run = build_run(self)
+        tell_of_no_leaps(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
         self._around_forward = self.plugins.listens("before_forward", "after_backward")

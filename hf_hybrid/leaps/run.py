@@ -24,9 +24,10 @@ Few leaps need a probe: a budget bounds what probes cost. Every leap is watched 
 (divergence.py) compares the training loss with the trend before the leap, and the snapshot is there until then.
 
 Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
-pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made with
-adapters, and none if the very first training loss says that the model is pretrained. The run is then plain `Trainer`'s,
-with the divergence monitor and, where it is on, the learning-rate rescue.
+pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made there, nor
+with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). Whether a language model is
+pretrained shows in the very first training loss. A run without leaps is plain `Trainer`'s, with the divergence monitor
+and, where it is on, the learning-rate rescue.
 
 Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
 level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
@@ -79,6 +80,8 @@ from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.phases import Phase, PhaseController
 
 logger = logging.getLogger(__name__)
+
+NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
 
 
 def survive_nothing(error: Exception, otherwise: str) -> None:
@@ -608,8 +611,7 @@ class LeapRun:
         self.first_loss = loss
         if loss < self.pretrained_below and self.no_leaps is None:
             self._make_no_leaps(f"the model is pretrained (first training loss {loss:.3g})")
-        if self.no_leaps is not None:
-            logger.warning("No leaps are made: %s. Name a `direction` to make them all the same.", self.no_leaps)
+            logger.warning(NO_LEAPS, self.no_leaps)
 
     def _observe_gradients(self) -> None:
         if self.rescue is not None and self.rescue.needs_cosine:

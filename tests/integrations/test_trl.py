@@ -638,3 +638,26 @@ def test_without_trl_the_way_to_install_it_is_told(monkeypatch):
     spec = importlib.util.find_spec("hf_hybrid.integrations.trl")
     with pytest.raises(ImportError, match=re.escape('Install it with `pip install "hf-hybrid[trl]"`')):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sppo_hard"])
+def test_dpo_makes_no_leaps_whatever_its_loss_begins_at(loss, tmp_path, caplog):
+    """At log 2, at 25 (IPO: (1 / (2 * 0.1)) ** 2) or at 50, with random weights and with pretrained ones."""
+    options = {**PHASES, "direction": "auto", "loss_type": [loss], "max_steps": 15}
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, **options)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["leaps_made"] == summary["predicted_steps"] == 0
+    assert summary["no_leaps"] == "preference pairs are trained on" and "pretrained" not in caplog.text
+
+
+def test_dft_makes_no_leaps_and_does_not_pass_for_pretrained(tmp_path, caplog):
+    """Its loss begins near 0 with random weights."""
+    options = {**PHASES, "direction": "auto", "max_steps": 15}
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "dft", loss_type="dft", **options)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert summary["leaps_made"] == 0 and "`loss_type=dft`" in summary["no_leaps"] and "pretrained" not in caplog.text
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "nll", **options)
+    trainer.train()
+    assert trainer.hybrid_summary()["leaps_made"] > 0

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
@@ -395,3 +396,82 @@ def test_a_model_that_knows_little_leaps_without_being_asked_and_others_when_the
     for name, (model, direction) in runs.items():
         summary = without_being_asked(model, tmp_path / name, direction=direction, max_steps=15).hybrid_summary()
         assert summary["leaps_made"] > 0 and summary["no_leaps"] is None, name
+
+
+def summary_of(model, folder, **given):
+    """A run with all defaults, as far as leaps are concerned, which would have time for several."""
+    options = {"direction": "auto", "leap_budget": 100.0, "max_steps": 15, **given.pop("options", {})}
+    kind = given.pop("kind", HybridTrainer)
+    trainer = kind(model, hybrid_config(folder, **options), train_dataset=ByteText(200), **given)
+    trainer.train()
+    return trainer.hybrid_summary()
+
+
+class LikeAdamW(torch.optim.AdamW):
+    """A user's optimizer, which may step in any way."""
+
+
+@pytest.mark.parametrize("optim", ["muon", "sgd", "rmsprop", "adafactor", "adagrad"])
+def test_optimizers_that_leaps_were_not_measured_with_make_none(optim, tmp_path, caplog):
+    summary = summary_of(tiny_model(), tmp_path / "auto", options={"optim": optim})
+    assert summary["leaps_made"] == summary["predicted_steps"] == 0
+    told = [record.getMessage() for record in caplog.records if "No leaps are made" in record.getMessage()]
+    assert len(told) == 1 and f"the optimizer is `{'MuonAdamW' if optim == 'muon' else ''}" in told[0]
+    asked = summary_of(tiny_model(), tmp_path / "asked", options={"optim": optim, "direction": "gradient_memory"})
+    assert asked["leaps_made"] > 0 and asked["no_leaps"] is None
+
+
+def test_an_optimizer_of_the_users_makes_leaps_if_it_is_adamw_itself(tmp_path):
+    for kind, leaps in ((torch.optim.AdamW, True), (torch.optim.Adam, True), (LikeAdamW, False)):
+        model = tiny_model()
+        optimizer = kind(model.parameters(), lr=3e-3)
+        summary = summary_of(model, tmp_path / kind.__name__, optimizers=(optimizer, None))
+        assert (summary["leaps_made"] > 0) is leaps, kind
+        model = tiny_model()
+        summary = summary_of(model, tmp_path / f"class_{kind.__name__}", optimizer_cls_and_kwargs=(kind, {"lr": 3e-3}))
+        assert (summary["leaps_made"] > 0) is leaps, kind
+
+
+class OwnLoss(HybridTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (5 * loss, outputs) if return_outputs else 5 * loss
+
+
+class OwnForward(type(tiny_model())):
+    def forward(self, input_ids, labels=None, **kwargs):
+        outputs = super().forward(input_ids, labels=labels, **kwargs)
+        outputs.loss = 5 * outputs.loss
+        return outputs
+
+
+def test_a_loss_that_may_not_be_the_plain_cross_entropy_makes_no_leaps(tmp_path):
+    """A pretrained model would seem to know nothing, or one that knows nothing pretrained."""
+
+    def five_times(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return 5 * torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    own = tiny_model()
+    own.loss_function = lambda logits, labels, **kwargs: five_times(types.SimpleNamespace(logits=logits), labels)
+    runs = {
+        "compute_loss_func": (tiny_model(), {"compute_loss_func": five_times}),
+        "label_smoothing_factor": (tiny_model(), {"options": {"label_smoothing_factor": 0.1}}),
+        "OwnLoss.compute_loss": (tiny_model(), {"kind": OwnLoss}),
+        "OwnForward": (OwnForward(tiny_model().config), {}),
+        "loss_function": (own, {}),
+    }
+    for what, (model, given) in runs.items():
+        summary = summary_of(model, tmp_path / what, **copy.deepcopy(given))
+        assert summary["leaps_made"] == 0 and f"{what}" in summary["no_leaps"], what
+    given = {"compute_loss_func": five_times, "options": {"direction": "orthogonal"}}
+    assert summary_of(tiny_model(), tmp_path / "asked", **given)["leaps_made"] > 0
+
+
+@pytest.mark.parametrize("chosen", [{"preset": "fast"}, {"leap_gain": 0.0}])
+def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog):
+    options = {"direction": "auto", **chosen}
+    summary = summary_of(tiny_model(), tmp_path, options=options)
+    assert summary["leaps_made"] == 0 and sum(summary["buffer_bytes"].values()) == 0
+    assert next(iter(chosen)) in summary["no_leaps"]
+    assert "leap" not in caplog.text
