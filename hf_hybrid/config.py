@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
-from hf_hybrid.machine import computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.phase_memory.precision import parse_precision
 
@@ -48,7 +50,10 @@ class HybridConfigBase(HybridArguments):
             self.optim = TrainingArguments.optim  # the class behind makes a member of `OptimizerNames` of it
         sharding = sharding_of(self)
         if sharding not in (None, "fsdp"):  # before the class behind looks for its package
-            _refuse_sharding(sharding, optim, self)
+            if optim == "muon":
+                _refuse_muon_on_shards(self, sharding)
+            if self.enable_predict and self.direction != "auto":
+                check_leaps(self)
         super(HybridArguments, self).__post_init__()  # that of the class behind
         if optim == "muon":
             self.optim = optim
@@ -153,28 +158,22 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
             f"`{given[0]}={getattr(options, given[0])}` is for `optim=muon`, and `optim` is `{optim}`. Leave it out, "
             "or set `optim=muon`."
         )
-    if sharding and not shards_by_fsdp2(args):
-        _refuse_sharding(sharding, optim, options)
+    if optim == "muon":
+        _refuse_muon_on_shards(args, sharding)
     if shards_by_fsdp2(args):
         _check_fsdp2_options(options)
-    if not options.enable_predict:
-        return
-    off = "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
-    if mixed_precision_of(args) == "fp16":
+    if getattr(args, "use_liger_kernel", False) and _has_no_triton(args):
         raise ValueError(
-            "`fp16=True` cannot be combined with predicted steps: the gradient scaler fails on a step without "
-            f"gradients. Use `bf16=True`. {off}"
+            "`use_liger_kernel=True` needs a GPU: Liger's kernels are written in Triton, which does not compile for a "
+            "CPU or for MPS. Leave it out, or train on a GPU."
         )
-    if steps_in_backward(optim):
-        raise ValueError(
-            f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients. Choose "
-            f"another optimizer, for example `adamw_torch_fused`. {off}"
-        )
-    if optim.startswith("schedule_free"):
-        raise ValueError(
-            f"`optim={optim}` keeps two sets of weights, and a leap would move one of them without the other. Choose "
-            f"another optimizer, for example `adamw_torch_fused`. {off}"
-        )
+    if options.enable_predict and options.direction != "auto":
+        check_leaps(args)
+
+
+def _has_no_triton(args: TrainingArguments) -> bool:
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return (computes_on_cpu(args) or torch.backends.mps.is_available()) and not interprets
 
 
 _OBSTACLES = {
@@ -184,21 +183,55 @@ _OBSTACLES = {
     "parallelism_config": "it cuts weights along several dimensions, or repeats the shards (hybrid sharding)",
 }
 """Why leaps, and Muon's steps, do not work on the parts of weights that a mechanism leaves each process."""
+_USE_FSDP2 = (
+    "Use FSDP2, which shards weights, gradients and states too (`fsdp=True`, accelerate's `fsdp_version: 2`, or "
+    "`hf-hybrid train --accelerate_config fsdp2`), or DDP."
+)
 
 
-def _refuse_sharding(sharding: str, optim: str, options: HybridArguments) -> None:
-    """Refuse leaps, and `optim=muon`, on weights that anything but FSDP2 shards."""
-    if optim == "muon":
-        what, otherwise = "`optim=muon`", "Or choose another `optim`."
-    elif options.enable_predict:
-        what, otherwise = "leaps", "Or set `enable_predict=False` to train exactly as `transformers.Trainer` does."
-    else:
-        return
-    raise ValueError(
-        f"`{sharding}` cannot be combined with {what}: {_OBSTACLES[sharding]}. Use FSDP2, which shards weights, "
-        "gradients and states too (`fsdp=True`, accelerate's `fsdp_version: 2`, or `hf-hybrid train "
-        f"--accelerate_config fsdp2`), or DDP. {otherwise}"
-    )
+def check_leaps(args: TrainingArguments) -> None:
+    """
+    Refuse options that `Trainer` and TRL's trainers take and leaps cannot work with.
+
+    Where a direction was named, they are refused when the config is made. Elsewhere the trainer asks, and trains
+    without leaps.
+
+    Raises:
+        LeapObstacleError: It names the option and the reason.
+    """
+    optim, sharding = optimizer_name(args), sharding_of(args)
+    another = "Choose another optimizer, for example `adamw_torch_fused`."
+    if sharding and not shards_by_fsdp2(args):
+        raise LeapObstacleError(f"`{sharding}` cannot be combined with leaps: {_OBSTACLES[sharding]}.", _USE_FSDP2)
+    if mixed_precision_of(args) == "fp16":
+        raise LeapObstacleError(
+            "`fp16=True` cannot be combined with leaps: the gradient scaler fails on a skipped step, which has no "
+            "gradients.",
+            "Use `bf16=True`.",
+        )
+    if steps_in_backward(optim):
+        raise LeapObstacleError(
+            f"`optim={optim}` updates weights inside the backward pass, where a leap cannot see the gradients.", another
+        )
+    if optim.startswith("schedule_free"):
+        raise LeapObstacleError(
+            f"`optim={optim}` keeps two sets of weights, and a leap would move one of them without the other.", another
+        )
+    if getattr(args, "sync_ref_model", False):
+        raise LeapObstacleError(
+            "`sync_ref_model=True` copies the weights of the run into the reference, and weights that are taken back "
+            "later could not be taken out of it.",
+            "Set `sync_ref_model=False`.",
+        )
+
+
+def _refuse_muon_on_shards(args: TrainingArguments, sharding: str | None) -> None:
+    """Refuse `optim=muon` on weights that anything but FSDP2 shards."""
+    if sharding and not shards_by_fsdp2(args):
+        raise ValueError(
+            f"`{sharding}` cannot be combined with `optim=muon`: {_OBSTACLES[sharding]}. {_USE_FSDP2} Or choose "
+            "another `optim`."
+        )
 
 
 def _check_fsdp2_options(options: HybridArguments) -> None:
@@ -220,9 +253,14 @@ def _check_fsdp2_options(options: HybridArguments) -> None:
             )
 
 
-def _check_memory_options(optim: str, options: HybridArguments) -> None:
+def phase_options(options: HybridArguments) -> list[str]:
+    """Return the names of the options in use that follow the phases, so that a run without phases cannot have them."""
     by_phase = {"checkpoint_phases": None, "weight_precision": None, "predict_states": "stay"}
-    given = [name for name, default in by_phase.items() if getattr(options, name) != default]
+    return [name for name, default in by_phase.items() if getattr(options, name) != default]
+
+
+def _check_memory_options(optim: str, options: HybridArguments) -> None:
+    given = phase_options(options)
     if given and not options.enable_predict:
         raise ValueError(
             f"`{given[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "

@@ -25,6 +25,21 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+
+class LeapObstacleError(ValueError):
+    """
+    Leaps cannot work with something that trains well without them.
+
+    Args:
+        reason (`str`): What it is, and why, in whole sentences.
+        advice (`str`): What to do about it if leaps are wanted.
+    """
+
+    def __init__(self, reason: str, advice: str):
+        self.reason = reason
+        super().__init__(f"{reason} {advice} Or set `enable_predict=False` to train exactly as plain `Trainer` does.")
+
+
 # Processes.
 
 # Set by torchrun and by the MPI launchers that accelerate and torch know.
@@ -79,10 +94,10 @@ def check_whole_parameters(model: Any) -> None:
     """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "device_mesh", None) is not None:
-            raise ValueError(
-                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know. Load the "
-                "model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or accelerate's "
-                "`fsdp_version: 2`). Or set `enable_predict=False`."
+            raise LeapObstacleError(
+                f"`{name}` is spread over processes already (a `DTensor`), in a way that leaps do not know.",
+                "Load the model without `tp_plan` and `distributed_config`. Let FSDP2 shard it (`fsdp=True`, or "
+                "accelerate's `fsdp_version: 2`).",
             )
 
 

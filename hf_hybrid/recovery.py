@@ -616,7 +616,7 @@ class OutOfMemoryRecovery:
             "`offload_activations=True`": not options.offload_activations,
             "`chunked_loss=on`": not self.trainer.loss_in_chunks,
             "`optimizer_states=8bit`": options.optimizer_states != "8bit",
-            "`buffers_device=cpu`": options.enable_predict and options.buffers_device != "cpu",
+            "`buffers_device=cpu`": self.trainer.has_phases and options.buffers_device != "cpu",
         }
         return [name for name, possible in choices.items() if possible]
 

@@ -32,7 +32,14 @@ from hf_hybrid.leaps.run import NO_LEAPS, BatchFeed, LeapRun, StretchCounter, Tr
 from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
 from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
+from hf_hybrid.machine import (
+    LeapObstacleError,
+    copies_beside,
+    device_memory,
+    mixed_precision_of,
+    sharding_of,
+    workspace_bytes,
+)
 from hf_hybrid.optimizers import MuonAdamW, is_adam, muon_groups, optimizer_name, split_parameters
 from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
 from hf_hybrid.plan.accounting import ModelShape, host_memory
@@ -69,6 +76,7 @@ def build_run(trainer) -> LeapRun:
     Build the run with leaps that `trainer` is about to start; its buffers go to the host if they do not fit.
 
     Raises:
+        LeapObstacleError: If leaps cannot work with the optimizer, or with how the weights are sharded.
         ValueError: If `probe_dataset` gives fewer than two sequences, or no label.
         UnrecoveredMemoryError: If the buffers do not fit on the host either.
     """
@@ -321,17 +329,16 @@ def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
     Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
 
     Raises:
-        ValueError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
+        LeapObstacleError: If it, or a wrapper of the user's, keeps weights for training and others for evaluation.
     """
     optimizer = trainer.optimizer
     while True:
         switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         if switches and not isinstance(optimizer, AcceleratedOptimizer):  # which passes both on to what it wraps
-            raise ValueError(
+            raise LeapObstacleError(
                 f"`{type(optimizer).__name__}` keeps two sets of weights, which its `train` and `eval` exchange "
-                "(Schedule-Free), and a leap would move one of them without the other. Choose another optimizer, for "
-                "example `optim=adamw_torch_fused`. Or set `enable_predict=False` to train exactly as "
-                "`transformers.Trainer` does."
+                "(Schedule-Free), and a leap would move one of them without the other.",
+                "Choose another optimizer, for example `optim=adamw_torch_fused`.",
             )
         if getattr(optimizer, "optimizer", None) is None:
             return optimizer
@@ -559,7 +566,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         prefetch_layers=min(options.prefetch_layers, most),
         stream_embeddings=options.stream_embeddings,
         accumulation_walk=options.accumulation_walk,
-        enable_predict=options.enable_predict,
+        enable_predict=trainer.has_phases,
         values_per_weight=direction.values_per_weight if remembers else None,
         kept_copies=AdapterRateSearch.KEPT if for_adapters else 0,
         buffers_device=options.buffers_device,

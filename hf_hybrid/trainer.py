@@ -33,13 +33,13 @@ from transformers.trainer_utils import has_length
 from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoint import load_optimizer, load_weights, write_note
-from hf_hybrid.config import CONFIG_NAME, check_training_arguments, config_values
+from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.export.exporter import SHARD, check_output, export
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, keep_differentiable
 from hf_hybrid.leaps.run import NoLeaps
-from hf_hybrid.machine import check_whole_parameters, warn_of_lone_process
+from hf_hybrid.machine import LeapObstacleError, check_whole_parameters, warn_of_lone_process
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.plan.accounting import ByteTable
@@ -57,6 +57,7 @@ from hf_hybrid.setup import (
     build_plugins,
     build_run,
     check_streamable,
+    leaps_are_automatic,
     leave_adapters_to_adamw,
     makes_muon,
     share_optimizer,
@@ -168,6 +169,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory = NoLeaps(), Resident()
+        self._obstacle: str | None = None
         self.plugins, self.forecast = PluginList(), RunForecast()
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
@@ -207,8 +209,13 @@ class HybridTrainerMixin(PublishingMixin):
         if options.enable_predict:
             self._prepare_leaps()
 
+    @property
+    def has_phases(self) -> bool:
+        """Whether training goes in phases, with or without leaps. If not, it is plain `Trainer`'s."""
+        return self.hybrid_args.enable_predict and self._obstacle is None
+
     def _prepare_leaps(self) -> None:
-        """Refuse what leaps cannot work with."""
+        """Refuse what leaps cannot work with, if they were asked for. Else leave them out."""
         options, direction = self.hybrid_args, self.custom_direction
         check_training_arguments(self.args, options)
         if direction is not None and not callable(direction):
@@ -216,11 +223,28 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`direction` must be a subclass of `Direction` or a callable that makes one, got `{direction!r}`. "
                 "Directions of the package go by name: set the option `direction` of `HybridConfig`."
             )
-        if self.train_dataset is not None:  # otherwise the trainer may only evaluate
-            self._check_trainable()
+        try:
+            check_leaps(self.args)
+            if self.train_dataset is not None:  # otherwise the trainer may only evaluate
+                self._check_trainable()
+        except LeapObstacleError as error:
+            self._leave_out_leaps(error)
+            return
         if self.probe_dataset is not None:
             check_probe_set(self.probe_dataset)
         install_progress(self)
+
+    def _leave_out_leaps(self, error: LeapObstacleError) -> None:
+        """Train as plain `Trainer` does, and say why. Raise `error` if leaps, or phases, were asked for by name."""
+        if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
+            raise error
+        self._obstacle = error.reason
+        self.run = NoLeaps(why=error.reason)
+        logger.warning(
+            "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
+            "search of the learning rate and the forecast.",
+            error.reason,
+        )
 
     def _check_trainable(self) -> None:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -274,7 +298,8 @@ class HybridTrainerMixin(PublishingMixin):
             return None
         avoided = run.record.backward_passes_avoided
         used = memory_in_use(self.args.device)
-        return RunPosition(run.last_phase.value, run.last_loss, avoided, used, self.forecast.last)
+        phase = run.last_phase.value if run.no_leaps is None else None
+        return RunPosition(phase, run.last_loss, avoided, used, self.forecast.last)
 
     def export(
         self,
@@ -352,7 +377,7 @@ class HybridTrainerMixin(PublishingMixin):
             self.memory.end()
             self._chunked_loss.remove()
             self._leave_step()
-        if not self.hybrid_args.enable_predict:
+        if not self.has_phases:
             self.log_file.move_into_checkpoint()
         elif "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
@@ -378,18 +403,21 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
-        leaps = self.hybrid_args.enable_predict
-        if self.args.should_save and (leaps or manifest.holds_a_run(self.args.output_dir)):
+        if self.args.should_save and (self.has_phases or manifest.holds_a_run(self.args.output_dir)):
             manifest.write_run(self.args.output_dir, self._start.run)
         share_optimizer(self)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
         self.log_file.begin(self.state.global_step, self.state.max_steps)
-        if not leaps:
+        if self.has_phases:
+            try:
+                self._check_trainable()
+                self.run = build_run(self)
+            except LeapObstacleError as error:
+                self._leave_out_leaps(error)
+        if not self.has_phases:
             self.plugins.call("on_train_begin", context)
             return
-        self._check_trainable()
-        self.run = build_run(self)
         tell_of_no_leaps(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
@@ -522,7 +550,7 @@ class HybridTrainerMixin(PublishingMixin):
         if not self.memory.streams:
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
-        return self.memory.clip(model, self.args.max_grad_norm, now=self.hybrid_args.enable_predict)
+        return self.memory.clip(model, self.args.max_grad_norm, now=self.has_phases)
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = self.memory.gradient_norm(model) if grad_norm is None else grad_norm

@@ -67,17 +67,23 @@ def test_yaml_files_may_say_on_off_and_numbers_as_they_are_written(tmp_path):
     assert HybridConfig(str(tmp_path), **{"lr_rescue": False, "chunked_loss": True}).lr_rescue == "off"
 
 
-@pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"])
-def test_schedule_free_is_refused_for_leaps_only(tmp_path, optim):
-    with pytest.raises(ValueError, match=f"`optim={optim}` keeps two sets of weights.*`enable_predict=False`"):
-        HybridConfig(**config_values(tmp_path, optim=optim))
-    assert HybridConfig(**config_values(tmp_path, optim=optim, enable_predict=False)).optim == optim
+ASKED = {"direction": "orthogonal"}
 
 
-@pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "adalomo"])
-def test_layerwise_optimizers_are_refused(tmp_path, optim):
-    with pytest.raises(ValueError, match=f"`optim={optim}` updates weights inside the backward pass"):
-        HybridConfig(**config_values(tmp_path, optim=optim))
+@pytest.mark.parametrize(
+    "optim, why",
+    [
+        ("schedule_free_adamw", "keeps two sets of weights"),
+        ("schedule_free_sgd", "keeps two sets of weights"),
+        ("galore_adamw_layerwise", "updates weights inside the backward pass"),
+        ("adalomo", "updates weights inside the backward pass"),
+    ],
+)
+def test_optimizers_that_leaps_cannot_work_with_are_refused_only_where_a_direction_is_named(tmp_path, optim, why):
+    with pytest.raises(ValueError, match=f"`optim={optim}` {why}.*`enable_predict=False`"):
+        HybridConfig(**config_values(tmp_path, optim=optim, **ASKED))
+    for more in ({}, {"leap_gain": 0.0}, {"preset": "fast"}, {"enable_predict": False, **ASKED}):
+        assert HybridConfig(**config_values(tmp_path, optim=optim, **more)).optim == optim
 
 
 def test_without_leaps_any_learning_rate_is_taken(tmp_path):
@@ -86,22 +92,26 @@ def test_without_leaps_any_learning_rate_is_taken(tmp_path):
         hybrid_config(tmp_path, learning_rate=1e9)
 
 
-def test_fp16_and_sharding_are_refused_for_leaps_only(tmp_path, accelerator):
-    from types import SimpleNamespace
-
-    from hf_hybrid.config import check_training_arguments
-
+def test_fp16_and_sharding_are_refused_only_where_a_direction_is_named(accelerator):
     base = {"fp16": False, "deepspeed": None, "fsdp": None, "optim": "adamw_torch"}
-    on, off = HybridArguments(), HybridArguments(enable_predict=False)
     for change, message in (
-        ({"fp16": True}, "`fp16=True` cannot be combined with predicted steps.*Use `bf16=True`"),
+        ({"fp16": True}, "`fp16=True` cannot be combined with leaps.*Use `bf16=True`"),
         ({"deepspeed": "zero3.json"}, "`deepspeed` cannot be combined with leaps"),
         ({"fsdp": "full_shard"}, "`fsdp` cannot be combined with leaps"),
     ):
         args = SimpleNamespace(**{**base, **change})
         with pytest.raises(ValueError, match=message):
-            check_training_arguments(args, on)
-        check_training_arguments(args, off)
+            check_training_arguments(args, HybridArguments(**ASKED))
+        check_training_arguments(args, HybridArguments())
+        check_training_arguments(args, HybridArguments(enable_predict=False))
+
+
+def test_liger_is_refused_where_triton_cannot_compile(tmp_path, monkeypatch):
+    for more in ({}, {"enable_predict": False}):
+        with pytest.raises(ValueError, match="`use_liger_kernel=True` needs a GPU: .*Leave it out"):
+            hybrid_config(tmp_path, use_liger_kernel=True, **more)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert hybrid_config(tmp_path, use_liger_kernel=True).use_liger_kernel
 
 
 def fsdp2_arguments(**change) -> SimpleNamespace:
@@ -125,13 +135,14 @@ def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch, accelerator):
         check_training_arguments(fsdp2_arguments(optim=optim), HybridArguments())
         with pytest.raises(ValueError, match="`fsdp` cannot be combined with .*version 1.*flat parameter.*Use FSDP2"):
             check_training_arguments(
-                fsdp2_arguments(optim=optim, fsdp_plugin_args={"fsdp_version": 1}), HybridArguments()
+                fsdp2_arguments(optim=optim, fsdp_plugin_args={"fsdp_version": 1}), HybridArguments(**ASKED)
             )
     # The launcher passes the version through its environment, and accelerate takes version 1 if it says nothing.
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     by_launcher = fsdp2_arguments(fsdp=None, fsdp_plugin_args=None)
     with pytest.raises(ValueError, match="`fsdp` cannot be combined with leaps"):
-        check_training_arguments(by_launcher, HybridArguments())
+        check_training_arguments(by_launcher, HybridArguments(**ASKED))
+    check_training_arguments(by_launcher, HybridArguments())
     monkeypatch.setenv("FSDP_VERSION", "2")
     check_training_arguments(by_launcher, HybridArguments())
 
@@ -205,7 +216,7 @@ def test_deepspeed_is_refused_before_it_is_looked_for(tmp_path, monkeypatch, ask
     given = {"deepspeed": "zero3.json"} if asks == "option" else {}
     what = "`optim=muon`" if optim == "muon" else "leaps"
     with pytest.raises(ValueError, match=f"`deepspeed` cannot be combined with {what}: .*its accessors.* Use FSDP2"):
-        hybrid_config(tmp_path, optim=optim, enable_predict=optim != "muon", **given)
+        hybrid_config(tmp_path, optim=optim, enable_predict=optim != "muon", **{**ASKED, **given})
 
 
 def test_deepspeed_is_taken_without_leaps(monkeypatch):

@@ -138,7 +138,7 @@ def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
     [
         ("ACCELERATE_USE_FSDP", "true", {}, "`fsdp` shards nothing with `use_cpu=True` or without a GPU"),
         ("ACCELERATE_USE_FSDP", "true", {"enable_predict": False}, "would train with DDP. Drop `fsdp`"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "`fp16=True` cannot be combined with predicted steps"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, "`fp16=True` cannot be combined with leaps"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", {}, "`megatron_lm` cannot be combined with leaps"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", {}, "`parallelism_config` cannot be combined with leaps"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", {"optim": "muon"}, "cannot be combined with `optim=muon`"),

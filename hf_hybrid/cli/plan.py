@@ -53,7 +53,11 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
     add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
     add("--enable_predict", action="store_true", help="count the memory of leaps, or of the adapters' rate search")
-    add("--output", metavar="FILE", help="write the recommended plan as YAML: options of HybridConfig")
+    add(
+        "--output",
+        metavar="FILE",
+        help="write the recommended plan as YAML: options of `hf-hybrid train`, which then needs a data set",
+    )
     add("--details", action="store_true", help="print every plan by category, on device and host")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -238,25 +242,26 @@ class _Report:
         )
 
     def as_yaml(self) -> str:
-        """The recommended plan as options of `HybridConfig`; a comment holds the command line that goes with it."""
+        """The recommended plan as options of `hf-hybrid train`, which needs nothing but a data set beside them."""
         import yaml
 
         args, best = self.args, self.best
-        more = [f"--model {args.model}", f"--sequence_length {best.setup.sequence_length}"]
-        more.append(f"--dtype {best.way.weights}")
+        values = {"model": args.model, "sequence_length": best.setup.sequence_length, "dtype": best.way.weights}
         if best.way.trains == "adapters":
-            more.append(f"--peft {'qlora' if best.way.packed else 'lora'} --lora_r {args.lora_r}")
+            values |= {"peft": "qlora" if best.way.packed else "lora", "lora_r": args.lora_r}
+            if args.lora_target_modules:
+                values["lora_target_modules"] = args.lora_target_modules
         if args.qat != "none":
-            more.append(f"--qat {args.qat}")
+            values["qat"] = args.qat
         if args.accelerate_config is not None:
-            more.append(f"--num_processes {args.num_processes} --accelerate_config {args.accelerate_config}")
+            values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
             f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
-            f"# hf-hybrid train --config {args.output} {' '.join(more)} --dataset ...\n"
+            f"# hf-hybrid train --config {args.output} --dataset ...\n"
         )
-        return head + yaml.safe_dump({"output_dir": "out", **best.options}, sort_keys=False)
+        return head + yaml.safe_dump({**values, "output_dir": "out", **best.options}, sort_keys=False)
 
 
 def _verdict(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_decla
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
 from hf_hybrid.leaps.probe import PairLoss, SequenceLosses, check_probe_set
-from hf_hybrid.machine import native_bf16
+from hf_hybrid.machine import LeapObstacleError, native_bf16
 from hf_hybrid.phases import PluginList
 from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
@@ -54,7 +54,7 @@ class HybridDPOConfig(SharedPromptArguments, HybridConfigBase, DPOConfig):
     `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
-        ValueError: As [`HybridConfig`], for streamed layers, and for leaps with `sync_ref_model=True`.
+        ValueError: As [`HybridConfig`], and for streamed layers.
     """
 
     def __post_init__(self):
@@ -66,11 +66,6 @@ class HybridDPOConfig(SharedPromptArguments, HybridConfigBase, DPOConfig):
             raise ValueError(
                 f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
                 "and a reference over each batch. Set `memory=off`; LoRA over a base in 4 bits takes the least memory."
-            )
-        if self.sync_ref_model and self.enable_predict:
-            raise ValueError(
-                "`sync_ref_model=True` copies the weights of the run into the reference, and a leap that is undone "
-                "later could not be taken out of it. Set `sync_ref_model=False`, or `enable_predict=False`."
             )
 
 
@@ -209,13 +204,15 @@ class TRLTrainerMixin(HybridTrainerMixin):
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
-        if not self.hybrid_args.enable_predict:
-            return
-        if self._is_vision_dataset:
-            raise ValueError(
-                "`train_dataset` holds images, and leaps are verified on text alone. Set `enable_predict=False` to "
-                "train exactly as TRL's trainer does."
+        if self.has_phases and self._is_vision_dataset:
+            self._leave_out_leaps(
+                LeapObstacleError(
+                    "`train_dataset` holds images, and leaps are verified on text alone.",
+                    "Train on text, or leave `direction` out.",
+                )
             )
+        if not self.has_phases:
+            return
         if probe_dataset is not None:
             self.probe_dataset = self._prepare_probe_set(probe_dataset)
             check_probe_set(self.probe_dataset)
@@ -257,7 +254,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
 
     Raises:
         TypeError: If `args` is a hybrid config without TRL's options.
-        ValueError: As [`HybridTrainerMixin`], and for images.
+        ValueError: As [`HybridTrainerMixin`], and for images if a `direction` is named.
 
     Example:
 

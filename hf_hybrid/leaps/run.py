@@ -840,7 +840,9 @@ class LeapRun:
             self.logged = LoggedSteps()
             logs.update(self._log_values())
         self.trained.correct_mean(logs, "train_loss")
-        if "train_runtime" in logs:  # the metrics of the whole run; seconds are of this start, as `train_runtime` is
+        if (
+            "train_runtime" in logs and self.no_leaps is None
+        ):  # the metrics of the whole run; seconds are of this start, as `train_runtime` is
             logs["hybrid_backward_passes"] = self.record.backward_passes
             logs["hybrid_backward_passes_avoided"] = self.record.backward_passes_avoided
             logs["hybrid_leaps"] = self.record.leaps_made
@@ -848,7 +850,9 @@ class LeapRun:
             logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
 
     def _log_values(self) -> dict[str, float]:
-        """Return the values of the phases as numbers, which all trackers accept."""
+        """Return the values of the phases as numbers, which all trackers accept; without leaps there are none."""
+        if self.no_leaps is not None:
+            return {} if self.rescue is None else {"hybrid/learning_rate_scale": self.rate_scale}
         record, last = self.record, self.record.leaps[-1] if self.record.leaps else None
         return {
             "hybrid/phase": self.last_phase.index,
@@ -931,6 +935,7 @@ class NoLeaps:
 
     Args:
         summary (`dict`, *optional*): Summary of the last run with leaps.
+        why (`str`, *optional*): Why there are none, where they were not turned off.
     """
 
     phase = None
@@ -939,8 +944,8 @@ class NoLeaps:
     trajectory = None
     rate_scale = 1.0
 
-    def __init__(self, summary: dict | None = None):
-        self._summary = RunRecord().summary() if summary is None else summary
+    def __init__(self, summary: dict | None = None, why: str | None = None):
+        self._summary = {**RunRecord().summary(), "no_leaps": why} if summary is None else summary
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
         """Count nothing."""

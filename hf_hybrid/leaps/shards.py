@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_hybrid.leaps import sums
+from hf_hybrid.machine import LeapObstacleError
 
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
@@ -141,10 +142,10 @@ class Shards(Whole):
         for parameter in originals:
             if not _is_spread(parameter) or parameter.device_mesh != mesh or parameter.placements != (Shard(0),):
                 how = f"placed as {parameter.placements}" if _is_spread(parameter) else "whole on each process"
-                raise ValueError(
+                raise LeapObstacleError(
                     f"A parameter of shape {tuple(parameter.shape)} is {how}, and leaps take weights that FSDP2 cuts "
-                    "along the first dimension, all of them over the same processes. Drop `ignored_modules`, hybrid "
-                    "sharding and tensor parallelism. Or set `enable_predict=False`."
+                    "along the first dimension, all of them over the same processes.",
+                    "Drop `ignored_modules`, hybrid sharding and tensor parallelism.",
                 )
         self._group, self._device = mesh.get_group(), torch.device(mesh.device_type)
         self._rank, self.processes = mesh.get_local_rank(), mesh.size()

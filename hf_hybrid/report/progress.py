@@ -83,13 +83,14 @@ def install_progress(trainer) -> None:
 @functools.cache
 def notebook_callback(notebook) -> type[TrainerCallback]:
     """
-    Trainer's table in notebooks with two more columns, `Phase` and `Skipped` (backward passes avoided so far), and the
-    position of the run beside the bar. The classes are made here, because their bases need IPython.
+    Trainer's table in notebooks with the position of the run beside the bar and, where leaps are made, two more
+    columns: `Phase` and `Skipped` (backward passes avoided so far). The classes are made here, because their bases need
+    IPython.
     """
 
     class PhaseTracker(notebook.NotebookTrainingTracker):
         def __init__(self, num_steps: int, columns: list[str], position_of_run: Callable[[], RunPosition | None]):
-            super().__init__(num_steps, [*columns, "Phase", "Skipped"])
+            super().__init__(num_steps, columns)  # a line adds those that it has
             self._position_of_run = position_of_run
             self._position: RunPosition | None = None
 
@@ -105,7 +106,7 @@ def notebook_callback(notebook) -> type[TrainerCallback]:
 
         def write_line(self, values):
             position = self._read_position()
-            if position is not None:
+            if position is not None and position.phase is not None:
                 skipped = format_number(position.backward_passes_avoided)
                 values = {**values, "Phase": position.phase.capitalize(), "Skipped": skipped}
             super().write_line(values)

@@ -71,14 +71,14 @@ class RunPosition:
     end=2.05+-0.08 gib=5.1`.
 
     Attributes:
-        phase (`str`): Of the step that was made last.
+        phase (`str`, *optional*): Of the step that was made last; `None` if the run makes no leaps.
         loss (`float`, *optional*): Training loss of the last real step; `None` before the first.
         backward_passes_avoided (`int`): In the run so far.
         bytes_in_use (`int`): Of device memory on a CUDA device, otherwise of host memory, by this process.
         forecast (`FinalLoss`, *optional*): Of the loss at the end of the run; half of its 90 % interval is shown.
     """
 
-    phase: str
+    phase: str | None
     loss: float | None
     backward_passes_avoided: int
     bytes_in_use: int
@@ -91,7 +91,8 @@ class RunPosition:
             half = (self.forecast.high - self.forecast.low) / 2
             doubt = f"+-{half:.2g}" if half > 1e-4 * abs(self.forecast.median) else ""  # none where the run ended
             end = f"end={format_number(self.forecast.median)}{doubt} "
-        return f"phase={self.phase} {loss}{end}gib={self.bytes_in_use / GIB:.1f}"
+        phase = "" if self.phase is None else f"phase={self.phase} "
+        return f"{phase}{loss}{end}gib={self.bytes_in_use / GIB:.1f}"
 
 
 class HybridSummary(dict):

@@ -101,6 +101,23 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
     assert config.disable_tqdm is True and config.dataloader_pin_memory is False
 
 
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_a_plan_needs_nothing_but_a_data_set_to_train(peft, folder, tmp_path):
+    """As docs/cli.md says: `plan --output p.yaml`, then `train --config p.yaml --dataset ...`."""
+    target, out = tmp_path / "p.yaml", tmp_path / "out"
+    asked = ["--sequence_length", "32", "--batch_size", "2", "--vram", "2GiB", "--ram", "4GiB", "--dtype", "float32"]
+    asked += ["--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+    assert main(["plan", str(folder / "model"), *asked, "--output", str(target)]) == 0
+    here = ["--dataset", str(folder / "text.txt"), "--max_steps", "2", "--output_dir", str(out), "--cpu"]
+    more = ["--from_scratch", "true", "--report_to", "none", "--disable_tqdm", "true"]
+    assert main(["train", "--config", str(target), *here, *more]) == 0
+    adapter = out / "adapter_config.json"
+    assert adapter.is_file() == (peft == "lora")
+    if peft == "lora":
+        written = json.loads(adapter.read_text())
+        assert written["r"] == 4 and sorted(written["target_modules"]) == ["q_proj", "v_proj"]
+
+
 def test_the_yaml_file_is_read_once(folder, tmp_path, monkeypatch):
     reads, load = [], yaml.safe_load
     monkeypatch.setattr(yaml, "safe_load", lambda text: reads.append(1) or load(text))

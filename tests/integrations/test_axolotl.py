@@ -131,7 +131,7 @@ def test_training_arguments_take_and_check_every_option(plugin_module, tmp_path)
     with pytest.raises(ValueError, match="`leap_gain` must be at least 0"):
         arguments(**config_values(tmp_path), leap_gain=-1)
     with pytest.raises(ValueError, match="`fp16=True` cannot be combined"):
-        arguments(**config_values(tmp_path), fp16=True)
+        arguments(**config_values(tmp_path), fp16=True, direction="orthogonal")
 
 
 def test_a_run_goes_through_the_phases(plugin_module, tmp_path):

@@ -579,12 +579,20 @@ def test_a_config_is_read_back(tmp_path):
     [
         (HybridSFTConfig, {"leap_gain": float("nan")}, "`leap_gain` must be at least 0, got nan"),
         (HybridDPOConfig, {"preset": "bold"}, "`preset` must be one of"),
-        (HybridSFTConfig, {"bf16": False, "fp16": True}, "`fp16=True` cannot be combined with predicted steps"),
+        (
+            HybridSFTConfig,
+            {"bf16": False, "fp16": True, "direction": "orthogonal"},
+            "`fp16=True` cannot be combined with leaps",
+        ),
         (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is for streamed layers"),
         (HybridSFTConfig, {"chunked_loss": "on"}, "`chunked_loss=on` changes the head.*in chunks already"),
         (HybridSFTConfig, {"memory": "stream", "stream_embeddings": True}, "`stream_embeddings=True` keeps the head"),
         (HybridDPOConfig, {"memory": "stream"}, "`memory=stream` streams the layers of one model"),
-        (HybridDPOConfig, {"sync_ref_model": True}, "`sync_ref_model=True` copies .*`enable_predict=False`"),
+        (
+            HybridDPOConfig,
+            {"sync_ref_model": True, "direction": "orthogonal"},
+            "`sync_ref_model=True` copies .*`enable_predict=False`",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(config, options, message, tmp_path):
@@ -592,8 +600,19 @@ def test_options_that_cannot_work_are_refused(config, options, message, tmp_path
         config(str(tmp_path), use_cpu=True, **options)
 
 
-def test_synchronised_references_are_for_runs_without_leaps(tmp_path):
-    assert HybridDPOConfig(str(tmp_path), use_cpu=True, sync_ref_model=True, enable_predict=False).sync_ref_model
+@pytest.mark.parametrize("more", [{}, {"preset": "fast", "optim": "adamw_torch"}, {"leap_gain": 0.0}])
+def test_a_synchronised_reference_trains_as_trl_does(more, tmp_path, caplog):
+    """The default rate would be searched, and weights that the search takes back must not be in the reference."""
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 6, "learning_rate": 1e-6}
+    more = {**more, "share_prompt": "off"}
+    hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **options, **more)
+    told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("`sync_ref_model=True` copies")
+    plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", optim=more.get("optim", "adamw_torch_fused"), **options)
+    hybrid.train(), plain.train()
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+    assert_same_weights(weights(hybrid.ref_model), weights(plain.ref_model))
+    assert "`sync_ref_model=True`" in hybrid.hybrid_summary()["no_leaps"]
 
 
 def test_configs_that_were_mixed_up_are_named(tmp_path):
@@ -619,7 +638,7 @@ def test_plain_trl_configs_are_accepted(tmp_path):
     assert trainer.hybrid_summary()["steps"] == 3
 
 
-def test_images_are_refused_while_there_are_leaps(tmp_path, monkeypatch):
+def test_images_leave_leaps_out_and_are_refused_if_they_were_asked_for(tmp_path, monkeypatch, caplog):
     """What TRL found out about the data set decides; nothing here can train on images."""
     original = SFTTrainer.__init__
 
@@ -629,8 +648,11 @@ def test_images_are_refused_while_there_are_leaps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SFTTrainer, "__init__", looked)
     with pytest.raises(ValueError, match="`train_dataset` holds images.*`enable_predict=False`"):
-        sft(HybridSFTTrainer, HybridSFTConfig, tmp_path)
+        sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, direction="orthogonal")
     sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, enable_predict=False)
+    assert "images" not in caplog.text
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path)
+    assert caplog.text.count("holds images") == 1 and not trainer.has_phases
 
 
 def test_without_trl_the_way_to_install_it_is_told(monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, tiny_model, weights
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -110,6 +111,23 @@ def test_leaps_refuse_an_optimizer_with_two_sets_of_weights(tmp_path, make, name
     with pytest.raises(ValueError, match=f"`{name}` keeps two sets of weights.*`enable_predict=False`"):
         trainer.train()
     assert_same_weights(before, weights(model))
+
+
+def test_an_optimizer_with_two_sets_of_weights_trains_if_nobody_asked_for_leaps(tmp_path, caplog):
+    made = {}
+    for kind in (HybridTrainer, Trainer):
+        model = tiny_model(num_hidden_layers=1)
+        options = {"max_steps": 4, "learning_rate": 0.1}
+        args = hybrid_config(tmp_path / "hybrid", direction="auto", **options)
+        if kind is Trainer:
+            args = TrainingArguments(**config_values(tmp_path / "plain", **options))
+        optimizers = (TwoSets(model.parameters(), lr=0.1), None)
+        made[kind] = kind(model, args, train_dataset=ByteText(40), optimizers=optimizers)
+        made[kind].train()
+    assert_same_weights(*(weights(trainer.model) for trainer in made.values()))
+    told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("`TwoSets` keeps two sets of weights")
+    assert "two sets" in made[HybridTrainer].hybrid_summary()["no_leaps"]
 
 
 def test_an_optimizer_with_two_sets_of_weights_trains_without_leaps(tmp_path):

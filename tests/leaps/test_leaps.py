@@ -475,3 +475,55 @@ def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog
     assert summary["leaps_made"] == 0 and sum(summary["buffer_bytes"].values()) == 0
     assert next(iter(chosen)) in summary["no_leaps"]
     assert "leap" not in caplog.text
+
+
+def test_runs_without_leaps_have_no_words_of_them(tmp_path):
+    trainer = HybridTrainer(
+        lora(), hybrid_config(tmp_path, direction="auto", max_steps=6, lr_rescue="on"), train_dataset=ByteText(40)
+    )
+    shown = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            shown.append(str(trainer.run_position()))
+
+    trainer.add_callback(Look())
+    output = trainer.train()
+    logged = {name for entry in trainer.state.log_history for name in entry} | set(output.metrics)
+    words = {name for name in logged if name.startswith("hybrid") and "forecast" not in name}
+    assert words == {"hybrid/learning_rate_scale"}
+    assert all("phase" not in text and "loss=" in text for text in shown)
+    assert trainer.hybrid_summary()["backward_passes"] == 6
+
+
+def fp16(folder, kind, model, **options):
+    """A training with a gradient scaler, as on a GPU: accelerate makes none on a CPU."""
+    make = (
+        hybrid_config
+        if kind is HybridTrainer
+        else lambda folder, **more: TrainingArguments(**config_values(folder, **more))
+    )
+    trainer = kind(model, make(folder, fp16=True, max_steps=8, **options), train_dataset=ByteText(60))
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    trainer.train()
+    return trainer
+
+
+def test_fp16_trains_as_plain_trainer_and_is_refused_if_leaps_are_asked_for(tmp_path, caplog):
+    model = tiny_model()
+    hybrid = fp16(tmp_path / "hybrid", HybridTrainer, copy.deepcopy(model), direction="auto", lr_rescue="on")
+    plain = fp16(tmp_path / "plain", Trainer, copy.deepcopy(model))
+    assert losses(hybrid) == losses(plain)
+    assert_same_weights(weights(hybrid.model), weights(plain.model))
+    told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
+    assert len(told) == 1 and "`fp16=True`" in told[0]
+    assert "`fp16=True`" in hybrid.hybrid_summary()["no_leaps"] and "fp16" in str(hybrid.hybrid_summary())
+
+    own = {"direction": lambda context: None}
+    args = hybrid_config(tmp_path, fp16=True, direction="auto")
+    with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
+        HybridTrainer(tiny_model(), args, train_dataset=ByteText(60), **own)
+    args = hybrid_config(tmp_path, fp16=True, direction="auto", checkpoint_phases="full")
+    with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
+        HybridTrainer(tiny_model(), args, train_dataset=ByteText(60))
