@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pydoc_data import topics
 
 import pytest
 import yaml
-from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.cli import train
@@ -104,12 +105,13 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
 @pytest.mark.parametrize("peft", ["none", "lora"])
 def test_a_plan_needs_nothing_but_a_data_set_to_train(peft, folder, tmp_path):
     """As docs/cli.md says: `plan --output p.yaml`, then `train --config p.yaml --dataset ...`."""
-    target, out = tmp_path / "p.yaml", tmp_path / "out"
+    model, target, out = shutil.copytree(folder / "model", tmp_path / "model"), tmp_path / "p.yaml", tmp_path / "out"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
     asked = ["--sequence_length", "32", "--batch_size", "2", "--vram", "2GiB", "--ram", "4GiB", "--dtype", "float32"]
     asked += ["--peft", peft, "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
-    assert main(["plan", str(folder / "model"), *asked, "--output", str(target)]) == 0
+    assert main(["plan", str(model), *asked, "--output", str(target)]) == 0
     here = ["--dataset", str(folder / "text.txt"), "--max_steps", "2", "--output_dir", str(out), "--cpu"]
-    more = ["--from_scratch", "true", "--report_to", "none", "--disable_tqdm", "true"]
+    more = ["--report_to", "none", "--disable_tqdm", "true"]
     assert main(["train", "--config", str(target), *here, *more]) == 0
     adapter = out / "adapter_config.json"
     assert adapter.is_file() == (peft == "lora")

@@ -52,9 +52,10 @@ def test_optimizers_are_accepted_and_refused_as_the_table_says(tmp_path, optim, 
         pytest.skip("of another version of transformers")
     if standing == "refused":
         with pytest.raises(ValueError, match=f"`optim={optim}`"):
-            HybridConfig(**config_values(tmp_path, optim=optim))
+            HybridConfig(**config_values(tmp_path, optim=optim, direction="orthogonal"))
     else:
-        assert HybridConfig(**config_values(tmp_path, optim=optim)).optim == optim
+        assert HybridConfig(**config_values(tmp_path, optim=optim, direction="orthogonal")).optim == optim
+    assert HybridConfig(**config_values(tmp_path, optim=optim)).optim == optim
     assert HybridConfig(**config_values(tmp_path, optim=optim, enable_predict=False)).optim == optim
 
 
