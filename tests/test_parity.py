@@ -83,19 +83,24 @@ class Line(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.slope * x, labels)}
 
 
-@pytest.mark.parametrize("enable_predict", [False, True])
-def test_a_model_without_config(tmp_path, enable_predict):
+@pytest.mark.parametrize(
+    "options", [{"enable_predict": False}, {}, {"direction": "orthogonal"}], ids=["off", "default", "leaps"]
+)
+def test_a_model_without_config(tmp_path, options):
+    """By default it makes no leaps: what its loss is is not known."""
     points = [{"x": x / 40, "labels": 2 * x / 40} for x in range(40)]
     values = {"max_steps": 30, "learning_rate": 0.1, "logging_steps": 1, "report_to": []}
     plain = Trainer(Line(), TrainingArguments(str(tmp_path / "plain"), **values), train_dataset=points)
     plain.train()
-    args = HybridConfig(str(tmp_path / "hybrid"), enable_predict=enable_predict, **values)
+    args = HybridConfig(str(tmp_path / "hybrid"), **options, **values)
     hybrid = HybridTrainer(Line(), args, train_dataset=points)
     hybrid.train()
-    if enable_predict:
-        assert abs(hybrid.model.slope.item() - 2) < 0.5
-    else:
-        assert history(hybrid) == history(plain) and hybrid.model.slope.item() == plain.model.slope.item()
+    if options.get("direction"):
+        assert abs(hybrid.model.slope.item() - 2) < 0.5 and hybrid.hybrid_summary()["leaps_made"] > 0
+        return
+    assert hybrid.model.slope.item() == plain.model.slope.item() and hybrid.hybrid_summary()["leaps_made"] == 0
+    if not hybrid.has_phases:
+        assert history(hybrid) == history(plain)
 
 
 def test_warmup_equals_plain_trainer(tmp_path):

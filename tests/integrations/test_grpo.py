@@ -19,6 +19,7 @@ from conftest import assert_same_weights, tiny_model, weights
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from accelerate.utils import AutocastKwargs  # noqa: E402
 from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
@@ -128,6 +129,29 @@ def test_weights_of_adapters(loss_type, tmp_path):
     options = {"peft_config": lora(), "learning_rate": 1.0, "loss_type": loss_type}
     theirs, ours = (train(cls, tmp_path, 0.7, **options) for cls in (GRPOTrainer, HybridGRPOTrainer))
     check_equal(theirs, ours, 0.7)
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_weights_with_a_gradient_scaler(share, tmp_path):
+    """
+    As fp16 has it on a GPU. Micro-batches and whole windows are left out between its scaled losses. Autocast is off:
+    its rounding depends on the rows of a batch.
+    """
+
+    def trained(kind):
+        trainer = build(kind, tmp_path, share, gradient_accumulation_steps=2)
+        trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
+        trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.state._mixed_precision = "no"
+        assert trainer.accelerator.scaler.get_scale() == 2.0**10 and trainer.optimizer.scaler is not None
+        return trainer
+
+    theirs, ours = (trained(kind) for kind in (GRPOTrainer, HybridGRPOTrainer))
+    check_equal(theirs, ours, share)
 
 
 def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
