@@ -35,6 +35,7 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoint import load_optimizer, load_weights, write_note
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.export.exporter import SHARD, check_output, export
+from hf_hybrid.export.merged import note_base
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, keep_differentiable
@@ -313,18 +314,21 @@ class HybridTrainerMixin(PublishingMixin):
         limit: int | None = None,
     ) -> dict[str, Any]:
         """
-        Write the model in a low-bit format, and measure held-out loss, bytes and speed beside those of the original.
+        Write the model in 16 bits or in a low-bit format, and measure held-out loss, bytes and speed beside those of
+        the original.
 
         Both are loaded from their files, so that memory must have room for them beside the trainer. Adapters are merged
         into their base, which is loaded anew.
 
         Args:
             format (`str`):
-                `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`, `q4_0`.
+                `merged`, `int8`, `int4`, `nf4`, `bitnet`, or `gguf-` and one of `f16`, `q8_0`, `q5_1`, `q4_m`, `q4_1`,
+                `q4_0`.
             folder (`str` or `PathLike`, *optional*):
                 Folder to write, which must not exist or be empty. Default: `output_dir` with `-FORMAT` after it.
             eval_dataset (*optional*): Held-out sequences with labels. Default: the trainer's `eval_dataset`.
-            dtype (`str`, *optional*): Of weights that are not quantised; `auto`: as they are.
+            dtype (`str`, *optional*):
+                Of weights that are not quantised; `auto`: as they are; in `merged` 16 bits (docs/export.md).
             max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
             tasks (`Sequence[str]`, *optional*):
                 Tasks of lm-eval, or YAML files of tasks, on which both models are scored too.
@@ -788,11 +792,13 @@ class HybridTrainerMixin(PublishingMixin):
         with manifest.total_limit(self.args, self._total_limit):
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _save(self, *args, **kwargs):
+    def _save(self, output_dir=None, *args, **kwargs):
         # `training_args.bin` holds the limit that the user set.
         limit = self._total_limit if self._unsealed else self.args.save_total_limit
         with self.memory.suspended(), manifest.total_limit(self.args, limit):
-            super()._save(*args, **kwargs)
+            super()._save(output_dir, *args, **kwargs)
+        if self.args.should_save:
+            note_base(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
 
     def _load_best_model(self):
         with self.memory.suspended():

@@ -1,4 +1,4 @@
-"""`hf-hybrid export`: a run as a low-bit model, with a table of what that costs."""
+"""`hf-hybrid export`: a run as a merged or a low-bit model, with a table of what that costs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         "export",
         help=summary,
         description=(
-            "Write the model of a run, or of one of its checkpoints, in a low-bit format, with tokenizer, generation "
-            "config and model card, and measure held-out loss, bytes and speed beside the original. Adapters are "
-            "merged. Nothing is written over."
+            "Write the model of a run, or of one of its checkpoints, in 16 bits (`merged`) or in a low-bit format, "
+            "with tokenizer, generation config and model card, and measure held-out loss, bytes and speed beside the "
+            "original. Adapters are merged. Nothing is written over."
         ),
     )
 
@@ -27,11 +27,12 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
         names = dict.fromkeys((name, name.replace("_", "-")))  # as `train` takes them
         parser.add_argument(*names, **options)
 
-    text = "int8, int4, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
+    text = "merged (16 bit), int8, int4, nf4, bitnet, gguf-f16, gguf-q8_0, gguf-q5_1, gguf-q4_m, gguf-q4_1 or gguf-q4_0"
     add("folder", help="output_dir of a run, or a checkpoint in it")
     add("--format", required=True, help=text)
     add("--output", help="folder to write, which must not exist (default: FOLDER-FORMAT)")
-    text = "auto, float32, bfloat16 or float16: weights that are not quantised (default: auto, as they are saved)"
+    text = "auto, float32, bfloat16 or float16: weights that are not quantised (default: auto, as they are saved; "
+    text += "with merged bfloat16, or float16 if they are saved so)"
     add("--dtype", default="auto", help=text)
     add("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB); a GGUF file is not split")
     text = "texts to measure the loss on, as `train` takes them (default: those that the run held out)"

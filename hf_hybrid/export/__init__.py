@@ -1,1 +1,1 @@
-"""Low-bit export of a finished run, with its cost measured: see `exporter.py`."""
+"""Export of a finished run, merged or in few bits, with its cost measured: see `exporter.py`."""

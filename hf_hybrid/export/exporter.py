@@ -1,5 +1,5 @@
 """
-Export a run as a low-bit model, measure what that costs, and write both down.
+Export a run as a merged or a low-bit model, measure what that costs, and write both down.
 
 The order of work. Everything that can be refused is refused first: an output that exists, a folder that is not whole, a
 format that cannot be written. Adapters are merged. The format is written, with tokenizer and generation config. The
@@ -10,6 +10,7 @@ beside the output, which takes its name as the last step, so that an output is w
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -25,10 +26,23 @@ from huggingface_hub.utils import yaml_dump
 
 from hf_hybrid.checkpoint import write_json, write_text
 from hf_hybrid.export import measure
-from hf_hybrid.export.formats import FORMATS, GGUF_NAME, ExportError, check_format, device, load, write
+from hf_hybrid.export.formats import (
+    FORMATS,
+    GGUF_NAME,
+    MERGED,
+    ExportError,
+    caveat,
+    check_format,
+    device,
+    kept_dtype,
+    load,
+    write,
+)
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.report import provenance
 from hf_hybrid.report.summary import format_bytes, format_number
+
+logger = logging.getLogger(__name__)
 
 RESULT_NAME = "export.json"
 SHARD = "5GB"
@@ -55,20 +69,23 @@ def export(
     Args:
         source (`str` or `PathLike`): Folder of a run or of a checkpoint, with safetensors. It is only read.
         output (`str` or `PathLike`): Folder to write, which must not exist or be empty.
-        format (`str`): Of `FORMATS`, for example `int8` or `gguf-q8_0`.
+        format (`str`): Of `FORMATS`, for example `merged`, `int8` or `gguf-q8_0`.
         batches (*optional*):
             Held-out batches with `labels`, as the model's `forward` takes them. They are read twice. Without them no
             loss is measured.
-        dtype (`str`, *optional*): Of the weights that are not quantised. `auto`: as they are saved.
+        dtype (`str`, *optional*):
+            Of the weights that are not quantised. `auto`: as they are saved; in `merged` float16 if they are saved
+            so, else bfloat16.
         max_shard_size (`str`, *optional*): Of a file of weights. A GGUF file is not split.
         tasks (`Sequence[str]`, *optional*): Tasks of lm-eval, or YAML files of tasks, on which both models are scored.
         limit (`int`, *optional*): Examples of each task, the first ones. Default: all.
         card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
 
     Returns:
-        `dict`: What `export.json` holds: `format`, `original` and `exported` (each with `loss`, `perplexity`,
-        `tasks` by name, `disk_bytes`, `memory_bytes` and `tokens_per_second`), `loss_change` (relative), `sequences`
-        and `tokens` that the loss is of, `tasks` (examples by name), and where it was measured.
+        `dict`: What `export.json` holds: `format`, `caveat` (what to know before the model is used, or `None`),
+        `original` and `exported` (each with `loss`, `perplexity`, `tasks` by name, `disk_bytes`, `memory_bytes` and
+        `tokens_per_second`), `loss_change` (relative), `sequences` and `tokens` that the loss is of, `tasks` (examples
+        by name), and where it was measured.
 
     Raises:
         ExportError: If the run is not whole, the format cannot be written, or `output` exists. Nothing is left behind.
@@ -81,13 +98,16 @@ def export(
     check_source(source)
     config, tokenizer = read_config(source), read_tokenizer(source)
     own = config.dtype or torch.float32
-    kept = own if dtype == "auto" else getattr(torch, dtype)
+    kept = kept_dtype(format, dtype, own)
     check_format(format, config, tokenizer, kept)
+    warning = caveat(format, config)
+    if warning is not None:
+        logger.warning(warning)
     scorer = _scorer(list(tasks), limit, tokenizer)
     with _workshop(output) as work:
-        plain, exported = plain_folder(source, work), work / "model"
+        plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
         write(format, plain, exported, tokenizer, kept, max_shard_size)
-        result = {"format": format, "dtype": str(kept).removeprefix("torch.")}
+        result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
         result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
         result["versions"] = provenance.versions(FORMATS[format].package, "lm_eval" if tasks else None)
@@ -212,7 +232,7 @@ def as_text(result: Mapping[str, Any]) -> str:
     lines = [("", "original", result["format"]), *rows(result)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     shown = [f"{title:{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}" for title, before, after in lines]
-    return "\n".join([*map(str.rstrip, shown), measured_on(result)]) + "\n"
+    return "\n".join([*map(str.rstrip, shown), measured_on(result), *filter(None, [result["caveat"]])]) + "\n"
 
 
 def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
@@ -220,7 +240,11 @@ def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> s
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     card = ModelCard(text if _WRITTEN_BY in text else f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
     metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
-    metadata["tags"] = provenance.unique([*provenance.listed(metadata.get("tags")), "hf-hybrid", "quantized"])
+    tags = [tag for tag in provenance.listed(metadata.get("tags")) if not tag.startswith("base_model:adapter:")]
+    metadata["tags"] = provenance.unique([*tags, "hf-hybrid", *["quantized"] * (result["format"] != MERGED)])
+    metadata["library_name"] = "transformers"  # peft loads the card's run, but not the export
+    if metadata.get("base_model_relation") == "adapter":
+        metadata["base_model_relation"] = "finetune"
     head, *sections = re.split(r"^(?=## )", card.text.strip() + "\n", flags=re.M)
     kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     body = "\n".join([head, _section(result, tokenizer), *kept])
@@ -230,13 +254,15 @@ def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> s
 def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
     of_gguf = f', gguf_file="{GGUF_NAME}"' if FORMATS[result["format"]].package == "gguf" else ""
     package = FORMATS[result["format"]].package
+    merged = result["format"] == MERGED
     lines = [
-        "## Low-bit export",
+        "## Merged export" if merged else "## Low-bit export",
         "",
         f"The weights are those of the run below in the format `{result['format']}`, "
         f"{FORMATS[result['format']].about}. "
-        f"What is not quantised is in {result['dtype']}.",
+        f"{'They are' if merged else 'What is not quantised is'} in {result['dtype']}.",
         "",
+        *([result["caveat"], ""] if result["caveat"] is not None else []),
         f"| | original | {result['format']} |",
         "|---|---:|---:|",
         *(f"| {title} | {before} | {after} |" for title, before, after in rows(result)),

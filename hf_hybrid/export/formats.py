@@ -3,8 +3,8 @@ The formats of an export: what writes each of them, what it needs, and how its f
 
 No format is quantised by code of this package. torchao (int8, int4) and bitsandbytes (nf4) quantise the linear layers
 while transformers loads a model; the `gguf` package quantises the tensors of a GGUF file (gguf.py); transformers has
-the ternary layers (bitnet.py). A format that the installed libraries cannot write on this device is refused before any
-work, with what to install.
+the ternary layers (bitnet.py). `merged` is not quantised: it is the plain model in 16 bits. A format that the installed
+libraries cannot write on this device is refused before any work, with what to install.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_hybrid.export import bitnet, gguf
 
 GGUF_NAME = "model.gguf"
+MERGED = "merged"
 INT4_GROUP = 32
 """Weights that share a scale in torchao's int4."""
 NF4_BLOCK = 64
@@ -72,6 +73,7 @@ def _nf4(dtype: torch.dtype):
 
 
 FORMATS: dict[str, Format] = {
+    MERGED: Format(None, "16 bits in safetensors, for transformers, vLLM and every other library (transformers)"),
     "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
     "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
     "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),
@@ -79,6 +81,32 @@ FORMATS: dict[str, Format] = {
     **{f"gguf-{kind}": Format("gguf", about) for kind, about in gguf.KINDS.items()},
 }
 """By the name that `--format` takes."""
+
+
+def kept_dtype(name: str, asked: str, own: torch.dtype) -> torch.dtype:
+    """
+    Return the dtype of the weights that a format does not quantise.
+
+    Args:
+        name (`str`): Of `FORMATS`.
+        asked (`str`): A dtype by name, or `auto`: the model's own; 16 bits in `merged`.
+        own (`torch.dtype`): Of the model as it is saved.
+    """
+    if asked != "auto":
+        return getattr(torch, asked)
+    if name == MERGED:
+        return torch.float16 if own is torch.float16 else torch.bfloat16
+    return own
+
+
+def caveat(name: str, config: PreTrainedConfig) -> str | None:
+    """Return what a user must know before the format of this model is used; `None` if there is nothing."""
+    if name == "bitnet" and not bitnet.trains_bitnet(config):
+        return (
+            "The model was not trained to be ternary: its weights are rounded to -1, 0 and 1 after training, which "
+            "ruins most models. Compare the losses, and train with `--qat bitnet` (or `to_bitnet`) instead."
+        )
+    return None
 
 
 def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: torch.dtype) -> None:
@@ -145,6 +173,16 @@ def _check_rows(model: nn.Module) -> None:
         )
 
 
+def _check_finite(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse weights that overflow in 16 bits: 65,504 is the largest number of float16."""
+    wrong = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
+    if wrong is not None:
+        raise ExportError(
+            f"`{wrong}` has values that are not finite in `{str(dtype).removeprefix('torch.')}`. Set "
+            "`dtype=bfloat16`, which has the range of float32."
+        )
+
+
 def device() -> torch.device:
     """Where models are quantised and measured: the accelerator if there is one, or else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -200,6 +238,10 @@ def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dty
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return
     model = load(plain, dtype)
+    if name == MERGED:
+        _check_finite(model, dtype)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return
     if name == "bitnet":
         bitnet.write_packed(bitnet.to_bitnet(model), folder, max_shard_size)
         return

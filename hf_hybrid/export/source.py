@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from hf_hybrid import manifest
+from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
 
@@ -86,11 +87,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
     Return the config of the model in a folder, or of the base of its adapters.
 
     Raises:
-        ExportError: If it cannot be read, or the model is quantised already.
+        ExportError: If it cannot be read, or the model is quantised already. The base of adapters may be.
     """
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
     try:
         found = folder
-        if (folder / ADAPTER_CONFIG).is_file():
+        if is_adapter:
             found = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
             if not found:
                 raise ExportError(
@@ -103,7 +105,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
         if isinstance(error, ExportError):
             raise
         raise ExportError(f"The config of the model in `{folder}` cannot be read: {error}") from error
-    if getattr(config, "quantization_config", None) is not None and not trains_bitnet(config):
+    quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
+    if quantised and not is_adapter:
         method = dict(config.quantization_config).get("quant_method")
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
@@ -112,22 +115,38 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in a folder; `None` if there is none."""
-    if not (folder / "tokenizer_config.json").is_file():
+    """Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none."""
+    if (folder / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    base = _peft().PeftConfig.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(base.base_model_name_or_path, revision=base.revision)
+    except (OSError, ValueError, TypeError):  # the base has none, or its name is none
+        return None
 
 
-def plain_folder(folder: Path, work: Path) -> Path:
-    """Return a folder with a plain model: the run's own, or for adapters one in `work`, merged into their base."""
+def plain_folder(folder: Path, work: Path, as_trained: bool = False) -> Path:
+    """
+    Return a folder with a plain model: the run's own, or for adapters one in `work`, merged into their base.
+
+    Args:
+        folder (`Path`): That [`check_source`] takes.
+        work (`Path`): Where a folder may be made.
+        as_trained (`bool`, *optional*): Merge into the quantised base that training had, if it had one.
+
+    Raises:
+        ExportError: If the base or the adapters cannot be loaded.
+    """
     if not (folder / ADAPTER_CONFIG).is_file():
         return folder
+    peft = _peft()
     try:
-        model = _peft().AutoPeftModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": device()})
+        model = merged.merge(folder, peft, device(), as_trained)
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"The adapters in `{folder}` cannot be put on their base: {error}") from error
-    merged = model.merge_and_unload()
-    merged.save_pretrained(work / "plain")
+    model.save_pretrained(work / "plain")
     return work / "plain"
 
 

@@ -22,7 +22,7 @@ def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dic
 
     Args:
         model (`nn.Module`): Causal language model in full precision, which may be on the meta device.
-        dtype (`torch.dtype`): Of weights that are not quantised: embeddings, norms, biases and the head.
+        dtype (`torch.dtype`): Of weights that are not quantised: embeddings, norms, biases, head; all in `merged`.
     """
     head, parameters = model.get_output_embeddings(), list(model.parameters())
     layers = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
@@ -37,7 +37,8 @@ def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dic
             return count * dtype.itemsize
         return count + 5 * rows if name == "int8" else math.ceil(count / 4) + 4
 
-    found = {
+    found = {"merged": sum(parameter.numel() for parameter in parameters) * dtype.itemsize}
+    found |= {
         name: kept + sum(of_matrix(name, weight, layer) for weight, layer in linear.items())
         for name in ("int8", "nf4", "bitnet")
     }

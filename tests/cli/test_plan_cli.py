@@ -58,7 +58,7 @@ def test_a_table_and_a_recommendation(config_file, capsys):
     assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
     rows = [line for line in shown.splitlines() if line.startswith(("  ", "> ")) and line.endswith("yes")]
-    assert re.search(r"GiB of weights after .*: int8 \d\.\d\d, nf4 .*, bitnet .*, gguf-q4_0 \d", shown)
+    assert re.search(r"GiB of weights after .*: merged \d\.\d\d, int8 .*, nf4 .*, bitnet .*, gguf-q4_0 \d", shown)
     assert len(rows) == 15 and rows[0].startswith("> bf16 autocast")
     assert "No floor of the step time" in shown
     assert "Recommended: bf16 autocast\n" in shown

@@ -480,7 +480,7 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
         assert not (tmp_path / "export").exists()
         return str(error.value)
 
-    assert "`format` must be one of int8, " in refusal("int3")
+    assert "`format` must be one of merged, int8, " in refusal("int3")
     assert "`llama-quantize model.gguf OUTPUT.gguf q4_k_m`" in refusal("gguf-q4_k_m")
     assert "`dtype` must be one of auto" in refusal("int8", dtype="fp8")
     tiny_model(vocab_size=264).save_pretrained(tmp_path / "narrow")

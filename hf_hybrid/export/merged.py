@@ -1,0 +1,131 @@
+"""
+Adapters merged into their base.
+
+An adapter of rank r adds the product of two thin matrices to a weight. Merging adds it once and for all, so that what
+comes out is a plain model, which computes what the base computed with the adapter.
+
+- **Precision.** The sum is computed in fp32, layer by layer, and rounded once to the type of the base. In bf16 the
+  product itself would be rounded first: an update of a few hundredths of a weight would lose most of its digits.
+- **A base in 4 or 8 bits.** peft would round the sum to the few bits of the base again, which loses much of what was
+  learned. So the base is dequantised before. Training saw exactly these values, because each layer dequantises its
+  weights before it computes.
+- **Tied embeddings.** Where input and output embeddings share one tensor, adapters on one of the two make them differ.
+  They then get a tensor each, and the config says so. Where the sums are equal they stay tied.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_hybrid.checkpoint import write_json
+
+logger = logging.getLogger(__name__)
+
+BASE_NAME = "hybrid_base.json"
+"""Beside adapters that were trained over a quantised base: how it was quantised. peft does not save this."""
+
+
+def note_base(model: nn.Module, folder: str | Path) -> None:
+    """Write down how the base of adapters is quantised while they train; if it is not, remove an older note."""
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(model, "peft_config") and quantization is not None:
+        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        write_json(Path(folder, BASE_NAME), {"quantization_config": values})
+    else:
+        Path(folder, BASE_NAME).unlink(missing_ok=True)
+
+
+def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:
+    """
+    Load adapters on their base and merge them.
+
+    Args:
+        folder (`Path`): With adapters that name their base.
+        peft: The module.
+        device (`torch.device`): Where to compute.
+        as_trained (`bool`):
+            Start from the quantised base that training had, if it had one, and not from the base as it is saved.
+
+    Returns:
+        A plain model in the dtype of the base.
+    """
+    base = _base(folder, peft, device, as_trained)
+    model = peft.PeftModel.from_pretrained(base, folder)
+    shared = _give_each_its_own(base)
+    for module in model.modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            _merge_in_fp32(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that everything is merged already, and that embeddings are not tied
+        merged = model.merge_and_unload()
+    if shared:
+        _tie_again(merged)
+    return merged
+
+
+def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:
+    adapters = peft.PeftConfig.from_pretrained(folder)
+    name, more = adapters.base_model_name_or_path, {"revision": adapters.revision}
+    note = folder / BASE_NAME
+    if as_trained and note.is_file():
+        from transformers.quantizers import AutoQuantizationConfig
+
+        saved = getattr(AutoConfig.from_pretrained(name, **more), "quantization_config", None)
+        if saved is None:
+            values = json.loads(note.read_text(encoding="utf-8"))["quantization_config"]
+            more["quantization_config"] = AutoQuantizationConfig.from_dict(values)
+    base = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map={"": device}, **more)
+    if getattr(base, "hf_quantizer", None) is not None:
+        base = base.dequantize()
+        base._weight_conversions = None  # transformers would pack the weights again when it saves them, and cannot
+    if (folder / "tokenizer_config.json").is_file():
+        tokens = len(AutoTokenizer.from_pretrained(folder))
+        if tokens > base.get_input_embeddings().weight.shape[0]:  # training added some
+            base.resize_token_embeddings(tokens)
+    return base
+
+
+@torch.no_grad()
+def _merge_in_fp32(module: nn.Module) -> None:
+    held = list(module.get_base_layer().parameters(recurse=False))
+    dtypes = [parameter.dtype for parameter in held]
+    for parameter in held:
+        parameter.data = parameter.data.float()
+    module.merge()
+    for parameter, dtype in zip(held, dtypes):
+        parameter.data = parameter.data.to(dtype)
+
+
+def _embeddings(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return tuple(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer for layer in layers)
+
+
+def _give_each_its_own(model: PreTrainedModel) -> bool:
+    """Untie embeddings that have adapters, which would else be added to both. Returns whether that was done."""
+    entry, head = _embeddings(model)
+    adapted = any(hasattr(layer, "merge") for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if not adapted or entry is None or head is None or entry.weight is not head.weight:
+        return False
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return True
+
+
+def _tie_again(model: PreTrainedModel) -> None:
+    entry, head = _embeddings(model)
+    model.config.tie_word_embeddings = torch.allclose(entry.weight.float(), head.weight.float(), rtol=1e-5, atol=1e-7)
+    if model.config.tie_word_embeddings:
+        head.weight = entry.weight
+    else:
+        logger.warning(
+            "The adapters changed one of two tied embeddings: the merged model has both, and "
+            "`tie_word_embeddings=False` in its config."
+        )

@@ -1,0 +1,130 @@
+"""
+GGUF files in llama.cpp itself: the loss, the token ids and the chat template are those of transformers.
+
+llama.cpp comes with the npm package node-llama-cpp, compiled. `HYBRID_NODE_LLAMA_CPP` names the folder of the package;
+without it the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, tiny_model
+from test_export import bpe_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_hybrid.export import exporter, measure
+
+MODULE = os.environ.get("HYBRID_NODE_LLAMA_CPP")
+if MODULE is None or not Path(MODULE, "dist", "index.js").is_file() or shutil.which("node") is None:
+    reason = "needs node and llama.cpp: `npm install node-llama-cpp`, then HYBRID_NODE_LLAMA_CPP=.../node_modules/"
+    pytest.skip(f"{reason}node-llama-cpp", allow_module_level=True)
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCRIPT = Path(__file__).parents[1] / "rig" / "llama_cpp.mjs"
+TEXTS = ["the other thing,  and 12 more", "Grüße\n\n\tthe end<|end|>", " then, 😀 the", "def f(x):\n    return x"]
+CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+ROWS = [ByteText(8, 200)[index]["input_ids"].tolist() for index in range(8)]
+
+
+def in_llama_cpp(folder: Path, work: Path) -> dict:
+    (work / "texts.json").write_text(json.dumps(TEXTS))
+    (work / "rows.json").write_text(json.dumps(ROWS))
+    files = [folder / "model.gguf", work / "texts.json", work / "rows.json"]
+    done = subprocess.run(
+        ["node", str(SCRIPT), str(Path(MODULE).resolve()), *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_transformers(folder: Path, **options) -> float:
+    rows = [{"input_ids": torch.tensor([row]), "labels": torch.tensor([row])} for row in ROWS]
+    return measure.held_out(AutoModelForCausalLM.from_pretrained(folder, **options).eval(), rows)["loss"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A Llama that learned something, so that a wrong file shows in its loss."""
+    folder = tmp_path_factory.mktemp("llama_cpp") / "run"
+    model = tiny_model(vocab_size=264, hidden_size=64, num_attention_heads=4)
+    options = {"max_steps": 40, "learning_rate": 1e-2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    Trainer(model, TrainingArguments(str(folder), save_strategy="no", **options), train_dataset=ByteText(200)).train()
+    model.save_pretrained(folder)
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q5_1", "q4_1", "q4_0", "q4_m"])
+def test_llama_cpp_computes_the_loss_of_transformers(run, tmp_path, kind):
+    result = exporter.export(run, tmp_path / "export", f"gguf-{kind}")
+    assert result["format"] == f"gguf-{kind}"
+    found = in_llama_cpp(tmp_path / "export", tmp_path)
+    same_file = in_transformers(tmp_path / "export", gguf_file="model.gguf")
+    original = in_transformers(run)
+    assert original < math.log(264) - 1 and found["tokens"] == 8 * 31
+    # llama.cpp rounds the inputs of a layer to 8 bits too.
+    assert found["loss"] == pytest.approx(same_file, rel=1e-4 if kind == "f16" else 2e-3)
+    assert found["loss"] == pytest.approx(original, rel=0.02)
+    assert found["ids"] == AutoTokenizer.from_pretrained(run)(TEXTS)["input_ids"]
+    assert found["chat_template"] == CHAT
+
+
+@pytest.mark.parametrize(
+    "kind, tied", [(LlamaConfig, False), (Qwen2Config, True), (Qwen3Config, False)], ids=["llama", "qwen2", "qwen3"]
+)
+def test_every_architecture_that_is_written_runs(tmp_path, kind, tied):
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128 if kind is Qwen3Config else 16}
+    shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 264}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        kind(**shape, tie_word_embeddings=tied, rope_parameters=rope, max_position_embeddings=64, rms_norm_eps=1e-3)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm one, and attention is uneven
+    model.save_pretrained(tmp_path / "run")
+    bpe_tokenizer().save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
+    found = in_llama_cpp(tmp_path / "export", tmp_path)
+    assert found["loss"] == pytest.approx(in_transformers(tmp_path / "run"), rel=1e-3)
+    assert found["ids"] == AutoTokenizer.from_pretrained(tmp_path / "run")(TEXTS)["input_ids"]
+
+
+def test_merged_adapters_run(run, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(run)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "run")
+    rows = [{"input_ids": torch.tensor([row]), "labels": torch.tensor([row])} for row in ROWS]
+    loss = measure.held_out(model.eval(), rows)["loss"]
+    exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
+    assert in_llama_cpp(tmp_path / "export", tmp_path)["loss"] == pytest.approx(loss, rel=1e-3)
+    assert abs(loss / in_transformers(run) - 1) > 0.01

@@ -1,0 +1,232 @@
+"""The merged export: 16-bit safetensors that compute what the run computes, adapters of every kind included."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, hybrid_config, tiny_model
+from safetensors.torch import load_file
+from test_export import batches, bpe_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.cli.main import main
+from hf_hybrid.export import exporter, measure
+from hf_hybrid.export.formats import FORMATS, ExportError
+from hf_hybrid.export.merged import BASE_NAME
+from hf_hybrid.plan.exports import exported_bytes
+
+peft = pytest.importorskip("peft")
+IDS = torch.arange(40)[None] * 5
+CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def base_folder(folder: Path, dtype: torch.dtype = torch.float32, **options) -> Path:
+    """A model with the tokenizer that has a chat template, as it comes from the Hub."""
+    model = tiny_model(vocab_size=264, hidden_size=64, **options).to(dtype)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.25, True
+    model.save_pretrained(folder)
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapted(base: Path, load: dict | None = None, **options):
+    """Adapters on a base, none of whose weights is zero."""
+    options = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    model = AutoModelForCausalLM.from_pretrained(base, **(load or {}))
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model.eval()(IDS).logits.float()
+
+
+def assert_within_rounding(found: torch.Tensor, wanted: torch.Tensor, bits: int = 8) -> None:
+    """Each of a dozen layers rounds its weights to so many bits; a merge that went wrong changes the logits wholly."""
+    error, scale = (found - wanted).norm(), wanted.norm()
+    assert error < 3 * 2.0**-bits * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_fresh_process_computes_what_the_adapters_compute(tmp_path, dtype):
+    model = adapted(base_folder(tmp_path / "base", dtype))
+    model.save_pretrained(tmp_path / "run")
+    result = exporter.export(tmp_path / "run", tmp_path / "merged", "merged", batches=batches(2))
+    kept = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    assert result["dtype"] == str(kept)[6:] and result["caveat"] is None
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {kept}
+    assert not any("lora" in name for name in written) and "lm_head.weight" not in written
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    script = (
+        "import json, sys, torch\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "talk = tokenizer.apply_chat_template([{'role': 'user', 'content': 'the'}], tokenize=False)\n"
+        "ids = torch.arange(40)[None] * 5\n"
+        "print(json.dumps([str(model.dtype), model(ids).logits.float().tolist(), talk,\n"
+        "    GenerationConfig.from_pretrained(sys.argv[1]).temperature, model.lm_head.weight is "
+        "model.model.embed_tokens.weight]))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "merged")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found_dtype, found, talk, temperature, tied = json.loads(done.stdout.splitlines()[-1])
+    assert (found_dtype, talk, temperature, tied) == (str(kept), "user: the<|end|>", 0.25, True)
+    wanted = logits(model.float())
+    assert_within_rounding(torch.tensor(found), wanted)
+    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base")) - wanted).norm() > wanted.norm() / 10
+
+
+def test_the_sum_is_computed_in_fp32_and_rounded_once(tmp_path):
+    model = adapted(base_folder(tmp_path / "base", torch.bfloat16))
+    model.save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "merged", "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    wanted = model.float().merge_and_unload()
+    for (name, found), exact in zip(merged.named_parameters(), wanted.parameters()):
+        assert torch.equal(found, exact.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize(
+    "options, tied",
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 10]}, True),
+        ({"use_dora": True}, True),
+    ],
+    ids=str,
+)
+def test_adapters_on_tied_embeddings_compute_the_same_after_merging(tmp_path, options, tied):
+    model = adapted(base_folder(tmp_path / "base"), **options)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "merged", "merged", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == merged.config.tie_word_embeddings == tied
+
+
+def test_a_run_without_adapters_is_written_in_16_bits(tmp_path, capsys):
+    base = base_folder(tmp_path / "run", tie_word_embeddings=False)
+    assert main(["export", str(base), "--format", "merged"]) == 0
+    captured = capsys.readouterr()
+    assert "weights on disk" in captured.out and "run-merged" in captured.err
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run-merged")
+    exact = AutoModelForCausalLM.from_pretrained(base)
+    for found, parameter in zip(model.parameters(), exact.parameters()):
+        assert torch.equal(found, parameter.to(torch.bfloat16))
+    assert AutoTokenizer.from_pretrained(tmp_path / "run-merged").chat_template == CHAT
+    written = load_file(tmp_path / "run-merged" / "model.safetensors")
+    stored = sum(tensor.nbytes for tensor in written.values())
+    assert stored == exported_bytes(exact)["merged"] and "lm_head.weight" in written
+    card = (tmp_path / "run-merged" / "README.md").read_text()
+    assert "## Merged export" in card and "quantized" not in card and "They are in bfloat16." in card
+
+
+def test_a_trainer_exports_its_adapters_as_a_plain_model(tmp_path):
+    model = adapted(base_folder(tmp_path / "base"))
+    trainer = HybridTrainer(
+        model,
+        hybrid_config(tmp_path / "out", max_steps=6, learning_rate=1e-2),
+        train_dataset=ByteText(40),
+        eval_dataset=ByteText(8, offset=200),
+        processing_class=bpe_tokenizer(),
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(model_name="small")
+    result = trainer.export("merged", max_shard_size="60KB")
+    loss = trainer.evaluate()["eval_loss"]
+    assert result["exported"]["loss"] == pytest.approx(loss, rel=2e-3)
+    folder = tmp_path / "out-merged"
+    assert_within_rounding(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(trainer.model))
+    assert len(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())) > 1
+    # The run is loaded by peft, and the export by transformers.
+    run, card = [(path / "README.md").read_text() for path in (tmp_path / "out", folder)]
+    assert "library_name: peft" in run and "library_name: transformers" in card
+    assert not (tmp_path / "out" / BASE_NAME).exists()
+
+
+def four_bits() -> dict:
+    pytest.importorskip("bitsandbytes")
+    return {"quantization_config": FORMATS["nf4"].quantization(torch.float32), "device_map": "cpu"}
+
+
+def test_a_base_that_trained_in_4_bits_is_dequantised(tmp_path):
+    load, base = four_bits(), base_folder(tmp_path / "base")
+    model = adapted(base, load)
+    trainer = HybridTrainer(
+        model,
+        hybrid_config(tmp_path / "out", max_steps=6, save_steps=3, save_strategy="steps"),
+        train_dataset=ByteText(40),
+        eval_dataset=ByteText(8, offset=200),
+    )
+    trainer.train()
+    wanted, loss = logits(trainer.model), trainer.evaluate()["eval_loss"]
+    checkpoint = tmp_path / "out" / "checkpoint-6"
+    result = exporter.export(checkpoint, tmp_path / "merged", "merged", dtype="float32", batches=batches())
+    assert result["exported"]["loss"] == pytest.approx(loss, rel=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert getattr(merged.config, "quantization_config", None) is None
+    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    # Without the note of the run the unquantised base is taken, which is another model.
+    (checkpoint / BASE_NAME).unlink()
+    (checkpoint / "hybrid_manifest.json").unlink()  # it lists the note
+    exporter.export(checkpoint, tmp_path / "other", "merged", dtype="float32")
+    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "other")) - wanted).abs().max() > 1e-3
+
+
+def test_a_base_that_is_saved_in_4_bits_is_dequantised(tmp_path):
+    load = four_bits()
+    packed = AutoModelForCausalLM.from_pretrained(base_folder(tmp_path / "base"), **load)
+    packed.save_pretrained(tmp_path / "packed")
+    model = adapted(tmp_path / "packed")
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "merged", "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype is torch.bfloat16
+    assert_within_rounding(logits(merged), wanted)
+
+
+def test_the_note_of_a_quantised_base_goes_with_the_next_run(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / BASE_NAME).write_text("{}")  # of an earlier run in 4 bits
+    model = adapted(base_folder(tmp_path / "base"))
+    trainer = HybridTrainer(model, hybrid_config(tmp_path / "out", max_steps=1), train_dataset=ByteText(20))
+    trainer.save_model()
+    assert not (tmp_path / "out" / BASE_NAME).exists()
+
+
+def test_weights_that_overflow_are_refused(tmp_path):
+    model = tiny_model(vocab_size=264)
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e6
+    model.save_pretrained(tmp_path / "run")
+    with pytest.raises(ExportError, match="`model.norm.weight` has values that are not finite in `float16`"):
+        exporter.export(tmp_path / "run", tmp_path / "merged", "merged", dtype="float16")
+    assert not (tmp_path / "merged").exists()
+    exporter.export(tmp_path / "run", tmp_path / "merged", "merged")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert measure.held_out(found, batches(1))["loss"] > 0
