@@ -24,7 +24,7 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.run import LeapRun
-from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
+from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, adapter_rate, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
@@ -104,6 +104,32 @@ def test_split_of_adapters():
     assert any("lm_head" in name for name in rest) and any("magnitude" in name for name in rest)
     matrices, rest = check_split(lora(r=1))
     assert not matrices and len(rest) == 2 * 2 * 2
+
+
+def change_of_a_first_step(rank: int, alpha: int) -> float:
+    """What AdamW's first step at the default rate of adapters changes in the logits."""
+    model, ids = lora(r=rank, lora_alpha=alpha, target_modules="all-linear"), torch.arange(64).view(2, 32)
+    rate = adapter_rate(alpha=alpha, width=model.config.hidden_size)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    before = model(input_ids=ids, labels=ids)
+    before.loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        return (model(input_ids=ids).logits - before.logits).norm().item()
+
+
+def test_adapters_step_alike_whatever_their_rank_and_alpha():
+    """At the default rate; at one rate for all, four times the `alpha` changes nearly four times as much."""
+    changes = [change_of_a_first_step(rank, alpha) for rank, alpha in ((4, 8), (16, 8), (16, 32), (4, 32))]
+    assert max(changes) < 1.5 * min(changes), changes
+
+
+def test_the_default_rate_of_adapters():
+    """1e-3 for SmolLM2 with `alpha` 32, half of it for pairs, less where layers are wider."""
+    rate = adapter_rate(alpha=32, width=576)
+    assert rate == pytest.approx(1e-3)
+    assert adapter_rate(alpha=32, width=576, preference=True) == pytest.approx(rate / 2)
+    assert adapter_rate(alpha=16, width=1152) == pytest.approx(rate)
 
 
 def test_split_leaves_out_what_is_frozen_tied_or_as_wide_as_the_vocabulary():

@@ -38,6 +38,7 @@ class Arm:
         rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
         lora (`bool`): Whether it makes sense only for tasks that train adapters.
+        rate_rule (`Callable`, *optional*): From a model and its task to the rate that takes the place of the run's.
         probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
 
@@ -49,6 +50,7 @@ class Arm:
     callback: Callable | None = None
     direction: Callable | None = None
     rate_of: str = "adamw"
+    rate_rule: Callable | None = None
     needs_nino: bool = False
     lora: bool = False
     probe_set: bool = False
@@ -67,6 +69,12 @@ def _ademamix(parameters, rate, steps):
     slow = 1.0 - 6.0 / steps  # the memory of gradient_memory: a sixth of the run
     options = {"alpha": 5.0, "t_alpha_beta3": steps, "weight_decay": 0.1, "weight_decouple": True}
     return AdEMAMix(parameters, lr=rate, betas=(0.9, 0.95, slow), **options)
+
+
+def _adapter_rate(model, task: Task) -> float:
+    from hf_hybrid.optimizers import adapter_rate
+
+    return adapter_rate(alpha=task.alpha, width=model.config.hidden_size, preference=task.preference)
 
 
 def _direction(module: str, name: str) -> Callable:
@@ -90,6 +98,8 @@ ARMS = {
         # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
         Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
         Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
+        # Adapters at a rate that no search finds.
+        Arm("rule", "HybridTrainer at `adapter_rate`", {"lr_rescue": "off"}, rate_rule=_adapter_rate, lora=True),
         # Directions.
         Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
         Arm("orthogonal", "leaps along orthogonalised gradients", {"direction": "orthogonal"}),
@@ -141,7 +151,7 @@ KEPT = (
     *("direction", "learning_rate_scale"),
 )
 """Of a run's summary; the rest of it is long, and no table needs it."""
-DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
+DEFAULT_ARMS = ("adamw", "hybrid", "rule", "fast", "none", "prodigy")
 """Arms of the tasks that start from the default learning rate."""
 
 
@@ -158,6 +168,8 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
     kind, config_kind, common = sources.trainer(task, hybrid)
     common |= {"train_dataset": data["train"], "eval_dataset": data["test"]}
     found = {"other_loss_before": sources.other_loss(model)} if task.pretrained else {}
+    if arm.rate_rule is not None:
+        found["rate_used"] = rate = arm.rate_rule(model, task)
     with tempfile.TemporaryDirectory() as folder:
         values = training_arguments(task, steps=steps, rate=rate, seed=seed, folder=folder) | arm.arguments
         if arm.optimizer is not None:

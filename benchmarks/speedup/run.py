@@ -5,11 +5,15 @@ Loss-matched speed-up of HybridTrainer, its directions and planners, controls an
     python -m benchmarks.speedup.run --task code --arm adamw hybrid fast --minutes 60
     python -m benchmarks.speedup.run --task smol-full --arm adamw hybrid --rate 1e-4 --workers 1    # these runs alone
     python -m benchmarks.speedup.run --report           # tables and plots from what is there
+    python -m benchmarks.speedup.run --gpu --task smol-lora-long --arm adamw --rate 1e-3 --workers 8
 
 S is the number of backward passes that plain `Trainer` (AdamW at its best learning rate) needs, with a complete
 schedule of its own, for the final held-out loss of a run, over the backward passes of that run; *all costs* also counts
 forward passes of probes, a third of a step per batch, and the arithmetic of leaps. Training, probe and
 evaluation sequences are disjoint; all arms see the same training sequences in the same order.
+
+With `--gpu` runs compute on the GPU, which the workers share. Their lines are those of `speedup_gpu`, a benchmark of
+their own, as losses of the two machines are not to be mixed.
 
 Tasks of preferences (`dpo*`) and those that start from SmolLM2 (`smol-*`) run only if they are named; pretrained.py
 says how to get it. The peers want `pip install -r benchmarks/requirements.txt`, the NiNo arm its published checkpoint
@@ -25,6 +29,8 @@ import multiprocessing
 import os
 import shutil
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -83,13 +89,20 @@ def make_base() -> None:
 # What happens in the process that was started.
 
 
-def run_all(args, arms: list[str], search: Search) -> None:
+def results_of(args) -> Results:
+    """The results of the kind of machine that is asked for."""
+    return Results(args.results, "speedup_gpu" if args.gpu else "speedup", KEY)
+
+
+def run_all(args, wanted_now: Callable[[], list[Run]], search: Search) -> None:
     """
     Keep the workers busy with what is wanted most until nothing is, or the time or the number of runs is used up.
 
     Only this process writes results. Each finished run may change what is wanted next, for example end a search, so
     the list is made anew whenever a worker is free.
     """
+    device = "cuda" if args.gpu else "cpu"
+    os.environ |= {"HYBRID_BENCHMARK_DEVICE": device, "HYBRID_BENCHMARK_THREADS": str(args.threads)}
     until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
     left = args.max_runs or math.inf
     context = multiprocessing.get_context("spawn")
@@ -98,8 +111,7 @@ def run_all(args, arms: list[str], search: Search) -> None:
             pool.submit(make_base).result()
         under_way, failed = {}, set()
         while True:
-            wanted = named(args, arms) or search.wanted(args.task, arms, args.seeds)
-            wanted = [run for run in wanted if run not in failed and search.loss(run) is None]
+            wanted = [run for run in wanted_now() if run not in failed and search.loss(run) is None]
             free = [run for run in wanted if run not in under_way.values()]
             while free and left > 0 and len(under_way) < args.workers and time.monotonic() < until:
                 run = free.pop(0)
@@ -111,9 +123,9 @@ def run_all(args, arms: list[str], search: Search) -> None:
                 run = under_way.pop(future)
                 if future.exception() is not None:
                     failed.add(run)
-                    print(f"{run} failed: {future.exception()!r}", flush=True)
+                    print(f"{run} failed:", *traceback.format_exception(future.exception()), flush=True)
                     continue
-                search.results.add({**asdict(run), **future.result(), **provenance(args.threads)})
+                search.results.add({**asdict(run), **future.result(), **provenance(args.threads, device)})
                 print(f"{run}: {search.loss(run):.4f}", flush=True)
 
 
@@ -135,20 +147,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
+    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
     parser.add_argument("--minutes", type=float, default=0.0, help="Start no run after that many; 0 for no limit.")
     parser.add_argument("--max_runs", type=int, default=0, help="Start no more runs than that; 0 for no limit.")
     parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
     parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
-    results = Results(args.results, "speedup", KEY)
+    results = results_of(args)
     if not args.report:
         if args.arm and not set(args.arm) <= set(ARMS):
             parser.error(f"`--arm` takes {', '.join(ARMS)}, got `{' '.join(args.arm)}`.")
         nino = nino_path(args.nino_folder)
         arms = [arm for arm in args.arm or ARMS if nino or not ARMS[arm].needs_nino]
-        os.environ["HYBRID_BENCHMARK_THREADS"] = str(args.threads)
         os.environ["HYBRID_BENCHMARK_NINO"] = args.nino_folder or ""
-        run_all(args, arms, Search(results))
+        search = Search(results)
+        run_all(args, lambda: named(args, arms) or search.wanted(args.task, arms, args.seeds), search)
     tables = [table for task in args.task if (table := table_of(results, task, args.arm, args.seeds))]
     for table in tables:
         print_table(table)

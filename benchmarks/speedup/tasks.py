@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,8 @@ class Task:
 
     `grid` are the learning rates that plain AdamW starts its search from; it is widened while the best lies at an end.
     `tuned` is `True`, or the name of the task that is the same one with a tuned baseline. `options` are those of
-    `TrainingArguments` that all arms share. A `pretrained` task starts from SmolLM2 (pretrained.py); a `preference`
+    `TrainingArguments` that all arms share. `rank` and `alpha` are those of the adapters of a `lora` task, which lie on
+    all linear layers. A `pretrained` task starts from SmolLM2 (pretrained.py); a `preference`
     task trains by DPO, in pairs; a `reward` task by GRPO, where the loss that counts is 1 less the held-out reward.
     """
 
@@ -43,6 +45,8 @@ class Task:
     grid: tuple[float, ...]
     scratch: bool = True
     lora: bool = False
+    rank: int = 16
+    alpha: int = 32
     tuned: bool | str = True
     options: dict = field(default_factory=lambda: TUNED)
     batch: int = BATCH
@@ -52,10 +56,12 @@ class Task:
     reward: bool = False
 
 
+SMALL_ADAPTERS = {"rank": 8, "alpha": 16}
+"""Of the tasks that train adapters of our own model."""
 SMOL_SEQUENCE = 112
 SMOL = {
     "scratch": False,
-    "options": {"bf16": True, "use_cpu": True},
+    "options": {"bf16": True},
     "batch": 4,
     "sequence": SMOL_SEQUENCE,
     "pretrained": True,
@@ -64,13 +70,12 @@ SMOL = {
 Of the tasks that start from SmolLM2: `Trainer`'s own options, but for the learning rate and bf16 autocast; as many rows
 as one core computes in a few minutes.
 """
-DPO_OPTIONS = {"bf16": False, "use_cpu": True, "max_length": SEQUENCE, "gradient_checkpointing": False}
+DPO_OPTIONS = {"bf16": False, "max_length": SEQUENCE, "gradient_checkpointing": False}
 """TRL's defaults but for bf16, and checkpointing of activations, which changes nothing but the time."""
 COMPLETIONS, COMPLETION = 4, 24
 """Completions of a prompt in GRPO, and tokens of each."""
 GRPO_OPTIONS = {
     "bf16": True,
-    "use_cpu": True,
     "gradient_checkpointing": False,
     "num_generations": COMPLETIONS,
     "max_completion_length": COMPLETION,
@@ -106,6 +111,7 @@ TASKS = {
             (4e-3, 8e-3, 1.6e-2),
             scratch=False,
             lora=True,
+            **SMALL_ADAPTERS,
         ),
         Task(
             "dpo",
@@ -116,6 +122,7 @@ TASKS = {
             (2e-3, 4e-3, 8e-3),
             scratch=False,
             lora=True,
+            **SMALL_ADAPTERS,
             preference=True,
             options=DPO_OPTIONS,
             batch=2,
@@ -129,6 +136,7 @@ TASKS = {
             (DPO_RATE,),
             scratch=False,
             lora=True,
+            **SMALL_ADAPTERS,
             tuned="dpo",
             preference=True,
             options=DPO_OPTIONS,
@@ -172,6 +180,7 @@ TASKS = {
             (DEFAULT_RATE,),
             scratch=False,
             lora=True,
+            **SMALL_ADAPTERS,
             tuned="lora",
             options={},
         ),
@@ -213,6 +222,77 @@ TASKS = {
             (TRL_RATE,),
             lora=True,
             tuned="smol-lora-long",
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-lora-r8",
+            "`smol-lora-long` with the adapters that PEFT makes if nothing is said: rank 8, alpha 8",
+            "docstrings",
+            200,
+            (200,),
+            (1e-3, 2e-3, 4e-3),
+            lora=True,
+            rank=8,
+            alpha=8,
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-lora-r8-default",
+            "`smol-lora-r8` from the default learning rate of TRL's SFT",
+            "docstrings",
+            200,
+            (200,),
+            (TRL_RATE,),
+            lora=True,
+            rank=8,
+            alpha=8,
+            tuned="smol-lora-r8",
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-lora-r64",
+            "`smol-lora-long` with the adapters of QLoRA: rank 64, alpha 16",
+            "docstrings",
+            200,
+            (200,),
+            (1e-3, 2e-3, 4e-3),
+            lora=True,
+            rank=64,
+            alpha=16,
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-lora-r64-default",
+            "`smol-lora-r64` from the default learning rate of TRL's SFT",
+            "docstrings",
+            200,
+            (200,),
+            (TRL_RATE,),
+            lora=True,
+            rank=64,
+            alpha=16,
+            tuned="smol-lora-r64",
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-c-lora",
+            "LoRA (rank 16, all linear layers) on C++ headers, of which every token is learned",
+            "headers",
+            200,
+            (200,),
+            (5e-4, 1e-3, 2e-3),
+            lora=True,
+            **(SMOL | {"batch": 2}),
+        ),
+        Task(
+            "smol-c-lora-default",
+            "`smol-c-lora` from the default learning rate of TRL's SFT",
+            "headers",
+            200,
+            (200,),
+            (TRL_RATE,),
+            lora=True,
+            tuned="smol-c-lora",
             **(SMOL | {"batch": 2}),
         ),
         Task(
@@ -302,9 +382,9 @@ class TextAndModels:
         model = AutoModelForCausalLM.from_pretrained(BASE)
         if not task.lora:
             return model
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return get_peft_model(model, adapters_of(task))
 
     def trainer(self, task: Task, hybrid: bool) -> tuple[type, type, dict]:
         """Classes of the trainer and its arguments, and what else the trainer takes."""
@@ -319,6 +399,12 @@ class TextAndModels:
             return *(pair if hybrid else (trl.DPOTrainer, trl.DPOConfig)), {"processing_class": self.tokenizer}
         pair = (hf_hybrid.HybridTrainer, hf_hybrid.HybridConfig) if hybrid else (Trainer, TrainingArguments)
         return *pair, {}
+
+
+def adapters_of(task: Task):
+    from peft import LoraConfig
+
+    return LoraConfig(r=task.rank, lora_alpha=task.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _parts(rows) -> dict:
@@ -338,6 +424,11 @@ def _pairs(texts: list[str]) -> list[dict]:
     return found
 
 
+def device() -> str:
+    """Where runs compute: on the GPU only if that was asked for (`--gpu`)."""
+    return os.environ.get("HYBRID_BENCHMARK_DEVICE", "cpu")
+
+
 def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder: str) -> dict:
     """Keyword arguments of `TrainingArguments` or `HybridConfig`."""
     return {
@@ -352,5 +443,6 @@ def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder
         "disable_tqdm": True,
         "logging_steps": 10**9,
         "dataloader_pin_memory": False,
+        "use_cpu": device() == "cpu",
         **task.options,
     }
