@@ -71,10 +71,6 @@ MIN_FORECAST = FORECAST_WINDOW // 2
 """Fewer losses make no forecast."""
 
 
-NORMAL_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
-
-
 class TrainingDivergedError(RuntimeError):
     """Training cannot go on. The message says what happened and where the last good checkpoint is."""
 
@@ -278,8 +274,9 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
 
     A leap that hurts leaves a jump in the losses. Least squares turn that jump into a steeper line and a larger
     deviation, so that the next bad leap looks normal. Here the slope is the median of all slopes between two values
-    (Theil, 1950; Sen, 1968), and the noise is read from the differences between neighbours, of which one jump changes
-    one: their median absolute deviation, scaled to a standard deviation of independent noise.
+    (Theil, 1950; Sen, 1968). The noise is read from the distances to the line at two quantiles, the median and the
+    fourth fifth, each scaled to the standard deviation of a normal distribution: the larger of both, which no fifth of
+    the values can raise, however far off it is.
 
     Args:
         values (`list[float]`): At least three losses, one per real step.
@@ -290,5 +287,6 @@ def robust_trend(values: list[float]) -> tuple[float, float]:
     count = len(values)
     slope = statistics.median((values[j] - values[i]) / (j - i) for i in range(count) for j in range(i + 1, count))
     level = statistics.median(value - slope * i for i, value in enumerate(values))
-    changes = [abs(b - a - slope) for a, b in zip(values, values[1:])]
-    return level + slope * count, NORMAL_MAD * statistics.median(changes) / math.sqrt(2.0)
+    off = sorted(abs(value - level - slope * i) for i, value in enumerate(values))
+    median, fourth_fifth = off[count // 2], off[4 * count // 5]
+    return level + slope * count, max(median / 0.6745, fourth_fifth / 1.2816)

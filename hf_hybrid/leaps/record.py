@@ -31,7 +31,8 @@ class Leap:
         gain (`float`): How far it went, in units of the real steps since the last leap, after the cap; 0 until the
             weights have moved.
         real_steps (`int`): Real steps since the last leap.
-        verdict (`str`): `unprobed`, `kept`, `shrunk` (a half, a quarter ... of it was kept), `rejected`, or
+        length (`float`): The same in real steps at the peak of the learning rate.
+        verdict (`str`): `unprobed`, `kept`, `shrunk` (a part of it was kept), `rejected`, or
             `rolled_back` where Correct undid it.
         horizon (`int`): Steps that were skipped for it.
         worth (`float`): Steps that it was credited with.
@@ -59,6 +60,7 @@ class Leap:
     step: int
     real_steps: int
     gain: float = 0.0
+    length: float = 0.0
     verdict: str = "unprobed"
     horizon: int = 0
     worth: float = 0.0

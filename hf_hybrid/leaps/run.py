@@ -46,7 +46,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from accelerate import skip_first_batches
@@ -98,14 +97,15 @@ class Trust:
     Decides whether to leap, how far, and whether to probe, from the results of earlier leaps. It handles plain numbers
     only.
 
-    1. Level: a factor on the planner's gain. `proven` is the highest level that a probe accepted since one was refused.
-       A probe that accepts a shorter leap than was asked for lowers it to that length, and one that refuses every
-       length to a quarter, so the next leap begins there. Later probes ask for `RAISE` times as much: at once as long
-       as that is below the level that was refused last, and then after 4, 8, 16, ... kept leaps. The level itself is at
-       most `proven`: a caution of the divergence monitor halves it, and each kept leap raises it by a tenth.
-    2. Probation: no leap goes unprobed after one that was refused, shortened or rolled back, until a probe accepts a
+    1. Length. A leap's length is counted in real steps at the peak of the learning rate. A probe that accepts a shorter
+       leap than was asked for limits later leaps to that length (`proven`), one that refuses every length to a quarter,
+       and a roll-back to a half of what was undone. Later probes ask for `RAISE` times as much: at once as long as that
+       is below the length that was refused last, and then after 4, 8, 16, ... kept leaps.
+    2. Probation. No leap goes unprobed after one that was refused, shortened or rolled back, until a probe accepts a
        leap as it was asked for.
-    3. Back-off: after a rejection no leap is made for 1, 2, 4, ... blocks of real steps.
+    3. Back-off. After a rejection no leap is made for 1, 2, 4, ... blocks of real steps.
+    4. Level, a factor on every gain. A caution of the divergence monitor and a lasting rise of the loss halve it, and
+       each kept leap raises it by a tenth, up to 1.
 
     What probes cost is bounded in two ways. The probes of a run in which leaps do well are spread over it and cost
     `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
@@ -119,8 +119,6 @@ class Trust:
         max_steps (`int`): Length of the run.
     """
 
-    RAISE: ClassVar[float] = 2.0
-
     probe_budget: float
     max_steps: int
     kept: float = 0.0
@@ -131,20 +129,22 @@ class Trust:
     blocks_to_skip: int = 0
     probes_made: int = 0
     level: float = 1.0
-    proven: float = 1.0
-    refused: float = RAISE
-    """The level that was refused last."""
+    proven: float = math.inf
+    """The longest leap that a probe accepted since one was refused; infinite if none was."""
+    refused: float = math.inf
+    """Length of the leap that was refused last."""
     refusals: int = 0
     kept_since: int = 0
-    """Leaps that were kept since."""
+    """Leaps that were kept since the last refusal."""
     on_probation: bool = False
     refused_cost: float = 0.0
     """What probes cost that refused or shortened a leap, in real steps."""
 
     PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
     EVIDENCE_HALF_LIFE = 50.0
-    REFUSALS = 1.0
-    LOWEST = 1.0 / 64.0
+    RAISE = 2.0
+    REFUSALS = 2.0
+    LOWEST_LEVEL = 1.0 / 64.0
 
     def observe_step(self, level: Level) -> None:
         """Fade the evidence towards the prior, so that a run that rejected early leaps tries again later."""
@@ -172,45 +172,43 @@ class Trust:
         whole = self.probe_budget * self.max_steps
         if self.probes_made == 0:
             return True
-        if must_probe or self.asks_for_more:
+        if must_probe:
             return self.refused_cost + 2 * probe.price <= self.REFUSALS * whole
         return probe.cost_steps + 3 * probe.price <= whole * min(step / self.max_steps + 0.1, 1.0)
 
-    @property
-    def asks_for_more(self) -> bool:
-        """Whether it is time to try leaps that are longer than the proven ones."""
-        if self.on_probation or not self.level == self.proven < 1.0:
+    def wants_more(self, length: float) -> bool:
+        """Whether it is time to try a leap of this length, which is longer than what was proven."""
+        if self.on_probation or length <= self.proven:
             return False
         return self.RAISE * self.proven < self.refused or self.kept_since >= 2 ** (self.refusals + 1)
 
-    def next_level(self, *, probed: bool) -> float:
-        """Return the level of the leap that is made now."""
-        return min(1.0, self.RAISE * self.proven) if probed and self.asks_for_more else self.level
+    def longest(self, *, probed: bool) -> float:
+        """Return the length of the longest leap that may be made now."""
+        return self.proven * (self.RAISE if probed and self.wants_more(math.inf) else 1.0)
 
     def leap_was_probed(self, asked: float, accepted: float, cost: float) -> None:
         """
         Learn from a probe.
 
         Args:
-            asked (`float`), accepted (`float`): Level of the leap, and the one that the probe accepted: the same, a
+            asked (`float`), accepted (`float`): Length of the leap, and the one that the probe accepted: the same, a
                 lower one, or 0.
             cost (`float`): Of the probe, in real steps.
         """
         self.probes_made += 1
         self.on_probation = accepted < asked
-        self.refused_cost += cost if self.on_probation else 0.0
         if self.on_probation:
-            self._refuse(asked)
-            self.level = self.proven = max(accepted or asked / 4, self.LOWEST)
+            self.refused_cost += cost
+            self._refuse(asked, allowed=accepted or asked / 4)
         else:
-            self.level, self.proven = accepted, max(accepted, self.proven)
+            self.proven = max(accepted, self.proven)
 
     def leap_was_kept(self, *, probed: bool) -> None:
         self.kept += 1.0 if probed else 0.25
         if probed:
             self.rejections_in_a_row = 0
         self.kept_since += 1
-        self.level = min(self.proven, self.level * 1.1)
+        self.level = min(1.0, self.level * 1.1)
 
     def leap_was_rejected(self) -> None:
         self.rejected += 1.0
@@ -218,25 +216,24 @@ class Trust:
         self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
         self.on_probation = True
 
-    def leap_did_harm(self) -> None:
-        """Learn that leaps of this length did harm which no probe saw: one was rolled back, or the loss rises."""
+    def leap_was_rolled_back(self, length: float) -> None:
+        """Learn that a leap of this length did harm which no probe saw."""
         self.leap_was_rejected()
-        self._refuse(self.level)
-        self.shorten()
-        self.proven = self.level
+        self._refuse(length, allowed=length / 2)
 
-    def _refuse(self, level: float) -> None:
-        self.refused, self.refusals, self.kept_since = level, self.refusals + 1, 0
+    def _refuse(self, length: float, *, allowed: float) -> None:
+        self.refused, self.proven = length, min(allowed, self.proven)
+        self.refusals, self.kept_since = self.refusals + 1, 0
 
     def shorten(self) -> None:
         """Halve later leaps, until kept leaps raise the level again."""
-        self.level = max(self.level / 2, self.LOWEST)
+        self.level = max(self.level / 2, self.LOWEST_LEVEL)
 
     def state_dict(self) -> dict:
         return {name: value for name, value in vars(self).items() if name not in ("probe_budget", "max_steps")}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+        vars(self).update(state, proven=float(state["proven"]), refused=float(state["refused"]))
 
 
 # The run.
@@ -414,18 +411,19 @@ class LeapRun:
         if gain <= 0:
             self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
             return
-        must_probe = self.must_probe
-        due = self.probe is not None and self.trust.probe_is_due(self.probe, step, must_probe=must_probe)
+        length = gain * trajectory.clock.full_rate_steps
+        needed = self.must_probe or (self.probe is not None and self.trust.wants_more(length))
+        due = self.probe is not None and self.trust.probe_is_due(self.probe, step, must_probe=needed)
         probed = due and self.probe.choose()
-        if must_probe and not probed:
+        if self.must_probe and not probed:
             self.controller.leap_rejected()  # the epoch ends: too few sequences come next
             return
-        level = self.trust.next_level(probed=probed)
+        gain *= min(1.0, self.trust.longest(probed=probed) / length)
         with trajectory.trial(leap):
             if probed:
-                self._probe(leap, gain, level)
+                self._probe(leap, gain)
             else:
-                trajectory.leap(gain * level)
+                trajectory.leap(gain)
             if leap.verdict != "rejected":
                 self._keep(leap)
         # Nothing from here on can fail: the books are kept after the weights.
@@ -442,7 +440,7 @@ class LeapRun:
             self.steps_since_leap = 0
 
     def _gain(self, leap: Leap) -> float:
-        """Return the gain of a leap at level 1, or 0 if no leap can be made."""
+        """Return the gain that is wanted, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
         if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
@@ -451,7 +449,8 @@ class LeapRun:
             trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
         # A block that grew long during a back-off must not become one long leap.
         longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
-        return self.gains.gain(trajectory.clock.progress) * min(1.0, longest / leap.real_steps)
+        gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
+        return gain * min(1.0, longest / leap.real_steps)
 
     @property
     def must_probe(self) -> bool:
@@ -462,19 +461,20 @@ class LeapRun:
         uncertain = self.trust.on_probation or len(self._recent_losses()) < MIN_FORECAST
         return self.probe is not None and uncertain
 
-    def _probe(self, leap: Leap, gain: float, level: float) -> None:
+    def _probe(self, leap: Leap, gain: float) -> None:
         """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
         probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
         started = time.perf_counter()
         before = probe.losses()
         self.probe_seconds += time.perf_counter() - started
         if sum(loss != 0.0 for loss in before) < MIN_SEQUENCES:
-            self.trajectory.leap(gain * level)
+            self.trajectory.leap(gain)
             accepted = 1.0
         else:
-            accepted = self._compare(leap, gain * level, before)
+            accepted = self._compare(leap, gain, before)
         leap.probe_cost_steps = probe.cost_steps - spent
-        self.trust.leap_was_probed(level, level * accepted, leap.probe_cost_steps)
+        asked = leap.length / accepted if accepted else leap.length
+        self.trust.leap_was_probed(asked, asked * accepted, leap.probe_cost_steps)
         self.record.forward_only_passes += probe.forward_passes - passes
         self.record.probe_cost_steps += leap.probe_cost_steps
 
@@ -745,7 +745,8 @@ class LeapRun:
         if action is Action.SHORTEN:
             self.trust.shorten()
         if action is Action.BACK_OFF:
-            self.trust.leap_did_harm()
+            self.trust.leap_was_rejected()
+            self.trust.shorten()
         if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
             self.controller.force_full(2 * self.controller.lengths.full)
         if action is Action.ROLL_BACK:
@@ -763,7 +764,7 @@ class LeapRun:
         self.residuals.clear()
         self.record.roll_backs += 1
         leap.verdict = "rolled_back"
-        self.trust.leap_did_harm()
+        self.trust.leap_was_rolled_back(leap.length)
         self.credit -= leap.worth  # its credit is taken back
         self.monitor.errors.clear()
         self._log_leap(step, leap)

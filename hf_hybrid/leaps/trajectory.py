@@ -234,7 +234,7 @@ class Trajectory:
         leap, clock = self.open, self.clock
         if leap.gain:
             self._restore()
-        cap = min(self.max_relative_norm, self.direction.most_per_step * clock.lr_sum / clock.peak_rate)
+        cap = min(self.max_relative_norm, self.direction.most_per_step * clock.full_rate_steps)
         gain = min(gain, cap / (self.reach * clock.lr_sum)) if self.reach else gain
         size, linear = self._apply(gain)
         if size > 1.01 * cap:
@@ -243,7 +243,8 @@ class Trajectory:
             size, linear = self._apply(gain)
         if gain > 0:
             self.reach = size / (gain * clock.lr_sum)
-        leap.gain, leap.relative_norm, leap.predicted_decrease = gain, size, linear
+        leap.gain, leap.length = gain, gain * clock.full_rate_steps
+        leap.relative_norm, leap.predicted_decrease = size, linear
         self.store.changed()
 
     @torch.no_grad()

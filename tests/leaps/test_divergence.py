@@ -10,7 +10,14 @@ from conftest import ByteText, finite, hybrid_config, tiny_model
 from safetensors.torch import load_file
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.divergence import Action, DivergenceMonitor, Level, TrainingDivergedError, linear_trend
+from hf_hybrid.leaps.divergence import (
+    Action,
+    DivergenceMonitor,
+    Level,
+    TrainingDivergedError,
+    linear_trend,
+    robust_trend,
+)
 
 
 def monitor(**overrides):
@@ -131,6 +138,17 @@ def test_state_survives_json():
         3.5, 9.0, predicted_loss=2.0, leap_open=True
     )
     assert m.state_dict() == copy.state_dict()
+
+
+def test_a_robust_trend_is_that_of_the_values_without_the_jumps_of_bad_leaps():
+    noise = [0.02 * math.sin(7.0 * step) for step in range(32)]
+    clean = [5.0 - 0.01 * step + noise[step] for step in range(32)]
+    hurt = [loss + (2.0 if step in (20, 21, 22, 26, 27) else 0.0) for step, loss in enumerate(clean)]
+    trend, deviation = robust_trend(clean)
+    assert trend == pytest.approx(5.0 - 0.01 * 32, abs=0.01) and deviation == pytest.approx(0.02, rel=0.5)
+    trend_hurt, deviation_hurt = robust_trend(hurt)
+    assert trend_hurt == pytest.approx(trend, abs=0.05) and deviation_hurt < 2 * deviation
+    assert linear_trend(hurt)[1] > 10 * deviation, "least squares take the jumps for noise"
 
 
 def test_linear_trend_continues_a_line():

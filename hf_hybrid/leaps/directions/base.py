@@ -57,6 +57,11 @@ class Clock:
     peak_rate: float = 0.0
     progress: float = 0.0
 
+    @property
+    def full_rate_steps(self) -> float:
+        """Steps at the peak rate that would move the weights as far as those of this block."""
+        return self.lr_sum / self.peak_rate if self.peak_rate > 0 else 0.0
+
 
 @dataclass
 class DirectionContext:
