@@ -235,15 +235,16 @@ class Trajectory:
         if leap.gain:
             self._restore()
         cap = min(self.max_relative_norm, self.direction.most_per_step * clock.full_rate_steps)
-        gain = min(gain, cap / (self.reach * clock.lr_sum)) if self.reach else gain
+        if self.reach * abs(gain) * clock.lr_sum > cap:  # as far as the last leap tells, so that most are formed once
+            gain *= cap / (self.reach * abs(gain) * clock.lr_sum)
         size, linear = self._apply(gain)
         if size > 1.01 * cap:
             self._restore()
             gain = gain * cap / size
             size, linear = self._apply(gain)
-        if gain > 0:
-            self.reach = size / (gain * clock.lr_sum)
-        leap.gain, leap.length = gain, gain * clock.full_rate_steps
+        if gain:
+            self.reach = size / (abs(gain) * clock.lr_sum)
+        leap.gain, leap.length = gain, abs(gain) * clock.full_rate_steps
         leap.relative_norm, leap.predicted_decrease = size, linear
         self.store.changed()
 
