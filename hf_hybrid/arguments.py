@@ -171,7 +171,7 @@ class HybridArguments:
     )
     probe_budget: float = option(
         0.01,
-        "Most arithmetic that probes may cost, as a share of the run's; three times that while leaps are rejected.",
+        "Most arithmetic that probes may cost, as a share of the run's; twice that if they refuse leaps.",
         at_least=0,
         at_most=1,
     )

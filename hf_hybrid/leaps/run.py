@@ -19,18 +19,19 @@ steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
 (probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
-after which fewer preference pairs are ranked right, is halved until neither holds, at most five times, and then undone.
-Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the divergence monitor
-(divergence.py) compares the training loss with the trend before the leap, and the snapshot is there until then.
+after which fewer preference pairs are ranked right, is tried at a quarter, a sixteenth and a 64th until neither holds,
+and then undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the
+divergence monitor (divergence.py) compares the training loss with the trend before the leap, and the snapshot is there
+until then. Where Correct could not tell, because there are too few losses for a trend, every leap is probed.
+
+What was refused is learnt from (`Trust`): later leaps are not longer than what a probe accepted, and are probed until
+one is accepted as it was asked for. A run in which leaps do not help uses up a small budget and then makes none.
 
 Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
 pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made there, nor
 with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). Whether a language model is
 pretrained shows in the very first training loss. A run without leaps is plain `Trainer`'s, with the divergence monitor
 and, where it is on, the learning-rate rescue.
-
-Two mechanisms hold the next leap back, and no more than two (`Trust`): rejected leaps back off exponentially, and a
-level shortens leaps after a roll-back or a caution. docs/evaluation.md says what was measured without each.
 
 The trainer calls `begin_step`; for a real step `count`, `before_update` and `after_update`; and `end_step`. All
 decisions follow from state that is saved, so that a resumed run takes the same ones, and from numbers that are equal on
