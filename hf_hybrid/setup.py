@@ -59,6 +59,11 @@ logger = logging.getLogger(__name__)
 STRETCH_STEPS, MOST_STRETCHES = 10, 300
 """Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
 START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
+SKIP_FROM = 50
+"""
+The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
+step is worth more than the leap that replaces it: runs of 40 steps ended above plain `Trainer`.
+"""
 MAX_RATE_SCALE = 512.0
 """Largest factor of the rescue on the learning rate, which raises 5e-5 to 2.5e-2."""
 PRETRAINED_SHARE = 0.5
@@ -121,6 +126,7 @@ def _build_run(trainer) -> LeapRun:
         no_leaps=why_no_leaps(trainer),
         pretrained_below=pretrained_below(trainer),
         stretches=StretchCounter(stride),
+        skip_from=SKIP_FROM if leaps_are_automatic(trainer) else 0,
         leap_budget=options.leap_budget,
         correct_gain=options.correct_gain,
         max_steps=max_steps,

@@ -266,6 +266,7 @@ class LeapRun:
             the bytes that processes send.
         correct_gain (`bool`): Let what the last leaps met change the gain of each group of parameters.
         no_leaps (`str`, *optional*): Why no leaps are made in this run, if that is known.
+        skip_from (`int`): No step before this one is skipped, whatever leaps are worth.
         pretrained_below (`float`): No leaps are made if the first training loss is below this.
         max_steps (`int`): Length of the run.
         max_grad_norm (`float`): Clipping threshold of the trainer, for the signals.
@@ -301,6 +302,7 @@ class LeapRun:
         max_steps: int,
         max_grad_norm: float,
         no_leaps: str | None = None,
+        skip_from: int = 0,
         pretrained_below: float = 0.0,
         on_phase_change: Callable[[Phase, Phase], None] = lambda old, new: None,
         survive: Callable[[Exception, str], None] = survive_nothing,
@@ -319,7 +321,7 @@ class LeapRun:
         """Training loss of the run's first real step, before any update."""
         self.no_leaps: str | None = None
         """Why no leaps are made, or `None` if they are."""
-        self.pretrained_below = pretrained_below
+        self.pretrained_below, self.skip_from = pretrained_below, skip_from
         self.leap_cost: float | None = None
         """
         Arithmetic of a leap in real steps, or the bytes that it sends if these are more; `None` until the first step
@@ -516,7 +518,8 @@ class LeapRun:
     def _keep(self, leap: Leap) -> None:
         """Inside the trial, write the leap for good, and remember the values that Correct compares with."""
         room = min(self.controller.lengths.max_predict, self.max_steps - leap.step - 1)
-        leap.worth = max(self.gains.worth_of(leap.gain, leap.real_steps) - leap.probe_cost_steps, 0.0)
+        worth = self.gains.worth_of(leap.gain, leap.real_steps) if leap.step >= self.skip_from else 0.0
+        leap.worth = max(worth - leap.probe_cost_steps, 0.0)
         leap.horizon = min(int(self.credit + leap.worth), room)
         losses = self._recent_losses()
         if len(losses) >= MIN_FORECAST:
