@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, config_values, finite, hybri
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -248,6 +248,24 @@ def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
         assert leap["loss_after"] - leap["loss_before"] > 2 * leap["standard_error"]
         assert same(recorder.after[leap["step"] - 1], recorder.before[leap["step"]])
         assert leap["horizon"] == 0
+
+
+def test_leaps_at_a_rate_that_is_far_too_high_do_no_harm(tmp_path):
+    """Leaps that were shortened sixteenfold used to be followed by unprobed ones of full length, which stayed."""
+    above = []
+    for seed in range(3):
+        ends = []
+        for enable_predict in (False, True):
+            values = config_values(tmp_path, max_steps=60, learning_rate=0.06, seed=seed, logging_steps=1000)
+            values |= {"enable_predict": enable_predict, "direction": "orthogonal", "leap_budget": 100.0}
+            torch.manual_seed(seed)
+            data = {"train_dataset": ByteText(600), "eval_dataset": ByteText(64, offset=700)}
+            trainer = HybridTrainer(tiny_model(), HybridConfig(**values, lr_rescue="off"), **data)
+            trainer.train()
+            ends.append(trainer.evaluate()["eval_loss"])
+        assert trainer.hybrid_summary()["leaps_made"] > 0
+        above.append(ends[1] / ends[0] - 1)
+    assert sum(above) / len(above) < 0.01 and max(above) < 0.03
 
 
 def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch):
