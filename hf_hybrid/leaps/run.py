@@ -110,7 +110,8 @@ class Trust:
 
     What probes cost is bounded in two ways. The probes of a run in which leaps do well are spread over it and cost
     `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
-    and those that are refused may cost `REFUSALS` times the budget. After that no leap is made that needs a probe.
+    and those that are refused may cost `REFUSALS` times the budget, a tenth of which each kept leap forgives. After
+    that no leap is made that needs a probe.
 
     It also computes a confidence, one of the signals: the posterior share of kept leaps, times the stability of the
     run, times the planner's probability that leaping pays, if it has one.
@@ -139,12 +140,12 @@ class Trust:
     """Leaps that were kept since the last refusal."""
     on_probation: bool = False
     refused_cost: float = 0.0
-    """What probes cost that refused or shortened a leap, in real steps."""
+    """What probes cost that refused or shortened a leap, in real steps, as far as kept leaps have not forgiven it."""
 
     PRIOR_KEPT, PRIOR_REJECTED = 3.0, 1.0
     EVIDENCE_HALF_LIFE = 50.0
     RAISE = 2.0
-    REFUSALS = 2.0
+    REFUSALS, FORGIVES = 2.0, 0.9
     LOWEST_LEVEL = 1.0 / 64.0
 
     def observe_step(self, level: Level) -> None:
@@ -209,6 +210,7 @@ class Trust:
         if probed:
             self.rejections_in_a_row = 0
         self.kept_since += 1
+        self.refused_cost *= self.FORGIVES
         self.level = min(1.0, self.level * 1.1)
 
     def leap_was_rejected(self) -> None:
@@ -451,7 +453,7 @@ class LeapRun:
         if self.correction is not None:
             trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in trajectory.names]
         # A block that grew long during a back-off must not become one long leap.
-        longest = 2 * max(lengths.full + lengths.correct, self.shortest_block)
+        longest = max(lengths.full + lengths.correct, self.shortest_block)
         gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
         return gain * min(1.0, longest / leap.real_steps)
 
@@ -482,7 +484,7 @@ class LeapRun:
         self.record.probe_cost_steps += leap.probe_cost_steps
 
     def _compare(self, leap: Leap, gain: float, before: Sequence[float]) -> float:
-        """Keep the leap, shorten it until it helps, or reject it. Return the share of it that is accepted."""
+        """Keep the leap, shorten it until it is not worse, or reject it. Return the share of it that is accepted."""
         accepted = 1.0
         leap.loss_before, leap.accuracy_before = sum(before) / len(before), accuracy_of(before)
         self._look(leap, gain, before)
@@ -495,7 +497,8 @@ class LeapRun:
             refused = replace(leap)
             for accepted in self.SHORTER:
                 self._look(leap, refused.gain * accepted, before)
-                if leap.decrease > 0 and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
+                worse = is_clearly_worse(leap.decrease, leap.standard_error, margin=0.0, z=1.0)
+                if not worse and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
                     leap.verdict = "shrunk"
                     break
             else:  # what is written down is the leap that was asked for
