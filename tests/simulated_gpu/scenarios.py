@@ -351,7 +351,7 @@ training("eight_bit_bf16", **STREAM, optimizer_states="8bit", bf16=True,
          expect=AS_RESIDENT | {"locks_masters": True})  # fmt: skip
 
 
-def measured(place: Place, *, architecture: dict, **options) -> dict[str, Tensor]:
+def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tensor]:
     """Copies to the host are as late as they may be, so the peak of a step tells how many sources are kept for them."""
     peak = Peak(place)
     found = train(place, **STREAM, architecture={"width": 32, **architecture}, callbacks=[peak], **options)
@@ -361,7 +361,7 @@ def measured(place: Place, *, architecture: dict, **options) -> dict[str, Tensor
 
 for _layers in (4, 12):
     _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
-    SCENARIOS[f"layers_{_layers}"] = Scenario(partial(measured, **_options))
+    SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
 
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
