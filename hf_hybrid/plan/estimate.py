@@ -14,7 +14,8 @@ summed up from the sizes of the layers and from the trace's activations of check
     device   slots for the layers fetched ahead, the one that computes and the resident ones; embeddings, head and all
              else that is not streamed, with gradients and states; between two layers their boundary, for every
              micro-batch in flight; and the largest of three moments that never coincide: a layer is recomputed and its
-             gradients leave; head and loss compute; a unit is updated (8-bit states).
+             gradients leave; head and loss compute; a unit is updated (8-bit states). On a GPU what was sent before is
+             still leaving in each of them.
     host     weights, gradients and states of what is streamed, rounded copies that travel in its place, boundaries
              that wait there, and scratch of Muon's or the leaps' orthogonalisation, which holds a few copies of the
              largest matrix.
@@ -382,12 +383,15 @@ class Estimator:
         # The output before the last is parked as well, though it is needed again at once.
         parked = (len(layers) - 1) * windows * setup.offload_activations
         table.add("activations", "host", parked * per.locked(active.output))
-        # The gradient of embeddings or head is still leaving while the layer beside them computes.
         wide = max(per.leaving(end, setup.gradient_accumulation_steps) for end in (embedding, head))
         passes = setup.gradient_accumulation_steps // windows
         widest = max(per.leaving(layer, passes, windows) for layer in set(layers))
-        recomputing = {"activations": active.layer, "gradients": widest + wide}
-        loss, update = {"activations": active.loss, "gradients": wide}, {}
+        # On a GPU, what was sent before may still be leaving, up to a limit (`Transfers.most_leaving`). On a CPU, the
+        # gradient of embeddings or head is counted beside the layer that computes next.
+        before = per.own[0] * max(unit.trainable for unit in units) or min(slots, parked * active.output)
+        before *= per.on_gpu
+        recomputing = {"activations": active.layer, "gradients": widest + (before if per.on_gpu else wide)}
+        loss, update = {"activations": active.loss, "gradients": wide + before}, {"gradients": before}
         if not stream_embeddings:
             loss["buffers"] = shape.vocab * shape.hidden * per.rounded[0]  # autocast's cast of the head
         if setup.optimizer_states == "8bit":

@@ -80,6 +80,9 @@ class LayerStreamer:
         self.units = self.layers + self._ends
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
         self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
+        # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
+        trained = max((sum(piece.master.nbytes for piece in unit.trainable) for unit in self.units), default=0)
+        self.transfers.most_leaving = trained or max((unit.storage.packed_bytes for unit in self.units), default=0)
         self._position = {unit: index for index, unit in enumerate(self.layers)}
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []

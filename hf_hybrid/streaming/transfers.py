@@ -9,7 +9,9 @@ expressed with events:
 - Computation waits for the arrival of its operands (`wait`, `Fetched.take`).
 - A copy into device memory waits for the computation that used this memory before (`release`, `fetch`).
 - A copy to the host waits for the computation that makes its source (`send`), and its source is kept alive until the
-  copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor.
+  copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor. The host
+  runs far ahead of the device, so that without a limit it would allocate the gradients of many layers before the first
+  has left. Beyond `most_leaving` bytes, computation waits for the oldest copy, and its source is let go of.
 - A copy back of what was just sent waits for that copy (`after`): the two directions do not know each other.
 
 The driver copies asynchronously only from and to page-locked ("pinned") host memory. Locking pages is slow, so buffers
@@ -22,6 +24,7 @@ is how the tests compare every streamed run with a resident one.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from typing import Any
 
@@ -64,7 +67,10 @@ class Transfers:
         make = functools.partial(self._streams.Stream, device=device) if self.beside else self._streams.Stream
         self.device, self._in, self._out = device, make(), make()
         self.bytes_in = self.bytes_out = 0
+        self.most_leaving = math.inf
+        """Bytes of sources that may be on their way to the host before computation waits for the oldest."""
         self._leaving: deque[tuple[Event, Tensor]] = deque()
+        self._bytes_leaving = 0
 
     def wait(self, event: Event) -> None:
         """Let later computation wait for the event, without blocking the host."""
@@ -100,15 +106,24 @@ class Transfers:
         Start copying a device tensor into page-locked host memory; returns the event after which the copy is complete.
 
         With `keep` the source is kept alive until it has left, otherwise the caller does that. See [`finish_sending`].
+        Of several sources at most `most_leaving` bytes are kept.
         """
         self.bytes_out += target.numel() * target.element_size()
         self._out.wait_stream(self._computing)
         sent = self._copy(self._out, target, source)
         if keep and sent is not None:
             self._leaving.append((sent, source))
+            self._bytes_leaving += source.nbytes
             while self._leaving and self._leaving[0][0].query():
-                self._leaving.popleft()
+                self._let_go()
+            while self._bytes_leaving > self.most_leaving and len(self._leaving) > 1:
+                # The host does not wait. Memory is given back in the order of computation, which now waits instead.
+                self.wait(self._leaving[0][0])
+                self._let_go()
         return sent
+
+    def _let_go(self) -> None:
+        self._bytes_leaving -= self._leaving.popleft()[1].nbytes
 
     def finish_sending(self) -> None:
         """Wait until everything sent has arrived on the host."""
@@ -116,6 +131,7 @@ class Transfers:
             # The last is over when all are: a stream keeps their order. Sources are let go of only then.
             self._leaving[-1][0].synchronize()
             self._leaving.clear()
+            self._bytes_leaving = 0
 
     def finish(self) -> None:
         """

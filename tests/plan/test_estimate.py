@@ -115,6 +115,12 @@ def test_streamed_by_hand(tiny):
     assert columns(result.table, "host") == [2 * SLOT, 4 * 2 * LAYER, 8 * 2 * LAYER, 0, 0, 0]
 
 
+def test_on_a_gpu_the_gradients_of_one_more_unit_are_leaving(tiny):
+    base = {"sequence_length": TOKENS, "memory": "stream", "enable_predict": False}
+    there, here = (plan(tiny, accelerator=name, **base).table.get("gradients", "device") for name in ("cuda", "cpu"))
+    assert there - here == 4 * LAYER
+
+
 def test_what_options_change_in_a_streamed_plan(tiny):
     base = {"sequence_length": TOKENS, "gradient_accumulation_steps": 3, "memory": "stream", "enable_predict": False}
     before = plan(tiny, **base).table

@@ -247,6 +247,22 @@ def train(place: Place, *, tied: bool = True, lora: bool = False, architecture: 
     return weights_of(trainer)
 
 
+class Peak(TrainerCallback):
+    """The largest number of bytes on the device within a step, beside what is there when it begins."""
+
+    def __init__(self, place: Place):
+        self.place, self.grown = place, []
+
+    def on_step_begin(self, *args, **kwargs):
+        if self.place.on_device:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+
+    def on_step_end(self, *args, **kwargs):
+        if self.place.on_device:
+            self.grown.append(torch.cuda.max_memory_allocated() - self.before)
+
+
 def told_by(trainer: HybridTrainer) -> dict[str, Any]:
     """Losses of every step, and what became of the leaps."""
     return {
@@ -326,11 +342,28 @@ training("muon", **STREAM, optim="muon", expect=ORTHOGONALISED)
 training("bf16", **STREAM, bf16=True, expect=AS_RESIDENT)
 training("bf16_by_micro_batch", **STREAM, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT)
 training("bf16_of_a_device_model", **STREAM, bf16=True, on_device_already=True, expect=AS_RESIDENT)
-training("eight_bit", **STREAM, optimizer_states="8bit", architecture=WIDE, expect=ROUNDED_STATES)
+# The kernel of bitsandbytes for CUDA rounds moments to the nearest code. That for the CPU does not: `eight_bit` on an
+# H100 was 1.9e-3 from the CPU. So is an update with the nearest codes that is computed on the CPU: the largest
+# differences of 15 tensors are equal to 1e-6.
+training("eight_bit", **STREAM, optimizer_states="8bit", architecture=WIDE, expect=AS_RESIDENT | ROUNDED_STATES)
 training("eight_bit_more", **STREAM, optimizer_states="8bit", **MORE, expect=ROUNDED_STATES)
 training("eight_bit_by_micro_batch", **STREAM, optimizer_states="8bit", accumulation_walk="micro_batch")
 training("eight_bit_bf16", **STREAM, optimizer_states="8bit", bf16=True,
          expect=AS_RESIDENT | {"locks_masters": True})  # fmt: skip
+
+
+def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tensor]:
+    """Copies to the host are as late as they may be, so the peak of a step tells how many sources are kept for them."""
+    peak = Peak(place)
+    found = train(place, **STREAM, architecture={"width": 32, **architecture}, callbacks=[peak], **options)
+    place.facts["grown"] = max(peak.grown, default=0)
+    return found
+
+
+for _layers in (4, 12):
+    _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
+    SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
+
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("saves", **STREAM, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)

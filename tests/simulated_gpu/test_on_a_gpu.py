@@ -33,7 +33,8 @@ def results(request, tmp_path_factory):
     made.end()
 
 
-each = pytest.mark.parametrize("name", ON_A_GPU)
+# By module: all tests of a scenario run before those of the next, so that a run that is cut short has tested it whole.
+each = pytest.mark.parametrize("name", ON_A_GPU, scope="module")
 
 
 @each

@@ -56,6 +56,14 @@ def test_the_weights_are_those_of_the_other_place(name, results):
     assert not wrong, f"more than {scenario.tolerance} from {scenario.beside}: {wrong}"
 
 
+@needs("layers_4", "layers_12")
+def test_what_leaves_the_device_does_not_pile_up_on_it(results):
+    """The host runs ahead of the device. Gradients of several layers must not wait there for their copies."""
+    grown = {name: results.of(name)["facts"]["grown"] for name in ("layers_4", "layers_12")}
+    one_layer = 4 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert 0 < grown["layers_12"] <= grown["layers_4"] + one_layer, grown
+
+
 @each
 def test_the_host_is_seldom_stopped(name, results):
     found = results.of(name)
