@@ -72,7 +72,6 @@ SAVED_RUNS = {
     "plain": {"enable_predict": False},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False},
     "plain_lora": {"lora": True, "learning_rate": 1e-2, "enable_predict": False},
-    "searching": {"lora": True, "learning_rate": 2e-3, "direction": "auto", "lr_rescue": "on"},
 }
 STOPS_AT = 13
 DEATHS = (4, 7, 10, 13, 17)
