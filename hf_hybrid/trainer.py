@@ -246,7 +246,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run = NoLeaps(why=error.reason)
         logger.warning(
             "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
-            "search of the learning rate and the forecast.",
+            "rescue of the learning rate and the forecast.",
             error.reason,
         )
 
