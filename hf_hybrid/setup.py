@@ -232,7 +232,7 @@ def tell_of_adapter_rate(trainer) -> None:
     if rescue is None:
         logger.warning(
             "Adapters are trained at `learning_rate=%g`, because %s. Adapters often need ten times the rate of full "
-            "fine-tuning: set `learning_rate`.",
+            "fine-tuning: choose `learning_rate` for them.",
             args.learning_rate,
             _why_no_adapter_rate(trainer),
         )
