@@ -178,8 +178,8 @@ class HybridArguments:
 
     lr_rescue: Literal["auto", "on", "off"] = option(
         "auto",
-        "Raise a learning rate that is too small for the run, from the first step on. auto: only if learning_rate was "
-        "left at its default.",
+        "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or take "
+        "that of LoRA adapters from their shape. auto: only if learning_rate was left at its default.",
         group="Learning rate and optimizer",
     )
     muon_lr_scale: float = option(

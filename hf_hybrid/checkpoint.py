@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = "hybrid_state.json"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Report = dict[str, Any]
 

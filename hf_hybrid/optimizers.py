@@ -39,8 +39,11 @@ exception. There Muon and AdamW have the same best rate.
 
 ADAPTER_RATE, AT_ALPHA, AT_WIDTH = 1e-3, 32, 576
 """Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (docs/evaluation.md)."""
-OF_PREFERENCES = 0.5
-"""Rate of a preference loss over that of supervised training: each pair that is learned has less gradient."""
+OF_PREFERENCES = 0.25
+"""
+Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
+on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation.md).
+"""
 
 _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from hf_hybrid.leaps.directions.base import DirectionFactory, NoDirection, direc
 from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
-from hf_hybrid.leaps.rescue import AdapterRateSearch, KeptWeights, LearningRateRescue
+from hf_hybrid.leaps.rescue import AdapterRate, LearningRateRescue
 from hf_hybrid.leaps.run import NO_LEAPS, BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
 from hf_hybrid.leaps.signals import SignalObserver
@@ -40,7 +40,7 @@ from hf_hybrid.machine import (
     sharding_of,
     workspace_bytes,
 )
-from hf_hybrid.optimizers import MuonAdamW, is_adam, muon_groups, optimizer_name, split_parameters
+from hf_hybrid.optimizers import MuonAdamW, adapter_rate, is_adam, muon_groups, optimizer_name, split_parameters
 from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
@@ -64,8 +64,10 @@ SKIP_FROM = 50
 The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
 step is worth more than the leap that replaces it: runs of 40 steps ended above plain `Trainer`.
 """
+MAX_ADAPTER_RATE = 1e-2
+"""About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""
 MAX_RATE_SCALE = 512.0
-"""Largest factor of the rescue on the learning rate, which raises 5e-5 to 2.5e-2."""
+"""Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
 PRETRAINED_SHARE = 0.5
 """
 A model counts as pretrained if its first training loss is below this share of the loss of a model that knows nothing,
@@ -122,7 +124,7 @@ def _build_run(trainer) -> LeapRun:
         signals=SignalObserver(),
         probe=_probe(trainer, feed),
         feed=feed,
-        rescue=_rescue(trainer, trajectory),
+        rescue=_rescue(trainer),
         no_leaps=why_no_leaps(trainer),
         pretrained_below=pretrained_below(trainer),
         stretches=StretchCounter(stride),
@@ -200,19 +202,111 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
     return args.learning_rate == default
 
 
-def _searches_for_adapters(trainer) -> bool:
-    """Whether the learning rate, if it is looked for, is that of adapters in a run without leaps."""
-    return _trains_adapters(trainer) and leaps_are_automatic(trainer) and trainer.args.learning_rate > 0
+def _searches_rate(trainer) -> bool:
+    """Whether the learning rate is searched during the run. That of adapters follows from a rule."""
+    return rescue_is_on(trainer.args, trainer.hybrid_args) and not _trains_adapters(trainer)
 
 
-def _rescue(trainer, trajectory: Trajectory) -> LearningRateRescue | AdapterRateSearch | None:
-    """Return what raises the learning rate. The search of adapters takes weights back, which leaps could not bear."""
+def _rescue(trainer) -> LearningRateRescue | AdapterRate | None:
+    """Return what raises the learning rate."""
     if not rescue_is_on(trainer.args, trainer.hybrid_args):
         return None
-    if not _searches_for_adapters(trainer):
+    if not _trains_adapters(trainer):
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
-    kept = KeptWeights(trajectory.shards, trajectory.optimizer, trajectory.store)
-    return AdapterRateSearch(trainer.args.learning_rate, kept)
+    if _why_no_adapter_rate(trainer) is not None:
+        return None
+    scale = max(1.0, _adapter_rate(trainer) / trainer.args.learning_rate)
+    return AdapterRate(scale, backs_off=not trainer.trains_preferences)
+
+
+# The learning rate of adapters, where none is given. The rule was measured with AdamW, LoRA as PEFT makes it if nothing
+# is said, and the losses of supervised fine-tuning and of DPO. Whatever is not known to be like that trains at the rate
+# of the options, as with plain `Trainer`.
+
+
+def tell_of_adapter_rate(trainer) -> None:
+    """Say which learning rate adapters get in place of the default, or why they get none."""
+    args, rescue = trainer.args, trainer.run.rescue
+    if not _trains_adapters(trainer) or not rescue_is_on(args, trainer.hybrid_args):
+        return
+    if rescue is None:
+        logger.warning(
+            "Adapters are trained at `learning_rate=%g`, because %s. Adapters often need ten times the rate of full "
+            "fine-tuning: choose `learning_rate` for them.",
+            args.learning_rate,
+            _why_no_adapter_rate(trainer),
+        )
+    elif rescue.scale > 1:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        logger.warning(
+            "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
+            "`learning_rate` to have another one, or `lr_rescue=off` to keep that one.",
+            rescue.scale * args.learning_rate,
+            args.learning_rate,
+            max(_lora_alphas(model)),
+            f", `hidden_size={_width(model)}`" + " and preferences as data" * trainer.trains_preferences,
+        )
+
+
+def _adapter_rate(trainer) -> float:
+    """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    alpha = max(_lora_alphas(model))
+    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=_width(model), preference=trainer.trains_preferences))
+
+
+def _why_no_adapter_rate(trainer) -> str | None:
+    """Return why the rule says nothing about these adapters, their optimizer or their loss."""
+    model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
+    configs = model.peft_config.values()
+    other = [
+        kind for config in configs if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA"
+    ]
+    if rate == 0:
+        return "the rate is zero"
+    if other:
+        return f"no default rate is known for adapters of the type `{other[0]}`"
+    if start := [config.init_lora_weights for config in configs if config.init_lora_weights is not True]:
+        return f"no default rate is known for adapters that begin as `init_lora_weights={start[0]}`"
+    if _trains_more_than_lora(model):
+        return "other weights are trained beside them"
+    if (name := _optimizer_unlike_adam(trainer)) is not None:
+        return f"no default rate is known for the optimizer `{name}`"
+    groups = _unwrapped_optimizer(trainer).param_groups
+    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
+        return "the optimizer that was passed has learning rates of its own"
+    if _width(model) is None:
+        return "the width of the model is not known"
+    return None if trainer.trains_preferences else _unknown_loss(trainer)
+
+
+def _width(model: torch.nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "hidden_size", None)
+
+
+def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[float, list[torch.nn.Parameter]]]:
+    """Return `lora_alpha`, as it acts on the product of the matrices, and parameters of each trained adapter layer."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name, rank in layer.r.items():
+                parts = [getattr(layer, part, {}) for part in (*layer.adapter_layer_names, "lora_magnitude_vector")]
+                own = [part[name] for part in parts if name in part]
+                own = [p for part in own for p in (part.parameters() if isinstance(part, torch.nn.Module) else [part])]
+                if any(p.requires_grad for p in own):
+                    yield layer.scaling[name] * rank, own
+
+
+def _lora_alphas(model: torch.nn.Module) -> list[float]:
+    return [alpha for alpha, _ in _lora_layers(model)]
+
+
+def _trains_more_than_lora(model: torch.nn.Module) -> bool:
+    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
+    return any(p.requires_grad and id(p) not in adapters for p in model.parameters())
 
 
 # Whether there are leaps. They are made where they were measured to pay (docs/evaluation.md): with an optimizer like
@@ -236,15 +330,20 @@ def why_no_leaps(trainer) -> str | None:
         return None
     if _trains_adapters(trainer):
         return "adapters are trained"
-    return trainer.no_leaps_because or _unlike_adam(trainer) or _unlike_plain_loss(trainer)
+    if trainer.no_leaps_because is not None:
+        return trainer.no_leaps_because
+    if (name := _optimizer_unlike_adam(trainer)) is not None:
+        return f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
+    unknown = _unknown_loss(trainer)
+    return unknown and f"{unknown}, so it does not tell how much the model knows"
 
 
 def _trains_adapters(trainer) -> bool:
     return hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
 
 
-def _unlike_adam(trainer) -> str | None:
-    """Return that the optimizer is not known to step as AdamW does. It may not be made yet."""
+def _optimizer_unlike_adam(trainer) -> str | None:
+    """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
     optimizer = trainer.optimizer
     while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):  # wrappers of a user's may do anything
         optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
@@ -255,7 +354,7 @@ def _unlike_adam(trainer) -> str | None:
         name = made.__name__
     else:
         made = name = optimizer_name(trainer.args)
-    return None if is_adam(made) else f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
+    return None if is_adam(made) else name
 
 
 _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl", "AxolotlTrainer")}
@@ -263,9 +362,10 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def _unlike_plain_loss(trainer) -> str | None:
-    """Return why the training loss may not be the cross-entropy over the vocabulary."""
+def _unknown_loss(trainer) -> str | None:
+    """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
     packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
     unknown = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
@@ -284,12 +384,10 @@ def _unlike_plain_loss(trainer) -> str | None:
     elif computes not in known and not computes.endswith(_LANGUAGE_MODELS):
         what = f"`{computes}`"
     elif vocabulary_size(model) is None:
-        return "the size of the vocabulary is not known"
+        what = "a model whose vocabulary has no known size"
     else:
         return None
-    return (
-        f"the loss of {what} is not known to be the plain cross-entropy, so it does not tell how much the model knows"
-    )
+    return f"the loss of {what} is not known to be the plain cross-entropy"
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -357,8 +455,8 @@ def _trajectory(trainer) -> Trajectory:
     store = Gathered(model) if trainer.is_fsdp_enabled else memory
     matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)
-    if why_no_leaps(trainer) is not None and not rescue_is_on(trainer.args, options):
-        direction = NoDirection  # the rescue alone asks for its average
+    if why_no_leaps(trainer) is not None and not _searches_rate(trainer):
+        direction = NoDirection  # the search of the rate asks for its average
     trajectory = Trajectory(
         [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
         _unwrapped_optimizer(trainer),
@@ -545,9 +643,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     vram, ram = (
         None if gib is None else int(gib * 2**30) for gib in (options.vram_budget_gib, options.host_budget_gib)
     )
-    searches = rescue_is_on(args, options)
-    for_adapters = searches and _searches_for_adapters(trainer)
-    remembers = why_no_leaps(trainer) is None or (searches and not for_adapters)  # the rescue may ask for its average
+    remembers = why_no_leaps(trainer) is None or _searches_rate(trainer)  # which may ask for its average
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
@@ -574,7 +670,6 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         accumulation_walk=options.accumulation_walk,
         enable_predict=trainer.has_phases,
         values_per_weight=direction.values_per_weight if remembers else None,
-        kept_copies=AdapterRateSearch.KEPT if for_adapters else 0,
         buffers_device=options.buffers_device,
     )
     return Estimator(shape, Tracer.of(model)).plan(setup)

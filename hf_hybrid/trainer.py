@@ -62,6 +62,7 @@ from hf_hybrid.setup import (
     leave_adapters_to_adamw,
     makes_muon,
     share_optimizer,
+    tell_of_adapter_rate,
     tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident
@@ -165,6 +166,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
     no_leaps_because: str | None = None
     """Why trainers of this kind make no leaps unless a direction is named."""
+    trains_preferences = False
+    """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 
@@ -243,7 +246,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run = NoLeaps(why=error.reason)
         logger.warning(
             "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
-            "search of the learning rate and the forecast.",
+            "rescue of the learning rate and the forecast.",
             error.reason,
         )
 
@@ -423,6 +426,7 @@ class HybridTrainerMixin(PublishingMixin):
             self.plugins.call("on_train_begin", context)
             return
         tell_of_no_leaps(self)
+        tell_of_adapter_rate(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
         context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
         self._around_forward = self.plugins.listens("before_forward", "after_backward")

@@ -382,7 +382,7 @@ def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
     written = json.loads((tmp_path / VALUES_NAME).read_text())
     changed = {**written, "schema_version": version} if version else {"engine": written["engine"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `3`"):
+    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `4`"):
         load_hybrid_state(tmp_path)
 
 

@@ -3,8 +3,10 @@ What is compared: trainers, directions, planners, controls and peers.
 
 `results.jsonl` also has runs of arms that are no longer here, because the options that they tried are gone:
 `planner-fixed` (the mean gain of the schedule throughout), `line-search` (a line search along the drift alone),
-`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it). In
-all of them leaps were verified on 64 held-out sequences, except where `"benchmark": "probes"` compares the two.
+`tail-average` and `hybrid-tail` (the mean of the weights of the last tenth of a run, if the probe set prefers it),
+`search` (the learning rate of adapters was searched during the run) and `rule` (it was set to that of `adapter_rate`,
+which `rate_used` has, before `hybrid` did so). In the first four leaps were verified on 64 held-out sequences, except
+where `"benchmark": "probes"` compares the two.
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ class Arm:
         rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
         needs_nino (`bool`): Whether it needs the checkpoint of NiNo.
         lora (`bool`): Whether it makes sense only for tasks that train adapters.
-        rate_rule (`Callable`, *optional*): From a model and its task to the rate that takes the place of the run's.
         probe_set (`bool`): Verify leaps on 64 held-out sequences in place of the next training batches.
     """
 
@@ -50,7 +51,6 @@ class Arm:
     callback: Callable | None = None
     direction: Callable | None = None
     rate_of: str = "adamw"
-    rate_rule: Callable | None = None
     needs_nino: bool = False
     lora: bool = False
     probe_set: bool = False
@@ -69,12 +69,6 @@ def _ademamix(parameters, rate, steps):
     slow = 1.0 - 6.0 / steps  # the memory of gradient_memory: a sixth of the run
     options = {"alpha": 5.0, "t_alpha_beta3": steps, "weight_decay": 0.1, "weight_decouple": True}
     return AdEMAMix(parameters, lr=rate, betas=(0.9, 0.95, slow), **options)
-
-
-def _adapter_rate(model, task: Task) -> float:
-    from hf_hybrid.optimizers import adapter_rate
-
-    return adapter_rate(alpha=task.alpha, width=model.config.hidden_size, preference=task.preference)
 
 
 def _direction(module: str, name: str) -> Callable:
@@ -98,8 +92,6 @@ ARMS = {
         # AdamW's own momentum is too long for these short runs: a shorter one on both sides.
         Arm("beta1-0.7", "plain Trainer, adam_beta1=0.7", arguments={"adam_beta1": 0.7}),
         Arm("hybrid-beta1-0.7", "HybridTrainer, adam_beta1=0.7", {}, arguments={"adam_beta1": 0.7}),
-        # Adapters at a rate that no search finds.
-        Arm("rule", "HybridTrainer at `adapter_rate`", {"lr_rescue": "off"}, rate_rule=_adapter_rate, lora=True),
         # Directions.
         Arm("none", "control: predicted steps do nothing", {"direction": "none"}),
         Arm("orthogonal", "leaps along orthogonalised gradients", {"direction": "orthogonal"}),
@@ -151,7 +143,7 @@ KEPT = (
     *("direction", "learning_rate_scale"),
 )
 """Of a run's summary; the rest of it is long, and no table needs it."""
-DEFAULT_ARMS = ("adamw", "hybrid", "rule", "fast", "none", "prodigy")
+DEFAULT_ARMS = ("adamw", "hybrid", "fast", "none", "prodigy")
 """Arms of the tasks that start from the default learning rate."""
 
 
@@ -168,8 +160,6 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
     kind, config_kind, common = sources.trainer(task, hybrid)
     common |= {"train_dataset": data["train"], "eval_dataset": data["test"]}
     found = {"other_loss_before": sources.other_loss(model)} if task.pretrained else {}
-    if arm.rate_rule is not None:
-        found["rate_used"] = rate = arm.rate_rule(model, task)
     with tempfile.TemporaryDirectory() as folder:
         values = training_arguments(task, steps=steps, rate=rate, seed=seed, folder=folder) | arm.arguments
         if arm.optimizer is not None:

@@ -1,15 +1,15 @@
 """
-Adapters whose learning rate was left at a default: is a rule without state as good as the search?
+Adapters whose learning rate was left at a default: how good is the rule that takes its place?
 
     python -m benchmarks.speedup.rates --task lora dpo --workers 2            # half an hour on two cores
     python -m benchmarks.speedup.rates --gpu --workers 12                     # SmolLM2 on a GPU
     python -m benchmarks.speedup.rates --gpu --report                         # the tables of what is there
 
-For each task there are, with the same seeds: the search (`hybrid`, from the default rate), `rule` (the rate of
-`hf_hybrid.optimizers.adapter_rate`, without a search), and plain AdamW at rates in factors of two, so that the best
-constant of the task is known with an interior optimum. `smol-lora-r8` and `smol-lora-r64` have other adapters, and
-`smol-c-lora` other text: no default was ever tuned on them. The search goes if the rule ends within 1 % of it, or
-below, on every task.
+For each task there are, with the same seeds: `hybrid` from the default rate, and plain AdamW at rates in factors of
+two, so that the best constant of the task is known with an interior optimum. `smol-lora-r8` and `smol-lora-r64` have
+other adapters, and `smol-c-lora` other text: no default was ever tuned on them. The tables also have two arms that are
+gone, `search` and `rule` (arms.py). The search went because the rule ended within 1 % of it, or below, where
+fine-tuning is supervised.
 
 Losses of preferences are those of a few pairs that are ranked wrong: one in a hundred of them is less than what two
 seeds differ by. So there the difference is also shown with its standard error over the seeds, and as a share of log 2,
@@ -41,7 +41,8 @@ ONE_SEED = ("smol-lora-r8", "smol-lora-r64")
 """Tasks of which the sweep is run with the first seed alone."""
 DEFAULTS = {task.tuned: name for name, task in TASKS.items() if task.tuned in SWEEPS}
 """The task that starts from the default rate, by the one with a tuned baseline."""
-ARMS = ("hybrid", "rule")
+ARMS = ("search", "rule", "hybrid")
+"""Those of the tables; the first two are no longer run."""
 
 
 def wanted(tasks: list[str], seeds: list[int], steps: int) -> list[Run]:
@@ -51,7 +52,7 @@ def wanted(tasks: list[str], seeds: list[int], steps: int) -> list[Run]:
         return Run(task, arm, steps or TASKS[task].steps, rate, seed)
 
     starts = [DEFAULTS[task] for task in tasks]
-    first = [run(task, arm, TASKS[task].grid[0], seed) for seed in seeds for task in starts for arm in ARMS]
+    first = [run(task, "hybrid", TASKS[task].grid[0], seed) for seed in seeds for task in starts]
     sweep = [
         run(task, "adamw", rate, seed)
         for seed in seeds
@@ -69,7 +70,7 @@ def losses(results: Results, steps: int, **fields) -> dict[int, float]:
 
 
 def report(results: Results, task: str, steps: int) -> None:
-    """Print the losses of a task, and what the rules lose to the search."""
+    """Print the losses of a task, and what the rule loses to the search."""
     print(f"\n{task}: {TASKS[task].about}")
     print(f"{'arm':10s} {'rate':>26s}  {'mean':>7s}  losses by seed")
     for rate in SWEEPS[task]:
@@ -80,11 +81,12 @@ def report(results: Results, task: str, steps: int) -> None:
         rows = sorted(results.rows(task=DEFAULTS[task], arm=arm), key=lambda row: row["seed"])
         rates = [row.get("rate_used") or row["rate"] * row["summary"].get("learning_rate_scale", 1.0) for row in rows]
         _line(arm, " / ".join(f"{rate:.2g}" for rate in dict.fromkeys(rates)), found[arm])
-    shared = sorted(set(found["rule"]) & set(found["hybrid"]))
+    search, rule = found["search"], found["hybrid"] or found["rule"]
+    shared = sorted(set(rule) & set(search))
     if not shared:
         return
-    over = [found["rule"][seed] - found["hybrid"][seed] for seed in shared]
-    mean, level = statistics.mean(over), statistics.mean(found["hybrid"][seed] for seed in shared)
+    over = [rule[seed] - search[seed] for seed in shared]
+    mean, level = statistics.mean(over), statistics.mean(search[seed] for seed in shared)
     error = statistics.stdev(over) / math.sqrt(len(over)) if len(over) > 1 else math.nan
     told = f"the rule over the search: {mean:+.4f} +- {error:.4f} ({100 * mean / level:+.2f} %)"
     print(told + (f", {100 * mean / math.log(2):+.2f} % of log 2" if TASKS[task].preference else ""))

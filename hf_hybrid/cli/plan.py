@@ -52,7 +52,7 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
     add("--lora_target_modules", nargs="+", metavar="NAME", help="modules with adapters (default: all linear ones)")
     add("--num_processes", type=int, default=1, help="processes, one for each GPU; more with --accelerate_config")
     add("--accelerate_config", choices=("fsdp2",), help="how processes share the model; plans are of each of them")
-    add("--enable_predict", action="store_true", help="count the memory of leaps, or of the adapters' rate search")
+    add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
     add(
         "--output",
         metavar="FILE",

@@ -302,6 +302,7 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
 
     sequence_losses = PreferenceLosses
     no_leaps_because = "preference pairs are trained on"
+    trains_preferences = True
 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         check_config(args, HybridDPOConfig, DPOConfig)

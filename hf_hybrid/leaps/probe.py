@@ -91,24 +91,6 @@ def costs_accuracy(before: float | None, after: float | None) -> bool:
     return before is not None and after is not None and after < before - 1e-6
 
 
-def clearly_costs_accuracy(before: Sequence[float], after: Sequence[float]) -> bool:
-    """
-    Whether fewer of the same preference pairs are ranked right after than before, by more than one standard error.
-
-    One pair of sixteen may turn wrong by chance, because adapters that have learned almost nothing rank pairs by
-    differences that are nearly zero. Where there are no pairs it is `False`.
-
-    Args:
-        before (`Sequence[float]`), after (`Sequence[float]`): Losses of the same sequences.
-    """
-    changes = [
-        new.accuracy - old.accuracy
-        for old, new in zip(before, after, strict=True)
-        if isinstance(old, PairLoss) and isinstance(new, PairLoss)
-    ]
-    return sum(changes) < -math.sqrt(sum(change * change for change in changes)) - 1e-6
-
-
 # The sequences.
 
 
@@ -154,10 +136,10 @@ class NextBatches:
         self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
         self.accumulation, self.processes = accumulation, processes
 
-    def draw(self, at_least: int = 0) -> list[ProbeBatch]:
-        """Return batches with as many sequences as wanted, or with more if `at_least` is more."""
+    def draw(self) -> list[ProbeBatch]:
+        """Return batches with as many sequences as wanted."""
         drawn: list[ProbeBatch] = []
-        missing = max(self.wanted, at_least)
+        missing = self.wanted
         while missing > 0 and len(batches := self.peek(len(drawn) + 1)) > len(drawn):
             inputs = self.cut(batches[-1], math.ceil(missing / self.processes))
             sequences = self.size(inputs)
@@ -181,11 +163,10 @@ class HeldOutBatches:
         self.wanted = min(wanted, self.sequences)
         self.next_batch = 0
 
-    def draw(self, at_least: int = 0) -> list[ProbeBatch]:
-        """Return batches with as many sequences as wanted, or with more if `at_least` is more and the set has them."""
+    def draw(self) -> list[ProbeBatch]:
+        """Return batches with as many sequences as wanted, or some more."""
         drawn: list[ProbeBatch] = []
-        wanted = max(self.wanted, min(at_least, self.sequences))
-        while sum(batch.sequences for batch in drawn) < wanted:
+        while sum(batch.sequences for batch in drawn) < self.wanted:
             drawn.append(self.batches[self.next_batch % len(self.batches)])
             self.next_batch = (self.next_batch + 1) % len(self.batches)
         return drawn
@@ -207,16 +188,13 @@ class Probe:
         self.cost_steps = 0.0
         self._current: list[ProbeBatch] = []
 
-    def choose(self, at_least: int = 0) -> bool:
+    def choose(self) -> bool:
         """
         Pick the sequences of the next comparison. Every [`losses`] until the next call uses them.
 
-        Args:
-            at_least (`int`): Take as many, if that is more than a leap's probe takes and the epoch has them.
-
         Returns whether there are enough of them, which there may not be at the end of an epoch.
         """
-        self._current = self.source.draw(at_least)
+        self._current = self.source.draw()
         self.price = sum(batch.cost for batch in self._current) or self.price
         return sum(batch.sequences for batch in self._current) >= MIN_SEQUENCES
 

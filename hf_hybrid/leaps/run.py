@@ -73,7 +73,7 @@ from hf_hybrid.leaps.probe import (
     paired_decrease,
 )
 from hf_hybrid.leaps.record import Leap, RunRecord
-from hf_hybrid.leaps.rescue import AdapterRateSearch, LearningRateRescue
+from hf_hybrid.leaps.rescue import AdapterRate, LearningRateRescue
 from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
 from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
@@ -261,7 +261,7 @@ class LeapRun:
     Args:
         controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`), monitor
             (`DivergenceMonitor`), signals (`SignalObserver`): The parts.
-        probe (`Probe`, *optional*), rescue (`LearningRateRescue` or `AdapterRateSearch`, *optional*): More of them.
+        probe (`Probe`, *optional*), rescue (`LearningRateRescue` or `AdapterRate`, *optional*): More of them.
         feed (`BatchFeed`): The batches.
         stretches (`StretchCounter`): Cuts the run into the stretches that the planner learns from.
         leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps. The same holds for
@@ -297,7 +297,7 @@ class LeapRun:
         signals: SignalObserver,
         probe: Probe | None,
         feed: BatchFeed,
-        rescue: LearningRateRescue | AdapterRateSearch | None,
+        rescue: LearningRateRescue | AdapterRate | None,
         stretches: StretchCounter,
         leap_budget: float,
         correct_gain: bool,
@@ -347,13 +347,18 @@ class LeapRun:
     def _make_no_leaps(self, why: str) -> None:
         """Make no leaps from now on."""
         self.no_leaps = why
-        if self.rescue is None:
+        if not self._follows_cosine:
             self.trajectory.stand_still()
 
     @property
     def rate_scale(self) -> float:
         """Factor on the learning rate of the next real step."""
         return self.rescue.scale if self.rescue is not None else 1.0
+
+    @property
+    def _follows_cosine(self) -> bool:
+        """Whether the rescue looks at the direction of the steps, for which the trajectory keeps an average."""
+        return self.rescue is not None and self.rescue.needs_cosine
 
     @property
     def confidence(self) -> float:
@@ -371,8 +376,6 @@ class LeapRun:
         self._started = time.perf_counter()
         self._losses, self._skipped, self._tokens, self.learning_rate = [], 0, 0, learning_rate()
         self.phase = self.controller.phase
-        if self.rescue is not None and self.rescue.probe_is_due:
-            self._probe_rate()
         if self.controller.leap_due:
             self._begin_leap(step)
             self.phase = self.controller.phase
@@ -381,19 +384,6 @@ class LeapRun:
             self.on_phase_change(self.announced, self.phase)
             self.announced = self.phase
         return self.phase
-
-    def _probe_rate(self) -> None:
-        """Let the search of the learning rate compare weights, if enough sequences come next in the epoch."""
-        probe, started = self.probe, time.perf_counter()
-        spent, passes = probe.cost_steps, probe.forward_passes
-        try:
-            if probe.choose(at_least=self.rescue.SEQUENCES):
-                self.rescue.judge(probe.losses)
-        except Exception as error:
-            self.survive(error, "learning rate not probed")
-        self.probe_seconds += time.perf_counter() - started
-        self.record.forward_only_passes += probe.forward_passes - passes
-        self.record.probe_cost_steps += probe.cost_steps - spent
 
     def _begin_leap(self, step: int) -> None:
         # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
@@ -621,7 +611,7 @@ class LeapRun:
             logger.warning(NO_LEAPS, self.no_leaps)
 
     def _observe_gradients(self) -> None:
-        if self.rescue is not None and self.rescue.needs_cosine:
+        if self._follows_cosine:
             self._real.cosine = self.trajectory.step_cosine()
         if self.trajectory.open is not None:
             self.residuals.observe_gradients()
@@ -777,8 +767,8 @@ class LeapRun:
         self._log_leap(step, leap)
 
     def _observe_rate(self, step: int, real: _RealStep) -> None:
-        loss = math.inf if real.skipped else real.loss
-        self.rescue.observe(loss, real.cosine, self.learning_rate, real.accuracy)
+        if self.rescue.needs_cosine:
+            self.rescue.observe(math.inf if real.skipped else real.loss, real.cosine, real.accuracy)
         self.record.add_scale(step + 1, self.rate_scale)
 
     def _observe_signals(self, step: int, phase: Phase, real: _RealStep | None) -> None:
@@ -889,7 +879,6 @@ class LeapRun:
         for part, found in (
             ("residuals", self.residuals.tensors()),
             ("gains", self.gains.tensors()),
-            ("rescue", {} if self.rescue is None else self.rescue.tensors()),
         ):
             tensors.update({f"{part}.{name}": tensor.contiguous() for name, tensor in found.items()})
         optional = {name: getattr(self, name) for name in self._OPTIONAL}
@@ -918,8 +907,7 @@ class LeapRun:
         for name in self._OPTIONAL:
             part = getattr(self, name)
             if part is not None and values[name] is not None:
-                more = [part_of(name)] if name == "rescue" else []
-                part.load_state_dict(values[name], *more)
+                part.load_state_dict(values[name])
         for name in self._VALUES:
             setattr(self, name, values[name])
         if values["no_leaps"] is not None and self.pretrained_below > 0:
@@ -927,9 +915,7 @@ class LeapRun:
         if self.no_leaps is not None and values["trajectory"]["direction"] == NoDirection.name:
             self.trajectory.stand_still()
         leap = None if values["open_leap"] is None else self.record.leaps[values["open_leap"]]
-        of_trajectory = {
-            k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains.", "rescue."))
-        }
+        of_trajectory = {k: tensor for k, tensor in tensors.items() if not k.startswith(("residuals.", "gains."))}
         self.trajectory.load_state_dict(of_trajectory, values["trajectory"], leap)
         self.residuals.load_state_dict(part_of("residuals"), values["residuals"])
         self.gains.load_state_dict(part_of("gains"), values["gains"])

@@ -6,7 +6,7 @@ and has no data). Both get the same plan for the same setup.
 
 **Resident.** The device's peak is read from a trace of a step ([`trace`]): the largest moment, by category. Leaps add
 their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot. Adapters train
-without leaps; the search for their learning rate keeps copies of them on the host, in the same category.
+without leaps.
 
 **Streamed.** Layers live on the host and visit the device, so a trace of the resident model is not theirs. The table is
 summed up from the sizes of the layers and from the trace's activations of checkpointed layers:
@@ -404,7 +404,7 @@ class Estimator:
         return Plan(setup, shape, "streamed", resident_layers, stream_embeddings, table, "", traced, parked)
 
     def _held(self, setup: Setup, per: _PerWeight, resident: Unit, *, streamed: bool = False) -> ByteTable:
-        """A table of what stays on the device, and of what leaps and the rate search keep."""
+        """A table of what stays on the device, and of what leaps keep."""
         table = ByteTable()
         table.add("weights", "device", resident.bytes(per.own))
         table.add("gradients", "device", resident.trainable * per.own[0])
@@ -414,18 +414,16 @@ class Estimator:
         return table
 
     def _add_leaps(self, table: ByteTable, setup: Setup, per: _PerWeight, shape: ModelShape, resident: Unit) -> None:
-        if not (setup.enable_predict and (setup.leaps or setup.kept_copies)):
+        if not setup.leaps:
             return
         beside = resident.trainable if setup.buffers_device == "auto" else 0
         for place, weights in (("device", beside), ("host", shape.total.trainable - beside)):
-            scratch = 4 * shape.largest_trainable * (weights > 0)  # of the rate search as well
+            scratch = 4 * shape.largest_trainable * (weights > 0)
             table.add("drift", place, weights * per.leaps + scratch)
-        table.add("drift", "host", setup.kept_copies * per.own[0] * shape.total.trainable)
-        if setup.leaps:
-            # Buffers on the host are page-locked where the weights lie on a GPU.
-            counts = [piece.count for piece in resident.pieces if piece.trained and setup.buffers_device == "cpu"]
-            taken = sum(setup.values_per_weight * per.locked(4 * n) + per.locked(per.own[0] * n) for n in counts)
-            table.add("drift", "host", taken - per.leaps * sum(counts))
+        # Buffers on the host are page-locked where the weights lie on a GPU.
+        counts = [piece.count for piece in resident.pieces if piece.trained and setup.buffers_device == "cpu"]
+        taken = sum(setup.values_per_weight * per.locked(4 * n) + per.locked(per.own[0] * n) for n in counts)
+        table.add("drift", "host", taken - per.leaps * sum(counts))
 
     def _activations(self, setup: Setup) -> Activations:
         return self._ask_tracer(lambda tracer: tracer.activations(setup)) or estimated_activations(self.shape, setup)

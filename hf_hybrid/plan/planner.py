@@ -21,8 +21,6 @@ from hf_hybrid.streaming.layers import find_layers
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
-ADAPTER_COPIES = 3
-"""Copies of adapters that the search for their learning rate keeps (`AdapterRateSearch.KEPT`)."""
 
 
 def plan_memory(
@@ -64,7 +62,7 @@ def plan_memory(
         optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
         enable_predict (`bool`):
             Count what leaps hold. A pretrained model gives this back in its first step, because no leaps are made.
-            With adapters, count instead the copies that the search for their learning rate keeps on the host.
+            Adapters train without them.
         accelerator (`str`): `"cuda"`, or `"cpu"` for autocast's rules of a CPU and no CUDA context.
         processes (`int`):
             Processes that share weights, gradients and states by FSDP2. The plan is that of each of them: batch, `vram`
@@ -157,8 +155,7 @@ class Planner:
         reason = estimator.tracer and estimator.tracer.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        without_leaps = {"values_per_weight": None, "kept_copies": ADAPTER_COPIES}
-        setup = replace(way.setup, **without_leaps) if way.trains == "adapters" else way.setup
+        setup = replace(way.setup, values_per_weight=None) if way.trains == "adapters" else way.setup
         if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
             estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
         return replace(estimator.best(setup), way=way)

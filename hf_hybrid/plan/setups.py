@@ -55,7 +55,6 @@ class Setup:
     accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next; or "micro_batch"
     enable_predict: bool = True  # leaps keep slow buffers and a snapshot of the trainable weights
     values_per_weight: float | None = 1  # fp32 values that the direction of leaps keeps of each; None: there are none
-    kept_copies: int = 0  # of the trainable weights, on the host: the rate search of adapters goes back to them
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
 
     def __post_init__(self):

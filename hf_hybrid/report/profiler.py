@@ -40,7 +40,6 @@ from transformers import TrainerCallback
 
 import hf_hybrid
 from hf_hybrid import machine
-from hf_hybrid.leaps.rescue import AdapterRateSearch
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
@@ -125,11 +124,9 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         return measure_held(model, optimizer)
     run, memory = trainer.run, trainer.memory
     buffers = [] if run.trajectory is None else run.trajectory.tensors_held()
-    searches = run.trajectory is not None and isinstance(run.rescue, AdapterRateSearch)
-    copies = run.rescue.kept.held() if searches else ()
     host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
-    host = None if host is None else {storage_address(tensor) for tensor in (*host, *copies)}
-    extra = memory.tensors_held({"drift": [*buffers, *copies]})
+    host = None if host is None else {storage_address(tensor) for tensor in host}
+    extra = memory.tensors_held({"drift": buffers})
     return measure_held(model, optimizer, extra=extra, host_storages=host)
 
 

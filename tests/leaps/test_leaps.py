@@ -497,8 +497,9 @@ def test_no_leaps_by_choice_take_no_memory_and_no_words(chosen, tmp_path, caplog
 
 
 def test_runs_without_leaps_have_no_words_of_them(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
     trainer = HybridTrainer(
-        lora(), hybrid_config(tmp_path, direction="auto", max_steps=6, lr_rescue="on"), train_dataset=ByteText(40)
+        model, hybrid_config(tmp_path, direction="auto", max_steps=6, lr_rescue="on"), train_dataset=ByteText(40)
     )
     shown = []
 

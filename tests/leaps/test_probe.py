@@ -15,7 +15,6 @@ from hf_hybrid.leaps.probe import (
     ProbeBatch,
     SequenceLosses,
     accuracy_of,
-    clearly_costs_accuracy,
     costs_accuracy,
     is_clearly_worse,
     paired_decrease,
@@ -66,17 +65,6 @@ def test_accuracy_falls_beyond_rounding(before, after, expected):
     assert costs_accuracy(before, after) is expected
 
 
-@pytest.mark.parametrize("turned_right, turned_wrong, expected", [
-    (0, 1, False), (0, 2, True), (1, 3, False), (1, 4, True), (2, 2, False), (3, 0, False),
-])  # fmt: skip
-def test_accuracy_falls_clearly_where_more_pairs_turn_wrong_than_chance_explains(turned_right, turned_wrong, expected):
-    before = [1.0] * (16 - turned_right) + [0.0] * turned_right
-    after = [0.0] * turned_wrong + [1.0] * (16 - turned_wrong)
-    pairs = [[PairLoss(0.5, right) for right in ranked] for ranked in (before, after)]
-    assert clearly_costs_accuracy(*pairs) is expected
-    assert not clearly_costs_accuracy([0.5] * 4, [0.7] * 4)
-
-
 def test_probe_counts_and_rotates():
     seen = []
     source = HeldOutBatches([ProbeBatch(name, 4, 1 / 6) for name in "abc"], wanted=8)
@@ -113,24 +101,6 @@ def test_an_epoch_that_ends_has_too_few_sequences_for_a_probe():
     probe = Probe(NextBatches(lambda count: ["a"], wanted=8, size=len, cut=lambda b, n: b, accumulation=1, processes=1),
                   None, price=1.0)  # fmt: skip
     assert not probe.choose()
-
-
-def test_a_comparison_can_ask_for_more_sequences_than_a_leap():
-    upcoming = NextBatches(
-        lambda count: ["ab", "cd", "ef"][:count],
-        wanted=2,
-        size=len,
-        cut=lambda b, n: b[:n],
-        accumulation=1,
-        processes=1,
-    )
-    held_out = HeldOutBatches([ProbeBatch(text, 2, 1.0) for text in ("ab", "cd", "ef")], wanted=2)
-    for source in (upcoming, held_out):
-        probe = Probe(source, lambda text: [float(ord(letter)) for letter in text], price=1.0)
-        assert probe.choose() and len(probe.losses()) == 2
-        assert probe.choose(at_least=4) and len(probe.losses()) == 4
-        assert probe.choose(at_least=99) and len(probe.losses()) == 6
-        assert probe.choose() and len(probe.losses()) == 2
 
 
 class Watching(HybridTrainer):

@@ -1,5 +1,6 @@
 """The rescue on made-up signals whose answer is known, and in real runs."""
 
+import copy
 import json
 import math
 import random
@@ -7,14 +8,12 @@ import random
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
-from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.leaps.probe import PairLoss
-from hf_hybrid.leaps.rescue import AccuracyWatch, AdapterRateSearch, KeptWeights, LearningRateRescue
-from hf_hybrid.leaps.shards import Whole
-from hf_hybrid.leaps.trajectory import InPlace
+from hf_hybrid.leaps.rescue import AccuracyWatch, AdapterRate, LearningRateRescue
+from hf_hybrid.setup import MAX_ADAPTER_RATE
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
@@ -22,7 +21,7 @@ def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda
     rng, scales = random.Random(seed), []
     for t in range(steps):
         cosine = amplitude * math.tanh(edge - rescue.log_scale) + rng.gauss(0, noise)
-        rescue.observe(loss(t) + rng.gauss(0, 0.1), cosine if t else None, 1.0)
+        rescue.observe(loss(t) + rng.gauss(0, 0.1), cosine if t else None)
         scales.append(rescue.scale)
     return scales
 
@@ -94,8 +93,8 @@ def test_a_scale_that_costs_accuracy_is_lowered(caplog):
     rng = random.Random(0)
     for t, accuracy in enumerate([*accuracies(0.9, 24), *accuracies(0.4, 16)]):
         cosine, loss = 0.15 + rng.gauss(0, 0.02), 5.0 - 0.01 * t
-        with_fall.observe(loss, cosine, 1.0, accuracy)
-        without.observe(loss, cosine, 1.0, 0.9)
+        with_fall.observe(loss, cosine, accuracy)
+        without.observe(loss, cosine, 0.9)
     assert with_fall.holding and not without.holding and with_fall.scale < without.scale / 2
     assert "Fewer preference pairs are ranked right" in caplog.text
 
@@ -136,225 +135,143 @@ def test_the_scheduler_never_sees_the_scale(tmp_path):
 # Adapters.
 
 
-class Adapters:
-    """A made-up training: the cosine crosses zero after steps whose log scale is `edge`; weights tell the log scale."""
-
-    PEAK = 1e-6
-
-    def __init__(self, edge: float, *, seed: int, noise: float = 0.03, bad_from: float = math.inf):
-        self.weight = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.AdamW([self.weight], lr=self.PEAK)
-        self.search = AdapterRateSearch(self.PEAK, KeptWeights(Whole([self.weight]), optimizer, InPlace()))
-        self.edge, self.noise, self.bad_from, self.rng = edge, noise, bad_from, random.Random(seed)
-
-    def losses(self) -> list[float]:
-        """Of a probe: weights that a step with a log scale of `bad_from` or more has left are worse than all others."""
-        reached = self.weight[0].item()
-        return [6.0 if reached >= self.bad_from else 5.0 - 0.01 * reached] * 4
-
-    def steps(self, count: int, share: float = 1.0, wrong_from: float | None = None) -> list[float]:
-        """Make steps at this share of the peak learning rate, of pairs that are ranked right up to a log scale."""
-        scales = []
-        for _ in range(count):
-            if self.search.probe_is_due:
-                self.search.judge(self.losses)
-            cosine = 0.2 * math.tanh(self.edge - self.search.used) + self.rng.gauss(0, self.noise)
-            used = math.log(self.search.scale * share)
-            with torch.no_grad():
-                self.weight.fill_(used)  # what a step leaves
-            if wrong_from is not None:
-                (accuracy,) = accuracies(0.9 if used < wrong_from else 0.4, 1, seed=self.search.steps)
-            self.search.observe(5.0, cosine, self.PEAK * share, None if wrong_from is None else accuracy)
-            scales.append(self.search.scale)
-        return scales
+@pytest.mark.parametrize("backs_off, scales", [(True, [2.5, 1.0, 1.0]), (False, [10.0] * 3)])
+def test_the_rate_of_adapters_is_reduced_after_harm_but_never_below_the_one_that_was_set(backs_off, scales):
+    """In DPO one pair that is ranked wrong stands out at any rate."""
+    rescue, seen = AdapterRate(10.0, backs_off=backs_off), []
+    for _ in range(3):
+        rescue.back_off()
+        seen.append(rescue.scale)
+    again = AdapterRate(10.0, backs_off=backs_off)
+    again.load_state_dict(json.loads(json.dumps(rescue.state_dict())))
+    assert seen == scales and again.scale == rescue.scale
 
 
-@pytest.mark.parametrize("edge", [2.0, 5.0, 8.0])
-def test_adapters_get_the_better_one_of_two_rates_near_the_crossing(edge):
-    """Three times the rate at which the cosine crosses zero where that leads to better weights, and else that rate."""
-    for seed in range(10):
-        for high_is_better, beyond in ((True, AdapterRateSearch.BEYOND), (False, 0.0)):
-            training = Adapters(edge, seed=seed, bad_from=math.inf if high_is_better else edge + 0.6)
-            scales = training.steps(50)
-            assert math.log(scales[-1]) == pytest.approx(edge + beyond, abs=0.4)
-            assert training.search.state == "held" and scales[42:] == scales[-1:] * 8
-    going = Adapters(edge, seed=0)
-    while going.search.state != "trying":
-        going.steps(1)
-    assert abs(going.weight[0] - edge) < 1.01 * AdapterRateSearch.GROWTH  # weights from before
-    assert going.search.scale < math.exp(edge)  # a warm-up
-
-
-def test_the_run_goes_on_from_the_weights_of_the_better_trial():
-    training = Adapters(5.0, seed=0)
-    while training.search.rival is None:
-        training.steps(1)
-    after_first = training.search.kept._kept["rival"][0][0].item()
-    while training.search.state == "trying":
-        last = training.weight[0].item()
-        if training.search.probe_is_due:
-            training.search.judge(training.losses)
-        else:
-            training.steps(1)
-    assert last < after_first == training.weight[0] and training.search.kept.moments() == []
-    assert training.search.scale == pytest.approx(math.exp(training.search.rival) / AdapterRateSearch.WARMUP)
-
-
-def test_a_trial_that_diverges_is_not_held():
-    training = Adapters(5.0, seed=0)
-    while training.search.state != "trying":
-        training.steps(1)
-    training.search.back_off()
-    assert math.log(training.steps(40)[-1]) == pytest.approx(5.0, abs=0.4)
-
-
-def test_adapters_at_a_good_rate_are_left_alone():
-    assert all(set(Adapters(-1.0, seed=seed).steps(40)) == {1.0} for seed in range(10))
-    fast = AdapterRateSearch(0.1, KeptWeights(Whole([]), None, InPlace()))
-    for _ in range(20):
-        fast.observe(5.0, 0.2, 0.1)
-    assert fast.scale == 1 and fast.state == "held"
-
-
-@pytest.mark.parametrize("cosines, begins", [
-    ([-0.018, 0.018, 0.024, 0.081, 0.043, 0.057, 0.054, 0.048, 0.020, 0.095], True),  # DPO of SmolLM2, 2 pairs a step
-    ([0.2, 0.3, 0.25, 0.28, 0.22, 0.31], True),
-    ([0.02, -0.03, 0.05, -0.01, 0.04, 0.01] * 3, False),
-    ([-0.2, -0.1, -0.15] * 4, False),
-])  # fmt: skip
-def test_the_search_begins_where_the_first_cosines_are_clearly_positive_on_average(cosines, begins):
-    search = Adapters(5.0, seed=0).search
-    for cosine in cosines:
-        search.observe(5.0, cosine, Adapters.PEAK)
-    assert (search.state == "growing") is begins and (search.scale > 1) is begins
-    assert begins or search.state == "held"
-
-
-def test_the_schedule_is_counted_in():
-    """The cosine crosses zero at a rate, whatever share of the peak the schedule is at."""
-    late, early = (math.log(Adapters(6.0, seed=0).steps(40, share)[-1]) for share in (1.0, 0.5))
-    assert late == pytest.approx(early, abs=0.4)
-
-
-def test_one_cosine_by_chance_does_not_end_the_search():
-    training = Adapters(6.0, seed=0, noise=0.0)
-    training.steps(9)
-    training.search.observe(5.0, -0.2, training.PEAK)
-    assert math.log(training.steps(40)[-1]) == pytest.approx(6.0 + AdapterRateSearch.BEYOND, abs=0.4)
-
-
-def test_adapters_do_not_hold_a_rate_that_does_harm():
-    for seed in range(10):
-        training = Adapters(8.0, seed=seed, bad_from=6.0)
-        assert 4.5 < math.log(training.steps(90)[-1]) < 6.0 and training.weight[0] < 6.0
-    nowhere = Adapters(3.0, seed=0, bad_from=-1.0)  # nothing ever helps: the search ends all the same
-    assert nowhere.steps(80)[-1] == 1.0 and nowhere.search.state == "held"
-
-
-@pytest.mark.parametrize("pairs", [99.0, None])
-def test_harm_that_was_done_while_the_scale_grew_is_undone(pairs):
-    """Preferences are always tried from the weights of the beginning, others once both trials have failed."""
-    training = Adapters(8.0, seed=0, bad_from=-math.inf)
-    search = training.search
-    while search.state == "waiting":
-        training.steps(1, wrong_from=pairs)
-    beginning = training.weight.detach().clone()
-    while search.state != "trying" or (pairs is None and (search.lower is not None or search.rival is not None)):
-        if search.probe_is_due:
-            search.judge(training.losses)
-        else:
-            training.steps(1, wrong_from=pairs)
-    assert torch.equal(training.weight, beginning)
-
-
-def test_adapters_that_diverge_while_the_scale_grows_go_back():
-    training = Adapters(8.0, seed=0)
-    before = training.steps(12)[-2]
-    training.search.back_off()
-    assert math.log(training.steps(20)[-1]) == pytest.approx(math.log(before / 5), abs=1e-6)
-
-
-def test_adapters_do_not_hold_a_rate_that_costs_accuracy(caplog):
-    """The loss says nothing: at the rate that it would hold, pairs are ranked wrong."""
-    for seed in range(10):
-        training, alone = Adapters(8.0, seed=seed), Adapters(8.0, seed=seed)
-        ends = [made.steps(80, wrong_from=edge)[-1] for made, edge in ((training, 3.0), (alone, 99.0))]
-        assert ends[0] < 0.6 * ends[1] < math.exp(6.0) and training.search.state == "held"
-    assert "Fewer preference pairs are ranked right" in caplog.text
-
-
-@pytest.mark.parametrize("wrong_from, steps_between, lowered", [(99.0, 9, False), (99.0, 8, True), (None, 9, True)])
-def test_one_batch_of_pairs_does_not_lower_the_rate_that_is_held(wrong_from, steps_between, lowered):
-    """Training without pairs, or two batches that stand out soon after another, are another matter."""
-    training = Adapters(8.0, seed=0)
-    before = training.steps(80, wrong_from=wrong_from)[-1]
-    assert training.search.state == "held" and before > 4
-    training.search.back_off()
-    if wrong_from is not None:
-        assert training.steps(steps_between, wrong_from=wrong_from)[-1] == before
-        training.search.back_off()
-    assert training.search.scale == pytest.approx(before / 4 if lowered else before)
-
-
-def test_a_probe_of_pairs_asks_for_accuracy(caplog):
-    training = Adapters(8.0, seed=0)
-    training.losses = lambda: [PairLoss(0.6 - 0.01 * training.weight[0].item(), float(training.weight[0] < 6.0))] * 4
-    assert math.log(training.steps(80)[-1]) < 6.0
-
-
-def adapted(tmp_path, **overrides):
+def adapters(model=None, **options):
     torch.manual_seed(0)
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
-    args = HybridConfig(**config_values(tmp_path, **{"max_steps": 60, "learning_rate": 2e-5, **overrides}))
-    return HybridTrainer(model, args, train_dataset=ByteText(800), eval_dataset=ByteText(64, offset=900))
+    config = {"r": 4, "lora_alpha": 128, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    return get_peft_model(model or tiny_model(hidden_size=64), LoraConfig(**config))
 
 
-def test_adapters_are_rescued_from_the_default_rate(tmp_path):
-    rescued, left = (adapted(tmp_path / mode, lr_rescue=mode) for mode in ("on", "off"))
-    for trainer in (rescued, left):
-        trainer.train()
-    assert 50 < rescued.hybrid_summary()["learning_rate_scale"]
-    assert rescued.evaluate()["eval_loss"] < left.evaluate()["eval_loss"] - 0.05
+def adapted(tmp_path, model=None, kind=HybridTrainer, keywords=None, **options):
+    values = config_values(tmp_path, **{"max_steps": 12, "logging_steps": 1, "learning_rate": 5e-5, **options})
+    args = (HybridConfig if kind is HybridTrainer else TrainingArguments)(**values)
+    data = {"train_dataset": ByteText(200), "eval_dataset": ByteText(64, offset=900)}
+    trainer = kind(model or adapters(), args, **data, **(keywords or {}))
+    trainer.train()
+    return trainer
 
 
-def test_adapters_at_a_good_rate_train_as_without_the_rescue(tmp_path):
-    rescued, left = (adapted(tmp_path / mode, lr_rescue=mode, learning_rate=3e-2) for mode in ("on", "off"))
-    for trainer in (rescued, left):
-        trainer.train()
-    assert rescued.hybrid_summary()["learning_rate_scale"] == 1
-    assert_same_weights(weights(rescued.model), weights(left.model))
+def rates(trainer):
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_streamed_adapters_are_rescued_alike(tmp_path):
-    options = {"lr_rescue": "on", "max_steps": 30}
-    streamed, resident = adapted(tmp_path / "a", memory="stream", **options), adapted(tmp_path / "b", **options)
-    for trainer in (streamed, resident):
-        trainer.train()
-    scales = [trainer.hybrid_summary()["learning_rate_scales"] for trainer in (streamed, resident)]
-    assert [entry["step"] for entry in scales[0]] == [entry["step"] for entry in scales[1]]
-    assert scales[0][-1]["scale"] == pytest.approx(scales[1][-1]["scale"], rel=1e-3) and scales[0][-1]["scale"] > 50
-    assert streamed.evaluate()["eval_loss"] == pytest.approx(resident.evaluate()["eval_loss"], abs=1e-3)
+RATE = 1e-3 * (32 / 128) * (576 / 64)
 
 
-class SearchStages(TrainerCallback):
-    """Steps after which the search grew, was in its first trial and in its second."""
+@pytest.mark.parametrize("options, rate", [
+    ({}, RATE),
+    ({"r": 16}, RATE),
+    ({"use_dora": True}, RATE),
+    ({"lora_alpha": 64}, 2 * RATE),
+    ({"lora_alpha": 64, "use_rslora": True}, RATE),
+    ({"lora_alpha": 64, "alpha_pattern": {"q_proj": 256}}, RATE / 2),
+    ({"rank_pattern": {"q_proj": 8}}, RATE),
+    ({"lora_alpha": 1}, MAX_ADAPTER_RATE),
+])  # fmt: skip
+def test_adapters_have_the_rate_of_their_shape_from_the_first_step(options, rate, tmp_path, caplog):
+    trainer = adapted(tmp_path, adapters(**options))
+    assert rates(trainer) == pytest.approx([rate * (1 - step / 12) for step in range(12)])
+    summary = trainer.hybrid_summary()
+    assert summary["learning_rate_scale"] == pytest.approx(rate / 5e-5)
+    assert [entry["step"] for entry in summary["learning_rate_scales"]] == [1]
+    told = [r.getMessage() for r in caplog.records if "Adapters are trained" in r.getMessage()]
+    assert len(told) == 1 and f"a learning rate of {rate:.3g} in place of 5e-05" in told[0]
+    assert f"`lora_alpha={options.get('lora_alpha', 128)}`" in told[0] or len(options) == 2
+    assert trainer.lr_scheduler.base_lrs[0] == 5e-5 >= trainer.optimizer.param_groups[0]["lr"]
 
-    def __init__(self):
-        self.steps = {}
 
-    def on_step_end(self, args, state, control, **kwargs):
-        search = self.trainer.run.rescue
-        self.steps.setdefault((search.state, search.rival is None), []).append(state.global_step)
+def test_adapters_at_the_default_rate_train_as_plain_trainer_does_at_the_rate_of_the_rule(tmp_path):
+    start = adapters()
+    ours = adapted(tmp_path / "ours", copy.deepcopy(start), warmup_steps=4)
+    plain = adapted(tmp_path / "plain", copy.deepcopy(start), Trainer, warmup_steps=4, learning_rate=RATE)
+    left = adapted(tmp_path / "left", copy.deepcopy(start), warmup_steps=4, lr_rescue="off")
+    assert rates(ours) == pytest.approx(rates(plain)) and left.hybrid_summary()["learning_rate_scale"] == 1
+    found, other = (weights(trainer.model) for trainer in (ours, plain))
+    assert all(torch.allclose(found[name], other[name], atol=1e-5) for name in found)
+    assert ours.evaluate()["eval_loss"] < left.evaluate()["eval_loss"] - 0.1
 
 
-def test_a_resume_inside_of_the_search_goes_back_to_the_same_weights(tmp_path):
-    options = {"lr_rescue": "on", "max_steps": 40, "save_strategy": "steps", "save_steps": 1}
-    whole, stages = adapted(tmp_path, **options), SearchStages()
-    stages.trainer = whole
-    whole.add_callback(stages)
+@pytest.mark.parametrize("options", [{"learning_rate": 2e-3}, {"lr_rescue": "off"}], ids=str)
+def test_a_rate_that_was_given_is_left_alone(options, tmp_path):
+    start = adapters()
+    ours = adapted(tmp_path / "ours", copy.deepcopy(start), **options)
+    plain = adapted(tmp_path / "plain", copy.deepcopy(start), Trainer, learning_rate=options.get("learning_rate", 5e-5))
+    assert rates(ours) == rates(plain)
+    assert_same_weights(weights(ours.model), weights(plain.model))
+
+
+def test_a_rate_above_that_of_the_rule_is_never_lowered(tmp_path, caplog):
+    trainer = adapted(tmp_path, learning_rate=5e-3, lr_rescue="on")
+    assert rates(trainer)[0] == 5e-3 and "Adapters are trained" not in caplog.text
+
+
+def with_a_group_of_its_own(model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW([{"params": parameters[:2], "lr": 1e-4}, {"params": parameters[2:], "lr": 1e-3}])
+
+
+@pytest.mark.parametrize("make, options, why", [
+    (lambda: adapters(init_lora_weights="gaussian"), {}, "`init_lora_weights=gaussian`"),
+    (lambda: adapters(modules_to_save=["lm_head"]), {}, "other weights are trained beside them"),
+    (lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])), {}, "`IA3`"),
+    (lambda: get_peft_model(tiny_model(), OFTConfig(target_modules=["q_proj"], oft_block_size=4)), {}, "`OFT`"),
+    (adapters, {"optim": "sgd"}, "the optimizer `SGD`"),
+    (adapters, {"optim": "muon"}, "the optimizer `MuonAdamW`"),
+    (adapters, {"label_smoothing_factor": 0.1}, "`label_smoothing_factor=0.1`"),
+    (adapters, {"optimizer": with_a_group_of_its_own}, "learning rates of its own"),
+    (adapters, {"loss": True}, "the loss of `compute_loss_func`"),
+])  # fmt: skip
+def test_adapters_that_are_not_known_train_at_the_rate_that_is_set(make, options, why, tmp_path, caplog):
+    model, keywords, options = make(), {}, dict(options)
+    if make_optimizer := options.pop("optimizer", None):
+        keywords["optimizers"] = (make_optimizer(model), None)
+    if options.pop("loss", False):
+        keywords["compute_loss_func"] = lambda outputs, labels, **kwargs: outputs.logits.square().mean()
+    trainer = adapted(tmp_path, model, keywords=keywords, max_steps=2, **options)
+    assert trainer.hybrid_summary()["learning_rate_scale"] == 1
+    assert rates(trainer)[0] == (1e-4 if make_optimizer else 5e-5)
+    told = [r.getMessage() for r in caplog.records if "Adapters are trained" in r.getMessage()]
+    assert len(told) == 1 and why in told[0]
+
+
+@pytest.mark.parametrize("options", [{"memory": "stream"}, {"direction": "orthogonal"}], ids=str)
+def test_streamed_and_leaping_adapters_have_that_rate(options, tmp_path):
+    assert rates(adapted(tmp_path, **options))[0] == pytest.approx(RATE)
+
+
+def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
+    """Also where it was reduced on the way."""
+    options = {"save_strategy": "steps", "save_steps": 6}
+
+    class Alarm(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                whole.run.rescue.back_off()
+
+    whole = HybridTrainer(
+        adapters(),
+        HybridConfig(**config_values(tmp_path, max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        train_dataset=ByteText(200),
+        callbacks=[Alarm()],
+    )
     whole.train()
-    for stage in (("growing", True), ("trying", True), ("trying", False)):
-        step = stages.steps[stage][len(stages.steps[stage]) // 2]
-        resumed = adapted(tmp_path / str(step), **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert_same_weights(weights(resumed.model), weights(whole.model))
+    assert rates(whole)[4] == pytest.approx(RATE / 4 * (8 / 12))
+    resumed = HybridTrainer(
+        adapters(),
+        HybridConfig(**config_values(tmp_path / "b", max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        train_dataset=ByteText(200),
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert rates(resumed) == rates(whole) and resumed.hybrid_summary()["resumed"]["warnings"] == []
+    assert_same_weights(weights(resumed.model), weights(whole.model))

@@ -19,13 +19,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hf_hybrid.leaps.shards import SAMPLE, Shards, Whole, shards_of
 from hf_hybrid.manifest import last_checkpoint
 from hf_hybrid.optimizers import split_parameters
+from hf_hybrid.setup import MAX_ADAPTER_RATE
 
 TESTS = Path(__file__).parents[1]
 RUNS = (
     "base", "accumulated", "offloaded", "memory", "rescued", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole",
+    "rescued_lora",
 )  # fmt: skip
 SLOW_RUNS = (
-    "sampled", "muon_lora", "world_model", "rescued_lora", "iterable", "plain_muon", "plain_base", "plain_accumulated",
+    "sampled", "muon_lora", "world_model", "iterable", "plain_muon", "plain_base", "plain_accumulated",
     "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
@@ -166,6 +168,10 @@ def test_the_runs_had_something_to_decide(two):
     assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
     assert looked["skipped_batches"] == 1
     assert two.decisions("rescued")["learning_rate_scale"] > 1.5
+
+
+def test_adapters_spread_over_processes_have_the_rate_of_their_shape(two):
+    assert two.decisions("rescued_lora")["learning_rate_scale"] == pytest.approx(MAX_ADAPTER_RATE / 5e-5)
 
 
 def check_bytes(launched: Runs) -> None:

@@ -6,11 +6,9 @@ import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
-from hf_hybrid.leaps.rescue import AdapterRateSearch
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse, step_floor_seconds, step_traffic
 from hf_hybrid.plan.setups import Setup, checkpointing_option
@@ -222,35 +220,18 @@ def test_a_direction_of_the_user_is_planned_by_its_own_number(tmp_path):
     assert planned.table.get("drift", "device") == sum(held.values())
 
 
-class MostCopies(TrainerCallback):
-    """The most bytes of adapters that the rate search holds at the end of a step."""
-
-    most = 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        rescue = self.trainer.run.rescue
-        copies = rescue.tensors().values() if rescue is not None else ()
-        self.most = max(self.most, storage_bytes(copies))
-
-
 @pytest.mark.parametrize("rescue", ["on", "off"])
-def test_adapters_are_planned_without_leaps_and_with_the_copies_of_their_rate_search(rescue, tmp_path):
+def test_adapters_are_planned_without_leaps(rescue, tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    watch = MostCopies()
-    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5, "max_steps": 40}
-    trainer = watch.trainer = HybridTrainer(
-        model, hybrid_config(tmp_path, **options), train_dataset=ByteText(200), callbacks=[watch]
-    )
+    options = {"direction": "auto", "lr_rescue": rescue, "learning_rate": 2e-5}
+    trainer = HybridTrainer(model, hybrid_config(tmp_path, **options), train_dataset=ByteText(200))
     planned = make_plan(trainer, None).table
     trainer.train()
-    assert trainer.hybrid_summary()["no_leaps"]
-    buffers = trainer.hybrid_summary()["buffer_bytes"]
-    assert planned.get("drift", "device") == sum(buffers.values()) == buffers["scratch"]
-    assert (buffers["scratch"] > 0) == (rescue == "on")
-    assert planned.get("drift", "host") == watch.most
-    adapters = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-    assert watch.most == (AdapterRateSearch.KEPT * adapters if rescue == "on" else 0)
+    summary = trainer.hybrid_summary()
+    assert summary["no_leaps"] and (summary["learning_rate_scale"] > 1) is (rescue == "on")
+    held = sum(summary["buffer_bytes"].values())
+    assert planned.get("drift", "device") == planned.get("drift", "host") == held == 0
 
 
 def test_leaps_of_8bit_states_hold_as_much(tiny):

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.rescue import AdapterRateSearch
 from hf_hybrid.report.profiler import MemoryProfilerCallback
 
 MIB = 2**20
@@ -129,18 +127,6 @@ def test_what_nobody_counts_is_shown_as_unexplained(tmp_path):
     unexplained = {r["step"]: r["unexplained"] for r in lines(tmp_path) if r["held"] is not None}
     for step in (6, 7, 8):
         assert unexplained[step] - unexplained[4] == pytest.approx(48 * MIB, rel=0.2)
-
-
-def test_copies_that_the_rate_search_keeps_are_counted(tmp_path):
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    config = hybrid_config(tmp_path, direction="auto", lr_rescue="on", learning_rate=2e-5, max_steps=40)
-    profiler = MemoryProfilerCallback(account_every=1)
-    trainer = HybridTrainer(model, config, train_dataset=ByteText(200), callbacks=[profiler])
-    trainer.train()
-    scratch = trainer.hybrid_summary()["buffer_bytes"]["scratch"]
-    adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    held = [record["held"]["drift"]["host"] for record in lines(tmp_path) if record["held"] is not None]
-    assert max(held) == AdapterRateSearch.KEPT * adapters + scratch
 
 
 def test_the_table_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):

@@ -56,7 +56,7 @@ RUNS = {
     "unseen": {"hurts_at": 18, "probe_budget": 0.0, "divergence_threshold": 3.0, "max_steps": 28, **HARMFUL},
     "world_model": {"planner": "dynamics"},
     "iterable": {"iterable": True},
-    "rescued_lora": {"lora": True, "learning_rate": 1e-4, "direction": "auto", "lr_rescue": "on"},
+    "rescued_lora": {"lora": True, "learning_rate": 5e-5, "direction": "auto"},
 }
 for name in ("base", "accumulated", "offloaded", "memory", "lora", "bf16"):
     RUNS[f"plain_{name}"] = {**RUNS[name], "enable_predict": False, "max_steps": 12}
@@ -72,7 +72,6 @@ SAVED_RUNS = {
     "plain": {"enable_predict": False},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False},
     "plain_lora": {"lora": True, "learning_rate": 1e-2, "enable_predict": False},
-    "searching": {"lora": True, "learning_rate": 2e-3, "direction": "auto", "lr_rescue": "on"},
 }
 STOPS_AT = 13
 DEATHS = (4, 7, 10, 13, 17)
@@ -173,7 +172,8 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     batch = BATCH // processes // options.get("gradient_accumulation_steps", 1)
     place = folder / str(processes) / name
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
-    trainer = PoisonedTrainer(model, config, train_dataset=data, callbacks=[ends])
+    kind = HybridTrainer if poisoned_at is None else PoisonedTrainer
+    trainer = kind(model, config, train_dataset=data, callbacks=[ends])
     trainer.poisoned_at = poisoned_at
     with (
         contextlib.nullcontext() if hurts_at is None else hurting(hurts_at),
