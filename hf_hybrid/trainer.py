@@ -123,7 +123,7 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_push_begin(self, args, state, control, **kwargs):
-        self.trainer._write_card()
+        self.trainer._refresh_card()
         return super().on_push_begin(args, state, control, **kwargs)
 
     def on_save(self, args, state, control, **kwargs):

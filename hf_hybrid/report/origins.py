@@ -33,6 +33,26 @@ def is_repo_id(name: object) -> bool:
     return isinstance(name, str)
 
 
+_BUILDERS = {
+    "arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text",
+    "videofolder", "webdataset", "xml",
+}  # fmt: skip
+"""Names under which `datasets` reads local files. They are no data sets."""
+_DATA_FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|xml|zip|tar|gz|zst|ya?ml|bin|npy|pt|py)$", re.IGNORECASE)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a path on this machine and not one on the Hub."""
+    return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
+
+
+def is_dataset_id(name: object) -> bool:
+    """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
+    if not is_repo_id(name) or is_local(name):
+        return False
+    return name not in _BUILDERS and not _DATA_FILES.search(name)
+
+
 def model_facts(trainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
     """
     What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
