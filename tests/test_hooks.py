@@ -31,6 +31,7 @@ HOOKS = {
     "__init__": "model args data_collator train_dataset eval_dataset processing_class model_init compute_loss_func "
     "compute_metrics callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics",
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "call_model_init": "trial",
     "create_accelerator_and_postprocess": "",
     "create_optimizer": "model",
     "get_batch_samples": "epoch_iterator num_batches device",

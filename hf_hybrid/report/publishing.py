@@ -63,9 +63,9 @@ class PublishingMixin:
         """
         Write the model card, `README.md` in the output folder, from what the run recorded.
 
-        [`push_to_hub`] passes its keyword arguments here. Whatever is neither given nor known is left out. So is, with a
-        warning, what the Hub would refuse, such as the path of a data set. A card is written after hours of training,
-        so nothing in it raises an error: if it cannot be written at all, the log says why.
+        [`push_to_hub`] passes its keyword arguments here. Whatever is neither given nor known is left out. What the Hub
+        would refuse, such as the path of a data set, is left out with a warning. A card is written after hours of
+        training, so nothing in it raises an error: if it cannot be written at all, the log says why.
 
         Args:
             language (`str` or `list[str]`, *optional*): ISO codes, `code` or `multilingual`.

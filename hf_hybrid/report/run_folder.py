@@ -54,9 +54,17 @@ class LogFile:
         self.path = self.folder / LOG_NAME
         self._begun = self._has_failed = False
 
-    def begin(self, step: int, max_steps: int) -> None:
-        """Begin a training that goes on from step `step` to `max_steps`. Nothing is written before."""
+    def begin(self, step: int, max_steps: int, folder: str | Path | None = None) -> None:
+        """
+        Begin a training that goes on from step `step` to `max_steps`. Nothing is written before.
+
+        A trial of a hyperparameter search has a `folder` of its own. Otherwise it is that of the run.
+        """
+        if folder is not None:
+            self.folder = Path(folder).absolute()
         self._begun, self.path = True, self.folder / LOG_NAME
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
         if self.writes:
             self._move(_log_in(self.folder), self.path)
         self.add({"step": step, "begun": True, "max_steps": max_steps})
