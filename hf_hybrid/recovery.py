@@ -576,7 +576,7 @@ class OutOfMemoryRecovery:
         step = trainer.state.global_step
         if self.saved_step != step:
             try:
-                trainer._save_checkpoint(trainer.model, trial=trainer._trial)
+                trainer._save_checkpoint(trainer.model, trial=trainer.trial)
             except Exception as error:
                 logger.exception("The emergency checkpoint could not be written.")
                 checkpoint = last_checkpoint(trainer.run_folder)

@@ -180,7 +180,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
         self._next_epoch, self._around_forward = 0, False
-        self._start, self._trial = manifest.new_run(None), None
+        self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
         self._leave_step()
         super().__init__(*args, **kwargs)
@@ -363,7 +363,7 @@ class HybridTrainerMixin(PublishingMixin):
     @property
     def run_folder(self) -> Path:
         """Where the run leaves its files: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
-        return Path(self._get_output_dir(self._trial))
+        return Path(self._get_output_dir(self.trial))
 
     def call_model_init(self, trial=None):
         """Make the model of a training. In a search each trial has its own, and between trials there is none."""
@@ -374,7 +374,7 @@ class HybridTrainerMixin(PublishingMixin):
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
-        self._start, self._trial = self._find_start(resume_from_checkpoint), trial
+        self._start, self.trial = self._find_start(resume_from_checkpoint), trial
         if self.run.phase is not None:  # an error ended the run before
             self.run, self._around_forward = NoLeaps(), False
         self._resumed_from = self._resumed = self._held = None
