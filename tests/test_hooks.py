@@ -275,6 +275,8 @@ def test_hooks_are_called_in_a_run(tmp_path, monkeypatch):
     run.train()
     run.predict(held_out)
     run.create_model_card()
-    again = HybridTrainer(args=args, model_init=tiny_model, train_dataset=ByteText(100), eval_dataset=held_out)
+    again = HybridTrainer(
+        args=args, model_init=lambda: tiny_model(), train_dataset=ByteText(100), eval_dataset=held_out
+    )
     again.train(True)
     assert called == set(HOOKS) - {"push_to_hub", "_push_from_checkpoint"}

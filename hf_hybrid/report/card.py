@@ -31,6 +31,7 @@ from hf_hybrid.report import origins, provenance
 from hf_hybrid.report.origins import data_facts
 from hf_hybrid.report.profiler import MemoryProfilerCallback
 from hf_hybrid.report.provenance import clean, one_line, unique
+from hf_hybrid.report.run_folder import wall_time
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
 # The template and what it writes values with.
@@ -92,7 +93,9 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
     if given["license"] is None and model["base"]:
         given = {**given, **origins.license_of(model["base"])}
     finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
-    seconds = None if summary.get("resumed") else finished  # `train_runtime` covers one start of a resumed run
+    logged, starts = wall_time(trainer.log_file.folder)
+    known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
+    seconds = None if finished is None or not known else logged or finished
     own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
@@ -118,6 +121,7 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
         "memory": memory_of(trainer, summary),
         "hardware": provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
         "seconds": seconds,
+        "starts": starts,
         "finished": finished is not None,
         "command": provenance.command(secrets),
         "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),

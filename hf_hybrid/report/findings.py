@@ -15,6 +15,7 @@ from hf_hybrid.report.run_folder import (
     peak_of,
     phase_stretches,
     reading,
+    summed,
     with_steps,
 )
 
@@ -122,12 +123,17 @@ def _backward_passes(run: Run) -> dict:
 
 
 def _seconds(run: Run) -> dict:
-    """Return the wall time; for a killed run, up to the last record."""
+    """Return the wall time of all starts of the run; for one that was killed, up to its last record."""
+    logged, starts = summed(run.starts)
     trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
+    if logged and starts > 1:
+        return {"value": logged, "source": f"log, over {starts} starts"}
     if trained:
         return {"value": trained[-1], "source": "train_runtime"}
+    if logged:
+        return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
     known = total > 0
     return {

@@ -16,13 +16,15 @@ import yaml
 from conftest import ByteText, hybrid_config, tiny_model
 from huggingface_hub import ModelCard, ModelCardData
 from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, __version__
 from hf_hybrid.report import origins
 from hf_hybrid.report.card import code, text
 from hf_hybrid.report.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.report.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
+from hf_hybrid.report.run_folder import wall_time
+from hf_hybrid.report.summary import format_seconds
 
 TESTS = Path(__file__).parents[1]
 
@@ -197,6 +199,27 @@ def test_only_an_evaluation_of_the_final_weights_is_a_result(tmp_path):
     assert "at step 15" in card
     trainer.args.load_best_model_at_end, trainer.state.best_global_step = True, 15
     assert "model-index" in metadata_of(card_of(trainer))
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+def test_wall_time_is_that_of_all_starts(tmp_path, leaps):
+    class Slow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise InterruptedError
+
+    options = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "max_steps": 8, "enable_predict": leaps}
+    with pytest.raises(InterruptedError):
+        new_trainer(tmp_path / "out", callbacks=[Slow()], **options).train()
+    with pytest.raises(InterruptedError):
+        new_trainer(tmp_path / "out", callbacks=[Slow()], **options).train(resume_from_checkpoint=True)
+    trainer = new_trainer(tmp_path / "out", **options)
+    runtime = trainer.train(resume_from_checkpoint=True).metrics["train_runtime"]
+    seconds, starts = wall_time(tmp_path / "out")
+    assert starts == 3 and runtime < seconds
+    assert f"Wall time of training, over 3 starts: {format_seconds(seconds)}" in section(
+        card_of(trainer), "Hardware and time"
+    )
 
 
 def test_perplexity_is_not_claimed_of_other_losses(tmp_path):

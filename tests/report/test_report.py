@@ -6,15 +6,15 @@ import math
 import sys
 
 import pytest
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.report.findings import PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_folder import load_run, phase_stretches
+from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
 
 
 @pytest.fixture
@@ -210,6 +210,58 @@ def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(
     write(tmp_path / SUMMARY, {**summary, "run": [["old", 0]]})
     run = load_run(tmp_path)
     assert run.last_step == 10 and not run.record and not run.finished and run.series("loss") == [(10, 9.0)]
+
+
+@pytest.mark.parametrize("mode", ["leaps", "no_leaps", "plain"])
+@pytest.mark.parametrize("lengths", [(60, 10), (10, 30)])
+def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, lengths):
+    first, second = tmp_path / "both", tmp_path / "alone"
+    train_and_save_state(first, mode, lengths[0], [MemoryProfilerCallback()])
+    for folder in (first, second):
+        train_and_save_state(folder, mode, lengths[1], [])
+    both, alone = (json.loads(write_report(folder)[1].read_text()) for folder in (first, second))
+    for found in (both, alone):
+        found["headline"]["seconds"]["value"] = None
+        for row in found["phases"]:
+            del row["seconds"]
+    assert both["status"] == alone["status"] == f"Finished at step {lengths[1]} of {lengths[1]}."
+    assert both["headline"] == alone["headline"] and both["phases"] == alone["phases"]
+    assert both["leaps"] == alone["leaps"] and both["memory"] == alone["memory"]
+    told = [note for note in both["notes"] if "another, earlier run" in note]
+    assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
+
+
+def train_and_save_state(folder, mode, steps, callbacks):
+    """As `hf-hybrid train` and the scripts of transformers do."""
+    values = {"max_steps": steps, "save_strategy": "steps", "save_steps": 10}
+    data = {"train_dataset": ByteText(400), "callbacks": callbacks}
+    if mode == "plain":
+        trainer = Trainer(tiny_model(), TrainingArguments(**config_values(folder, **values)), **data)
+    else:
+        config = hybrid_config(folder, **values, enable_predict=mode == "leaps")
+        trainer = HybridTrainer(tiny_model(), config, **data)
+    trainer.train()
+    trainer.save_state()
+
+
+def test_trials_of_a_search_are_named_where_nothing_else_is(tmp_path):
+    write(tmp_path / "run-0" / "hybrid_log.jsonl", {"step": 0, "begun": True})
+    with pytest.raises(ValueError, match="trials of a search, `run-0`. Pass the folder of one"):
+        load_run(tmp_path)
+
+
+def test_wall_time_adds_up_over_the_starts_of_a_run(tmp_path):
+    lines = [{"step": 0, "begun": True}, {"step": 9, "loss": 7.0, "seconds": 99.0}]  # an earlier run
+    lines += [{"step": 0, "begun": True}, {"step": 50, "loss": 2.0, "seconds": 10.0}]  # killed, saved at step 40
+    lines += [
+        {"step": 40, "begun": True},
+        {"step": 50, "loss": 2.0, "seconds": 2.0},
+        {"step": 60, "train_runtime": 5.0},
+    ]
+    lines += [{"step": 60, "eval_loss": 1.0, "seconds": 300.0}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = findings(load_run(tmp_path))["headline"]["seconds"]
+    assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and wall_time(tmp_path) == (15.0, 2)
 
 
 def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path, undrawn):
