@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -380,7 +381,7 @@ def load_run(folder: str | Path) -> Run:
     ended |= any("train_runtime" in entry and entry["step"] == last_step for entry in logs)
     # What the log says of a leap was written later than what a checkpoint says of it.
     leaps = {leap["step"]: leap for leap in with_steps([*dicts_of(record.get("leaps")), *_parts(lines, "leap")])}
-    return Run(
+    run = Run(
         folder=folder.resolve(),
         logs=logs,
         leaps=[leaps[step] for step in sorted(leaps)],
@@ -397,6 +398,36 @@ def load_run(folder: str | Path) -> Run:
         starts=log.starts,
         notes=notes,
     )
+    if not leaps_made(run):
+        _without_phases(run)
+    return run
+
+
+def leaps_made(run: Run) -> int:
+    """How many leaps are known of: by their records, by the counters, or by the number that was logged last."""
+    logged = [int(value) for _, value in run.series("hybrid/leaps")[-1:]]
+    return max(len(run.leaps), sum(verdicts_of(run).values()), *logged)
+
+
+def verdicts_of(run: Run) -> Counter[str]:
+    """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
+    known = Counter(str(leap.get("verdict")) for leap in run.leaps)
+    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
+    totals, earlier = (
+        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
+        for name in ("leaps_by_verdict", "earlier_verdicts")
+    )
+    return max(known, totals, last + earlier, key=Counter.total)
+
+
+def _without_phases(run: Run) -> None:
+    """Name all phases of training `train`: without leaps there are steps of one kind, as in plain `Trainer`."""
+    profile = run.profile
+    spikes = dicts_of(profile.summary.get("spikes"))
+    for entries in (profile.steps, profile.out_of_memory, spikes, *profile.ranks.values(), run.recoveries, run.events):
+        for entry in entries:
+            if entry.get("phase") in PHASES:
+                entry["phase"] = "train"
 
 
 def _other_runs(names: Iterable[str]) -> str:
@@ -745,9 +776,11 @@ def phase_stretches(run: Run) -> list[Stretch]:
     The phases of all steps for which they are known, in order.
 
     From the profile; else from what was logged at each step; else Warmup and Predict from the record and the leaps, and
-    `real` for steps of Full or Correct, which these do not tell apart. There is no Correct in a run that makes no
-    leaps. A phase is not listed step by step, because a damaged record can claim any number of steps.
+    `real` for steps of Full or Correct, which these do not tell apart. A run without leaps has none. A phase is not
+    listed step by step, because a damaged record can claim any number of steps.
     """
+    if not leaps_made(run):
+        return []
     if run.profile.steps:
         phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
         return _joined((step, phase) for step, phase in phases if isinstance(phase, str) and phase != "evaluate")
@@ -788,5 +821,5 @@ def _from_record(run: Run) -> list[Stretch]:
             add(leap["step"], "real")
             add(leap["step"] + horizon, "predict")
     add(warmup, "warmup")
-    add(last, "full" if run.record.get("no_leaps") else "real")
+    add(last, "real")
     return found

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer, __version__
+from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
 from hf_hybrid.report import origins
 from hf_hybrid.report.card import code, text
 from hf_hybrid.report.origins import data_facts, is_repo_id, license_of
@@ -97,7 +97,7 @@ def test_card_says_what_the_run_recorded(trained):
     for phase, count in summary["steps_by_phase"].items():
         assert f"| {phase.capitalize()} | {count} |" in phases
     assert f"{summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided" in phases
-    assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in phases
+    assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in section(card, "Settings")
     assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
     assert "| weights | " in section(card, "Memory") and "400 sequences" in section(card, "Data")
     assert "16 sequences" in section(card, "Data")
@@ -304,6 +304,42 @@ def test_adapter_says_how_to_load_it(tmp_path):
     assert f"{trainable:,} of them" in card
 
 
+@pytest.mark.parametrize("options", [{"direction": "auto"}, {"enable_predict": False}], ids=["auto", "off"])
+def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path, options):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # the command of the tests may say anything
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, r=4, lora_alpha=9, lora_dropout=0.05, use_rslora=True
+    )
+    defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
+    options = {**defaults, "leap_worth": None, **options}
+    model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, lr_rescue="off", **options)
+    trainer.train()
+    card = card_of(trainer)
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))
+    assert rows == {
+        "r": "4", "lora_alpha": "9", "lora_dropout": "0.05", "target_modules": "q_proj, v_proj", "use_rslora": "True",
+    }  # fmt: skip
+    assert "Training: 400 sequences of 32 tokens" in section(card, "Data")
+    words = body_of(card).split("## Citation")[0].lower()
+    words = words.replace("`enable_predict` | `false`", "")  # a setting that was made
+    assert re.findall(r".*(?:leap|predict|phase|warmup \||probe|correct|\broll).*", words) == []
+    assert re.search(r"^\| Train \| 12 \|", section(card, "Memory"), re.MULTILINE)
+
+
+def test_lengths_of_sequences_are_those_of_the_rows(tmp_path):
+    class Ragged(ByteText):
+        def __getitem__(self, index):
+            return {name: row[: 20 + index % 3] for name, row in super().__getitem__(index).items()}
+
+    trainer = new_trainer(tmp_path / "out", train_set=Ragged(9), enable_predict=False)
+    assert "Training: 9 sequences of 20 to 22 (in a sample of 9) tokens" in section(card_of(trainer), "Data")
+    trainer.args.max_length = 24  # of TRL's configs
+    assert "Training: 9 sequences of at most 24 tokens" in section(card_of(trainer), "Data")
+
+
 def test_licence_is_that_of_the_base_model(monkeypatch, saved, tmp_path):
     stated = ModelCardData(license="other", license_name="gemma-like", x=1)
     asked = []
@@ -354,8 +390,11 @@ def test_every_data_set_is_listed_with_its_source(monkeypatch, tmp_path):
     card = card_of(trainer)
     source = "[Salesforce/wikitext](https://huggingface.co/datasets/Salesforce/wikitext)"
     told = section(card, "Data")
-    assert f"- Training: 400 sequences of {source}, configuration `wikitext-2-raw-v1`, split `train`" in told
-    assert "- Evaluation `ok`: 8 sequences\n" in f"{told}\n" and metadata_of(card)["datasets"] == [
+    assert (
+        f"- Training: 400 sequences of 32 tokens, from {source}, configuration `wikitext-2-raw-v1`, split `train`"
+        in told
+    )
+    assert "- Evaluation `ok`: 8 sequences of 32 tokens\n" in f"{told}\n" and metadata_of(card)["datasets"] == [
         "Salesforce/wikitext"
     ]
 

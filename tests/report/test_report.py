@@ -1,6 +1,7 @@
 """Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
 
 import csv
+import dataclasses
 import json
 import math
 import sys
@@ -11,7 +12,8 @@ from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profi
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.report.findings import PROFILER_HINT, findings
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
 from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
@@ -347,12 +349,29 @@ def test_phases_of_steps_come_from_the_best_source(tmp_path):
     assert phases_by_step(load_run(tmp_path)) == known
 
 
-def test_a_run_without_leaps_has_no_correct(tmp_path):
+def test_a_run_without_leaps_has_no_phases(tmp_path):
     hybrid_run(tmp_path, leaps=[])
-    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "real"}
-    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
-    write(tmp_path / "hybrid_summary.json", {**summary, "no_leaps": "adapters are trained"})
-    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "full"}
+    found = findings(load_run(tmp_path))
+    assert phases_by_step(load_run(tmp_path)) == {} and found["phases"] == [] and found["leaps"] is None
+    assert found["headline"]["steps"] == {"total": 100, "real": 100, "predicted": 0, "planned": 100}
+    profile(tmp_path, [step_record(step, "warmup" if step < 10 else "full") for step in range(1, 101)])
+    found = findings(load_run(tmp_path))
+    assert [(row["phase"], row["steps"]) for row in found["phases"]] == [("train", 100)]
+    assert [row["phase"] for row in found["memory"]["categories_by_phase"]] == ["train"]
+
+
+def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_path):
+    groups = {field.name: field.metadata["help"].group for field in dataclasses.fields(HybridArguments)}
+    filled, group = {}, None
+    for name, of in groups.items():  # a group is named at its first option
+        group = of or group
+        filled[name] = group
+    of_leaps = {name for name, group in filled.items() if group in ("Phases", "Leaps", "Verification")} - {"preset"}
+    assert of_leaps | {"predict_states", "checkpoint_phases"} == OPTIONS_OF_LEAPS
+    hybrid_run(tmp_path, leaps=[])
+    assert "direction" not in findings(load_run(tmp_path))["options"]
+    write(tmp_path / "hybrid_config.json", {"direction": "none"})
+    assert findings(load_run(tmp_path))["options"]["direction"] == "none"
 
 
 def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
