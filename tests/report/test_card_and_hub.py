@@ -492,17 +492,26 @@ def test_command_has_no_secrets_and_no_home(monkeypatch, tmp_path):
     shown = command(("mytoken",), argv)
     assert "s3cret" not in shown and TOKEN not in shown and "0123456789abcdef" not in shown and "alice" not in shown
     assert shown.startswith("python train.py --hub_token REMOVED --api-key=REMOVED --key REMOVED --pad_token '<pad>'")
-    assert "--max_tokens 5" in shown and "'~/data set/x'" in shown and "--out out " in shown
+    assert "--max_tokens 5" in shown and "--out out " in shown
+    assert "--data ~/'data set/x'" in shown  # a shell does not expand what is quoted
     assert '"lr": "1"' in shown and '"secret": "REMOVED"' in shown
     assert clean("/home/alicent/x") == "x" and clean(f"{tmp_path}") == "."
     assert redact("a mytoken b", ["mytoken"]) == "a REMOVED b"
 
 
-def test_command_of_modules_and_notebooks(monkeypatch):
+def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
     assert command(argv=["-c"]) is None and command(argv=["/x/ipykernel_launcher.py", "-f", "k.json"]) is None
     monkeypatch.setattr(sys, "argv", ["/site/trl/cli.py", "sft"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trl.cli", "sft"], raising=False)
     assert command() == "python -m trl.cli sft"
+    monkeypatch.setattr(sys, "argv", [str(Path(sys.executable).parent / "trl"), "sft", "-m", "gpt2"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *sys.argv], raising=False)
+    assert command() == "trl sft -m gpt2"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py"), "-m", "gpt2"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-X", "dev", "-u", *sys.argv], raising=False)
+    assert command() == "python train.py -m gpt2"
+    (tmp_path / "train").touch()  # a script without a suffix is not a command
+    assert command(argv=[str(tmp_path / "train"), "-m", "gpt2"]) == "python train -m gpt2"
 
 
 @pytest.mark.parametrize("name, secret", [("hub_token", True), ("pad_token", False), ("max_tokens", False),
