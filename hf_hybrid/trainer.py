@@ -430,13 +430,13 @@ class HybridTrainerMixin(PublishingMixin):
         share_optimizer(self)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
-        self.log_file.begin(self.state.global_step, self.state.max_steps, folder)
         if self.has_phases:
             try:
                 self._check_trainable()
                 self.run = build_run(self)
             except LeapObstacleError as error:
                 self._leave_out_leaps(error)
+        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if not self.has_phases:
             self.plugins.call("on_train_begin", context)
             return

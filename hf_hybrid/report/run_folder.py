@@ -58,11 +58,12 @@ class LogFile:
         self._begun: float | None = None
         self._has_failed = False
 
-    def begin(self, step: int, max_steps: int, folder: str | Path | None = None) -> None:
+    def begin(self, step: int, max_steps: int, folder: str | Path | None = None, **about: Any) -> None:
         """
         Begin a training that goes on from step `step` to `max_steps`. Nothing is written before.
 
-        A trial of a hyperparameter search has a `folder` of its own. Otherwise it is that of the run.
+        A trial of a hyperparameter search has a `folder` of its own. Otherwise it is that of the run. What is said
+        `about` the training stands in its first line.
         """
         if folder is not None:
             self.folder = Path(folder).absolute()
@@ -71,7 +72,7 @@ class LogFile:
             self.folder.mkdir(parents=True, exist_ok=True)
         if self.writes:
             self._move(_log_in(self.folder), self.path)
-        self.add({"step": step, "begun": True, "max_steps": max_steps})
+        self.add({"step": step, "begun": True, "max_steps": max_steps, **about})
 
     def move_into_checkpoint(self) -> None:
         """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""
@@ -223,7 +224,8 @@ def plain(value: Any) -> Any:
 # Reading.
 
 _SHOWN = (
-    "step", "begun", "max_steps", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm", "train_runtime",
+    "step", "begun", "max_steps", "phases", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm",
+    "train_runtime",
     "hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high",
     "hybrid/forecast_eval_loss", "hybrid/forecast_eval_low", "hybrid/forecast_eval_high",
     "hybrid/phase", "hybrid/leaps", "hybrid/predicted_steps", "hybrid/backward_passes",
@@ -363,8 +365,9 @@ def load_run(folder: str | Path) -> Run:
     if not _agree(profile.logs, lines or with_steps(state.get("log_history"))):
         profile = Profile()
         others.add(PROFILE)
-    if lines and not any("hybrid/phase" in line for line in lines) and any("loss" in line for line in lines):
-        config = {}  # a run without leaps writes none, so it is of an earlier run with leaps
+    begun = next((line for line in reversed(lines) if "begun" in line), {})
+    if begun.get("phases") is False:
+        config = {}  # such a run writes none, so it is of an earlier one
     record, source = _newest_record(folder, newest_run, checkpoint, saved, notes, others)
     if others or log.earlier_runs:
         notes.append(_other_runs(others))
@@ -373,7 +376,6 @@ def load_run(folder: str | Path) -> Run:
     steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
     if not (logs or record or any(steps)):
         raise ValueError(" ".join([_nothing_found(folder, bool(config or lines)), *notes]))
-    begun = next((line for line in reversed(lines) if "begun" in line), {})
     planned = (count_of(source.get("max_steps")) for source in (begun, state, profile.run, config))
     max_steps = next(filter(None, planned), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)

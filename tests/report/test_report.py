@@ -233,6 +233,16 @@ def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, 
     assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
 
 
+@pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
+def test_options_are_those_of_the_newer_run(tmp_path, undrawn, options):
+    train_and_save_state(tmp_path, "leaps", 12, [])
+    config = hybrid_config(tmp_path, max_steps=12, **options, **dict.fromkeys(("leap_worth", "max_predict_steps")))
+    HybridTrainer(tiny_model(), config, train_dataset=ByteText(64)).train()
+    found = findings(load_run(tmp_path))
+    assert found["leaps"] is None and "leap_worth" not in found["options"]
+    assert ("leap_gain" in found["options"]) == ("leap_gain" in options)  # the file of its options is its own
+
+
 def train_and_save_state(folder, mode, steps, callbacks):
     """As `hf-hybrid train` and the scripts of transformers do."""
     values = {"max_steps": steps, "save_strategy": "steps", "save_steps": 10}
