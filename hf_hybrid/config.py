@@ -110,7 +110,8 @@ def config_values(args: TrainingArguments) -> dict:
         value = getattr(value, "value", value)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = getattr(default, "value", default)
-        same = value == default or (not value and not default)  # None that became False or an empty list
+        unset = not value and (isinstance(value, bool) or not isinstance(value, (int, float)))
+        same = value == default or (unset and not default)  # None that became False or an empty list; 0 is a number
         same = same and not (value is False and field.name == "bf16" and default is None)  # TRL: None asks the hardware
         if field.init and not same and not field.name.endswith("_token"):
             # `TrainingArguments` turns some options into objects (`accelerator_config`), which are no options any more.

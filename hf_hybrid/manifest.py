@@ -90,12 +90,12 @@ class Start:
     warnings: list[str] = field(default_factory=list)
 
 
-def new_run(model: nn.Module) -> Start:
-    """Return the start of a run that begins anew."""
-    return Start(None, [[secrets.token_hex(8), 0]], _names_digest(model))
+def new_run(model: nn.Module | None) -> Start:
+    """Return the start of a run that begins anew. Between the trials of a search there is no model."""
+    return Start(None, [[secrets.token_hex(8), 0]], "" if model is None else names_digest(model))
 
 
-def _names_digest(model: nn.Module) -> str:
+def names_digest(model: nn.Module) -> str:
     """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
     return _digest_of([canonical(name) for name, _ in model.named_parameters()])
 
@@ -394,14 +394,14 @@ def _read_json(path: Path) -> dict:
 # Resuming.
 
 
-def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module) -> Start:
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None) -> Start:
     """
     Return where a training starts.
 
     Args:
         resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`.
         output_dir (`str` or `Path`): Folder of the run.
-        model (`nn.Module`): The model to train, before anything wraps it.
+        model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
 
     Raises:
         CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
@@ -420,7 +420,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
             "tells whether its files are whole."
         )
     else:
-        if manifest.model != start.model:
+        if model is not None and manifest.model != start.model:
             start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
         abandoned = any(_belongs(other, manifest.run) for other in later)

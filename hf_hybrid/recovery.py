@@ -455,7 +455,7 @@ class OutOfMemoryRecovery:
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        checkpoint = last_checkpoint(self.trainer.args.output_dir)
+        checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
             f"{self.where()}, in the step of `{type(optimizer).__name__}`: {self.reason} Some weights may have been "
@@ -576,14 +576,14 @@ class OutOfMemoryRecovery:
         step = trainer.state.global_step
         if self.saved_step != step:
             try:
-                trainer._save_checkpoint(trainer.model, trial=None)
+                trainer._save_checkpoint(trainer.model, trial=trainer.trial)
             except Exception as error:
                 logger.exception("The emergency checkpoint could not be written.")
-                checkpoint = last_checkpoint(trainer.args.output_dir)
+                checkpoint = last_checkpoint(trainer.run_folder)
                 where = f"the last one is `{checkpoint}`" if checkpoint else "there is none"
                 return f"An emergency checkpoint could not be written (`{type(error).__name__}`); {where}."
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        folder = f"{trainer._get_output_dir(trial=None)}/checkpoint-{step}"
+        folder = trainer.run_folder / f"checkpoint-{step}"
         return f"The state after step {step}, the last good one, is in `{folder}`."
 
     def _obstacle(self) -> str | None:

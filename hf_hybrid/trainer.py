@@ -124,7 +124,7 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_push_begin(self, args, state, control, **kwargs):
-        self.trainer._write_card()
+        self.trainer._refresh_card()
         return super().on_push_begin(args, state, control, **kwargs)
 
     def on_save(self, args, state, control, **kwargs):
@@ -183,6 +183,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
         self._next_epoch, self._around_forward = 0, False
+        self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
         self._leave_step()
         super().__init__(*args, **kwargs)
@@ -362,8 +363,23 @@ class HybridTrainerMixin(PublishingMixin):
 
     # A run begins and ends.
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        self._start = self._find_start(resume_from_checkpoint)
+    @property
+    def run_folder(self) -> Path:
+        """Where the run leaves its files: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
+        return Path(self._get_output_dir(self.trial))
+
+    def call_model_init(self, trial=None):
+        """Make the model of a training. In a search each trial has its own, and between trials there is none."""
+        model = super().call_model_init(trial)
+        keep_differentiable(model)
+        self._tag(model)
+        self._start.model = manifest.names_digest(model)
+        return model
+
+    def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
+        self._start, self.trial = self._find_start(resume_from_checkpoint), trial
+        if self.run.phase is not None:  # an error ended the run before
+            self.run, self._around_forward = NoLeaps(), False
         self._resumed_from = self._resumed = self._held = None
         self._epochs_began_at = []
         self.recovery.reset()
@@ -371,7 +387,7 @@ class HybridTrainerMixin(PublishingMixin):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
         try:
-            output = super().train(self._start.folder, *args, **kwargs)
+            output = super().train(self._start.folder, trial, *args, **kwargs)
         except Exception as error:
             explained = self.recovery.explain(error)
             if explained is error:
@@ -379,7 +395,7 @@ class HybridTrainerMixin(PublishingMixin):
             raise explained from error
         finally:
             self.recovery.end()
-            if self._held is None and self.optimizer is not None:
+            if self._held is None and self.model is not None and self.optimizer is not None:
                 self._measure_memory()
             self.memory.end()
             self._chunked_loss.remove()
@@ -410,18 +426,20 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
-        if self.args.should_save and (self.has_phases or manifest.holds_a_run(self.args.output_dir)):
-            manifest.write_run(self.args.output_dir, self._start.run)
+        folder = self.run_folder
+        if self.args.should_save and (self.has_phases or manifest.holds_a_run(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+            manifest.write_run(folder, self._start.run)
         share_optimizer(self)
         context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
         self.recovery.begin(context)
-        self.log_file.begin(self.state.global_step, self.state.max_steps)
         if self.has_phases:
             try:
                 self._check_trainable()
                 self.run = build_run(self)
             except LeapObstacleError as error:
                 self._leave_out_leaps(error)
+        self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if not self.has_phases:
             self.plugins.call("on_train_begin", context)
             return
@@ -438,7 +456,7 @@ class HybridTrainerMixin(PublishingMixin):
             checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
-            write_note(Path(self.args.output_dir) / CONFIG_NAME, shareable(config_values(self.args)))
+            write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
 
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
@@ -475,7 +493,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.run, self._around_forward = NoLeaps(self.run.summary()), False
         if self.args.should_save:
             summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
-            write_note(Path(self.args.output_dir) / SUMMARY_NAME, summary)
+            write_note(self.run_folder / SUMMARY_NAME, summary)
 
     # One step.
 
@@ -672,7 +690,7 @@ class HybridTrainerMixin(PublishingMixin):
             self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
-        newest = manifest.last_checkpoint(self.args.output_dir)
+        newest = manifest.last_checkpoint(self.run_folder)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
         good = self.run.trajectory.weights_are_finite()
         held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"

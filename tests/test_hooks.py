@@ -31,6 +31,7 @@ HOOKS = {
     "__init__": "model args data_collator train_dataset eval_dataset processing_class model_init compute_loss_func "
     "compute_metrics callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics",
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "call_model_init": "trial",
     "create_accelerator_and_postprocess": "",
     "create_optimizer": "model",
     "get_batch_samples": "epoch_iterator num_batches device",
@@ -274,5 +275,8 @@ def test_hooks_are_called_in_a_run(tmp_path, monkeypatch):
     run.train()
     run.predict(held_out)
     run.create_model_card()
-    HybridTrainer(tiny_model(), args, train_dataset=ByteText(100), eval_dataset=held_out).train(True)
+    again = HybridTrainer(
+        args=args, model_init=lambda: tiny_model(), train_dataset=ByteText(100), eval_dataset=held_out
+    )
+    again.train(True)
     assert called == set(HOOKS) - {"push_to_hub", "_push_from_checkpoint"}

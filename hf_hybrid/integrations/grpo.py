@@ -474,6 +474,25 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         with self.shared_prompts.computing(inputs["completion_ids"]):
             return super()._compute_loss(model, inputs)
 
+    def log(self, logs, *args, **kwargs):
+        of_steps = "loss" in logs and self.model.training
+        if of_steps and self._skips_exactly and self._buffered_inputs and not self._metrics["train"].get("entropy"):
+            self._measure_left_out()
+        super().log(logs, *args, **kwargs)
+
+    def _measure_left_out(self) -> None:
+        """
+        Give the log its metrics of tokens where every row since the last entry was left out: callbacks count on them.
+
+        TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
+        out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
+        """
+        inputs = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        tokens = self.shared_prompts.state_dict()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            self._compute_loss(self.model_wrapped, inputs)
+        self.shared_prompts.load_state_dict(tokens)  # they count the tokens of the training
+
     # Checkpoints.
 
     def _rollouts(self) -> Rollouts:

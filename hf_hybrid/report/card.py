@@ -31,6 +31,7 @@ from hf_hybrid.report import origins, provenance
 from hf_hybrid.report.origins import data_facts
 from hf_hybrid.report.profiler import MemoryProfilerCallback
 from hf_hybrid.report.provenance import clean, one_line, unique
+from hf_hybrid.report.run_folder import PHASES, wall_time
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds
 
 # The template and what it writes values with.
@@ -92,7 +93,9 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
     if given["license"] is None and model["base"]:
         given = {**given, **origins.license_of(model["base"])}
     finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
-    seconds = None if summary.get("resumed") else finished  # `train_runtime` covers one start of a resumed run
+    logged, starts = wall_time(trainer.log_file.folder)
+    known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
+    seconds = None if finished is None or not known else logged or finished
     own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
@@ -112,12 +115,14 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
         "location": json.dumps(one_line(clean(trainer.hub_model_id or args.hub_model_id or args.output_dir))),
         "settings": {name: value for name, value in settings.items() if name not in hybrid},
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
+        "adapter": {name: clean(value, secrets) for name, value in origins.adapter_of(trainer).items()},
         "summary": summary,
         "history": history_of(state.log_history),
         "trackers": provenance.tracker_links(),
         "memory": memory_of(trainer, summary),
         "hardware": provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
         "seconds": seconds,
+        "starts": starts,
         "finished": finished is not None,
         "command": provenance.command(secrets),
         "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
@@ -200,6 +205,8 @@ def memory_of(trainer, summary: dict) -> dict[str, Any]:
     """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
     profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
     phases = profilers[0].summary()["phases"] if profilers else {}
+    if not summary.get("leaps_made"):
+        phases = _in_one(phases)
     on_device = any("peak_allocated" in found for found in phases.values())
     reading = "peak_allocated" if on_device else "peak_rss"
     held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
@@ -209,6 +216,20 @@ def memory_of(trainer, summary: dict) -> dict[str, Any]:
         "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
         "on_cpu": trainer.args.device.type == "cpu",
     }
+
+
+def _in_one(phases: dict[str, dict]) -> dict[str, dict]:
+    """The peaks of all phases of hybrid training as those of one, for a run without leaps."""
+    found = [phases[name] for name in PHASES if name in phases]
+    rest = {name: values for name, values in phases.items() if name not in PHASES}
+    if not found:
+        return rest
+    records, joined = sum(values["records"] for values in found), {}
+    for name in [name for name, value in found[0].items() if isinstance(value, dict) and "mean" in value]:
+        of_all = [(values["records"], values[name]) for values in found if name in values]
+        mean = sum(count * values["mean"] for count, values in of_all) / sum(count for count, _ in of_all)
+        joined[name] = {"mean": mean, "max": max(values["max"] for _, values in of_all)}
+    return {"train": {"records": records, **joined}, **rest}
 
 
 # Metadata.

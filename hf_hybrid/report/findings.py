@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import datetime, timezone
 
 from hf_hybrid.report.run_folder import (
@@ -11,15 +10,23 @@ from hf_hybrid.report.run_folder import (
     as_dict,
     count_of,
     dicts_of,
+    leaps_made,
     number,
     peak_of,
     phase_stretches,
     reading,
-    with_steps,
+    summed,
+    verdicts_of,
 )
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
+OPTIONS_OF_LEAPS = frozenset((
+    "enable_predict", "warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps", "direction",
+    "leap_gain", "planner", "correct_gain", "leap_worth", "leap_memory_steps", "leap_budget", "buffers_device",
+    "probe_batch_size", "probe_budget", "predict_states", "checkpoint_phases",
+))  # fmt: skip
+"""Options that do nothing in a run without leaps."""
 MOST_RECORDS = 1000
 """Records in a JSON or CSV file. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
@@ -55,10 +62,16 @@ def findings(run: Run) -> dict:
         "forecast_errors": as_dict(as_dict(run.record.get("planner")).get("errors")),
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
         "events": run.events[-MOST_RECORDS:],
-        "options": {**run.options, **run.config},
+        "options": _options(run),
         "environment": _environment(run.profile.run),
         "notes": _notes(run),
     }
+
+
+def _options(run: Run) -> dict:
+    """Return the recorded options: of leaps, where there were none, only those that the user set."""
+    recorded = {name: value for name, value in run.options.items() if leaps_made(run) or name not in OPTIONS_OF_LEAPS}
+    return {**recorded, **run.config}
 
 
 def _notes(run: Run) -> list[str]:
@@ -122,12 +135,17 @@ def _backward_passes(run: Run) -> dict:
 
 
 def _seconds(run: Run) -> dict:
-    """Return the wall time; for a killed run, up to the last record."""
+    """Return the wall time of all starts of the run; for one that was killed, up to its last record."""
+    logged, starts = summed(run.starts)
     trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
+    if logged and starts > 1:
+        return {"value": logged, "source": f"log, over {starts} starts"}
     if trained:
         return {"value": trained[-1], "source": "train_runtime"}
+    if logged:
+        return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
     known = total > 0
     return {
@@ -214,7 +232,8 @@ def _phase_rows(run: Run) -> list[dict]:
 
     Counts are from the record, or from the profile where that goes farther, as it does after a kill.
     """
-    counts, seconds = (as_dict(run.record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
+    record = run.record if leaps_made(run) else {}  # without leaps nobody needs to know of phases
+    counts, seconds = (as_dict(record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
     profiled: dict[str, list[dict]] = {}
     for entry in run.profile.steps:
         profiled.setdefault(str(entry.get("phase")), []).append(entry)
@@ -245,42 +264,15 @@ def accepted(leap: dict) -> bool:
     return leap.get("verdict") in ACCEPTED
 
 
-def leaps_made(run: Run) -> int:
-    """How many leaps are known of: by their records, by the counters, or by the number that was logged last."""
-    logged = [int(value) for _, value in run.series("hybrid/leaps")[-1:]]
-    return max(len(run.leaps), sum(_verdicts(run).values()), *logged)
-
-
-def _verdicts(run: Run) -> Counter[str]:
-    """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
-    known = Counter(str(leap.get("verdict")) for leap in run.leaps)
-    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
-    totals, earlier = (
-        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
-        for name in ("leaps_by_verdict", "earlier_verdicts")
-    )
-    return max(known, totals, last + earlier, key=Counter.total)
-
-
-def no_leaps(run: Run) -> str | None:
-    """Why a run made no leaps, and how many steps it trained, as a sentence; `None` if its files do not say."""
-    off = {**run.options, **run.config}.get("enable_predict") is False
-    why = run.record.get("no_leaps") or ("`enable_predict` is off" if off and run.record else None)
-    if not isinstance(why, str) or leaps_made(run):
-        return None
-    return f"No leaps were made, because {why}: all {_steps(run)['real']:,} steps were trained."
-
-
 def _leap_summary(run: Run) -> dict | None:
-    """Counts by verdict and what leaps gained; `None` for runs without the hybrid trainer."""
-    if not run.record:
+    """Counts by verdict and what leaps gained; `None` for runs that made none."""
+    if not run.record or not leaps_made(run):
         return None
-    verdicts = _verdicts(run)
+    verdicts = verdicts_of(run)
     gains = [value for leap in run.leaps if accepted(leap) and (value := number(leap.get("e"))) is not None]
     totals = ("probe_cost_steps", "leap_cost_steps", "roll_backs")
     return {
         "made": leaps_made(run),
-        "none": no_leaps(run),
         "accepted": sum(verdicts[verdict] for verdict in ACCEPTED),
         "by_verdict": dict(verdicts),
         "mean_e": sum(gains) / len(gains) if gains else None,

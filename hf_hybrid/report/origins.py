@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -20,8 +21,12 @@ from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
 from hf_hybrid.report.provenance import listed, unique
+from hf_hybrid.report.run_folder import evenly
 
 logger = logging.getLogger(__name__)
+
+_SAMPLED_ROWS = 64
+"""Rows of a data set whose length is read for a card."""
 
 
 def is_repo_id(name: object) -> bool:
@@ -31,6 +36,26 @@ def is_repo_id(name: object) -> bool:
     except HFValidationError:
         return False
     return isinstance(name, str)
+
+
+_BUILDERS = {
+    "arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text",
+    "videofolder", "webdataset", "xml",
+}  # fmt: skip
+"""Names under which `datasets` reads local files. They are no data sets."""
+_DATA_FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|xml|zip|tar|gz|zst|ya?ml|bin|npy|pt|py)$", re.IGNORECASE)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a path on this machine and not one on the Hub."""
+    return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
+
+
+def is_dataset_id(name: object) -> bool:
+    """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
+    if not is_repo_id(name) or is_local(name):
+        return False
+    return name not in _BUILDERS and not _DATA_FILES.search(name)
 
 
 def model_facts(trainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
@@ -66,6 +91,33 @@ def model_facts(trainer, finetuned_from: str | None, tasks: list[str]) -> dict[s
     }
 
 
+_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+                   "peft_version", "runtime_config")  # fmt: skip
+_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
+
+
+def adapter_of(trainer) -> dict[str, Any]:
+    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    if config is None:
+        return {}
+    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value != default and value is not None:
+            shown[field.name] = value
+    return {name: _plain_setting(value) for name, value in shown.items()}
+
+
+def _plain_setting(value: Any) -> Any:
+    """A value of a configuration as people write it; a set has no order of its own."""
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return ", ".join(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else map(str, value))
+    return getattr(value, "value", value)
+
+
 def _task_of(class_name: str) -> str | None:
     for task, classes in TASK_MAPPING.items():
         if any(class_name in listed(names) for names in classes.values()):
@@ -95,7 +147,28 @@ def data_of(trainer) -> list[dict[str, Any]]:
     """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     found = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
-    return [{"role": role, "name": name, **data_facts(data)} for role, name, data in found if data is not None]
+    return [
+        {"role": role, "name": name, "tokens": sequence_length(trainer, data), **data_facts(data)}
+        for role, name, data in found
+        if data is not None
+    ]
+
+
+def sequence_length(trainer, dataset) -> str | None:
+    """
+    The tokens of a sequence in words: of a sample of the rows if they are tokenized, else the limit that TRL cuts at.
+    """
+    limit = getattr(trainer.args, "max_length", None)  # of TRL's SFT and DPO
+    try:
+        rows = [dataset[index]["input_ids"] for index in evenly(range(len(dataset)), _SAMPLED_ROWS)]
+        lengths = {len(row) for row in rows}
+    except Exception:  # a stream, or rows of another form: a card does without
+        lengths = set()
+    if len(lengths) == 1:
+        return f"{lengths.pop():,}"
+    if limit:
+        return f"at most {limit:,}"
+    return f"{min(lengths):,} to {max(lengths):,} (in a sample of {len(rows)})" if lengths else None
 
 
 def data_facts(dataset) -> dict[str, Any]:

@@ -17,7 +17,18 @@ from pathlib import Path
 from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
 from hf_hybrid.report.provenance import shareable
-from hf_hybrid.report.run_folder import Run, as_dict, evenly, load_run, number, phase_stretches, plain, reading
+from hf_hybrid.report.run_folder import (
+    PHASES,
+    Run,
+    as_dict,
+    evenly,
+    leaps_made,
+    load_run,
+    number,
+    phase_stretches,
+    plain,
+    reading,
+)
 from hf_hybrid.report.summary import format_bytes, format_number, format_seconds, html_table
 
 logger = logging.getLogger(__name__)
@@ -35,7 +46,7 @@ _LEAP_FIELDS = (
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> list[Path]:
     """
-    Write a report: `report.html`, `report.json`, `steps.csv`, `leaps.csv` for hybrid runs, and a PNG for each plot.
+    Write a report: `report.html`, `report.json`, `steps.csv`, `leaps.csv` if there were leaps, and a PNG for each plot.
 
     Without matplotlib everything but the plots is written, and the page says how to get them.
 
@@ -57,7 +68,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     body = _run_body(found, run.leaps, plots)
     files = _write(output, "report", body, f"{run.name}: run report", {**found, "leap_records": leaps}, plots)
     files.insert(2, _write_csv(output / "steps.csv", _step_rows(run, evenly(steps, MOST_RECORDS))))
-    if run.record:
+    if leaps_made(run):
         rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in leaps]
         rows = rows or [dict.fromkeys((*_LEAP_FIELDS, "accepted"))]
         files.insert(3, _write_csv(output / "leaps.csv", rows))
@@ -207,9 +218,11 @@ def compare(first: Run, second: Run) -> dict:
         `different_options`, `notes`.
     """
     both = {key: shareable(findings(run)) for key, run in zip("AB", (first, second))}
+    leaps = any(found["leaps"] for found in both.values())
     rows = [
         _compared(label, show, *(reading(found["headline"], place) for found in both.values()))
         for label, place, show in _COMPARED
+        if leaps or label not in ("real steps", "predicted steps")
     ]
     kept = ("name", "folder", "finished", "status", "headline")
     return {
@@ -279,7 +292,7 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
     return [
         f"<header><h1>{escape(found['name'])}</h1>",
         f'<p>{escape(found["status"])}</p><p class="muted"><code>{escape(found["folder"])}</code></p></header>',
-        _headline(found["headline"]),
+        _headline(found["headline"], found["leaps"]),
         _notes(found["notes"]),
         *map(_figure, plots),
         _phases(found["phases"]),
@@ -356,7 +369,7 @@ def _notes(notes: Sequence[str]) -> str:
     return f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
 
 
-def _headline(numbers: dict) -> str:
+def _headline(numbers: dict, leaps: dict | None) -> str:
     """Show the five most important numbers, each with its meaning."""
     loss, steps, passes = numbers["final_loss"], numbers["steps"], numbers["backward_passes"]
     seconds, peak = numbers["seconds"], numbers["peak_memory"]
@@ -368,12 +381,18 @@ def _headline(numbers: dict) -> str:
     value = loss["training"] if loss["held_out"] is None else loss["held_out"]
     cards = [
         ("Final loss", format_loss(value), about),
-        ("Steps", f"{steps['total']:,}", f"{steps['real']:,} real, {steps['predicted']:,} predicted"),
+        ("Steps", f"{steps['total']:,}", f"of {steps['planned']:,} planned" if steps["planned"] else ""),
     ]
+    if leaps:
+        cards[1] = (*cards[1][:2], f"{steps['real']:,} real, {steps['predicted']:,} predicted")
     if passes["done"] is None:
         cards.append(("Backward passes", "–", "plain Trainer does not count them"))
     else:
-        parts = [] if passes["avoided"] is None else [f"{format_number(int(passes['avoided']))} avoided"]
+        parts = (
+            []
+            if passes["avoided"] is None or not (leaps or passes["avoided"])
+            else [f"{format_number(int(passes['avoided']))} avoided"]
+        )
         parts += [f"to step {passes['step']:,}"] if passes["step"] < steps["total"] else []
         cards.append(("Backward passes", format_number(int(passes["done"])), "; ".join(parts)))
     cards.append(("Wall time", format_seconds(seconds["value"]), seconds["source"] or "not recorded"))
@@ -398,13 +417,20 @@ def _phases(phases: Sequence[dict]) -> str:
             most = row["peak"]["bytes"] if row["peak"] else None
             cells += [format_bytes(count) for count in (row["peak_mean"], row["peak_min"], most)]
         rows.append(cells)
-    headers = ["phase", "steps", "time", "per step", *(["peak of a step: mean", "min", "max"] if profiled else [])]
-    return _section("Phases", _table(headers, rows, "Phases"))
+    title = "Phases" if any(row["phase"] in PHASES for row in phases) else "Steps"
+    headers = [
+        "phase" if title == "Phases" else "",
+        "steps",
+        "time",
+        "per step",
+        *(["peak of a step: mean", "min", "max"] if profiled else []),
+    ]
+    return _section(title, _table(headers, rows, title))
 
 
 def _leaps(summary: dict | None, leaps: Sequence[dict]) -> str:
-    if not summary or not summary["made"]:
-        return _section("Leaps", f"<p>{_words(summary['none'])}</p>") if summary and summary["none"] else ""
+    if not summary:
+        return ""
     verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
     told = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
     if summary["mean_e"] is not None:
@@ -468,7 +494,8 @@ def _held(phases: Sequence[dict], place: str) -> str:
     sums = [sum(count or 0 for count in column) for column in list(zip(*rows))[1:]]
     cells = [(name, *map(format_bytes, counts)) for name, *counts in [*rows, ("sum", *sums)]] if rows else []
     headers = ("", *(f"{row['phase']}, step {row['step']}" for row in phases))
-    return _table(headers, cells, f"Held on the {place}", caption=f"On the {place}, where a phase held most")
+    when = "where a phase held most" if any(row["phase"] in PHASES for row in phases) else "when most was held"
+    return _table(headers, cells, f"Held on the {place}", caption=f"On the {place}, {when}")
 
 
 def _recoveries(events: Sequence[dict]) -> str:

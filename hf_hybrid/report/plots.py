@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hf_hybrid.report.findings import ACCEPTED, accepted, no_leaps
-from hf_hybrid.report.run_folder import Run, Stretch, evenly, number, phase_stretches, reading
+from hf_hybrid.report.findings import ACCEPTED, accepted
+from hf_hybrid.report.run_folder import Run, Stretch, evenly, leaps_made, number, phase_stretches, reading
 from hf_hybrid.report.summary import GIB, MIB, format_bytes
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
@@ -63,7 +63,7 @@ def plots_available() -> bool:
 
 def run_plots(run: Run, found: dict, folder: Path) -> list[Plot]:
     """All plots of a run, with its [`findings`], that its data support, as PNG in `folder` and as SVG."""
-    loss, rate = ("Loss", "Learning rate") if no_leaps(run) else ("Loss and leaps", "Learning rate and gain")
+    loss, rate = ("Loss and leaps", "Learning rate and gain") if leaps_made(run) else ("Loss", "Learning rate")
     plots = (
         ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
         ("loss", loss, _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
@@ -306,7 +306,8 @@ def _memory_alt(found: dict) -> str:
     peak = (found["memory"] or {}).get("peak")
     if not peak:
         return "Memory by step."
-    return f"Memory by step and phase. Peak {format_bytes(peak['bytes'])} on the {peak['where']}, step {peak['step']}."
+    by = "step and phase" if found["leaps"] else "step"
+    return f"Memory by {by}. Peak {format_bytes(peak['bytes'])} on the {peak['where']}, step {peak['step']}."
 
 
 # Loss and leaps.
@@ -331,8 +332,6 @@ def paint_loss(figure, run: Run) -> bool | None:
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
     axes[0].set_ylabel("loss (nats)")
     lines(axes[0], series)
-    if told := no_leaps(run):
-        axes[0].set_title(told.replace("`", ""), loc="right", color=PALETTE["muted"])
     if rows:
         _rug(axes[1], rows)
     if phases:
@@ -385,8 +384,7 @@ def _loss_alt(run: Run, found: dict) -> str:
     loss, leaps = found["headline"]["final_loss"], found["leaps"]
     names = (("training", "training"), ("held_out", "held-out"))
     parts = [f"{name} {loss[key]:.4g}" for key, name in names if loss[key] is not None]
-    told = f" {leaps['accepted']} of {leaps['made']} leaps stayed." if leaps and leaps["made"] else ""
-    told = f" {leaps['none']}" if leaps and leaps["none"] else told
+    told = f" {leaps['accepted']} of {leaps['made']} leaps stayed." if leaps else ""
     if forecasts := forecasts_of(run):
         step, median, low, high = forecasts[0]
         told += f" After step {step:,.0f} the end was forecast at {median:.4g}, from {low:.4g} to {high:.4g}."
@@ -434,7 +432,7 @@ def _rate_alt(run: Run) -> str:
     told = f" Highest {max(rate for _, rate in rates):.3g}, last {rates[-1][1]:.3g}." if rates else ""
     scale = number(run.record.get("learning_rate_scale"))
     told += f" The rescue made it {scale:.3g} times the scheduled rate." if scale not in (None, 1.0) else ""
-    gains = "" if no_leaps(run) else f", and the gain of {len(run.leaps):,} leaps"
+    gains = f", and the gain of {len(run.leaps):,} leaps" if run.leaps else ""
     return f"Learning rate by step{gains}.{told}"
 
 

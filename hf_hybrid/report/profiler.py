@@ -400,7 +400,8 @@ class MemoryProfilerCallback(TrainerCallback):
         resumed = state.global_step > 0
         if self._log is not None:  # of a training that an error ended
             self._log.close()
-        self._log = RunLog(Path(args.output_dir) / PROFILE, rank=args.process_index, resumed=resumed)
+        folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
+        self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
         self._probes = MemoryProbes(args.device)
         self._totals = RunTotals()
         if resumed:

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import urllib.parse
 from collections.abc import Iterable, Sequence
@@ -104,14 +105,29 @@ def shareable(value: Any) -> Any:
     return share(value)
 
 
+_OWN_MODULES = {
+    "hf_hybrid": "hf-hybrid",
+    "hf_hybrid.cli.run": "hf-hybrid train",
+    "hf_hybrid.cli.trial": "hf-hybrid train",
+}
+"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the second."""
+
+
 def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
-    """The command that started this process (or `argv`), without secrets; `None` in notebooks and at a prompt."""
+    """
+    A command that starts what this process was started for (or `argv`), without secrets; `None` in notebooks and at a
+    prompt. What was installed as a command (`hf-hybrid`, `trl`) is one, and scripts and modules are run by `python`.
+    """
     script, *arguments = sys.argv if argv is None else argv
     if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:
         return None
-    given = getattr(sys, "orig_argv", [])[1:]
-    is_module = argv is None and "-m" in given[:-1] and Path(script).is_absolute()
-    parts = ["python", *(["-m", given[given.index("-m") + 1]] if is_module else [clean(script)])]
+    module = _module_of(getattr(sys, "orig_argv", [])[1:]) if argv is None and Path(script).is_absolute() else None
+    if module is not None:
+        parts = _OWN_MODULES[module].split() if module in _OWN_MODULES else ["python", "-m", module]
+    elif _is_installed(script):
+        parts = [Path(script).name.removesuffix(".exe")]
+    else:
+        parts = ["python", clean(script)]
     for before, argument in zip(["", *arguments], arguments):
         name, equals, _ = argument.partition("=")
         if equals and is_secret_name(name):
@@ -120,7 +136,34 @@ def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> s
             parts.append(REMOVED)
         else:
             parts.append(clean(argument, secrets))
-    return one_line(shlex.join(parts))
+    return one_line(" ".join(map(_quoted, parts)))
+
+
+def _module_of(arguments: Sequence[str]) -> str | None:
+    """The module that the interpreter was to run, from its arguments; those of the program come after it."""
+    options = iter(arguments)
+    for option in options:
+        if option == "-m":
+            return next(options, None)
+        if option in ("-X", "-W"):
+            next(options, None)
+        elif not option.startswith("-"):
+            return None
+    return None
+
+
+def _is_installed(script: str) -> bool:
+    """Whether a script is a command that pip installed, beside the interpreter or on the path."""
+    path = Path(script)
+    if path.suffix not in ("", ".exe"):
+        return False
+    found = shutil.which(path.name)
+    return path.parent == Path(sys.executable).parent or (found is not None and os.path.samefile(found, script))
+
+
+def _quoted(part: str) -> str:
+    """A part of a command as a shell takes it. A quoted `~` would not be the home folder."""
+    return f"~/{shlex.quote(part[2:])}" if part.startswith("~/") and len(part) > 2 else shlex.quote(part)
 
 
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:

@@ -13,8 +13,8 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from hf_hybrid.checkpoint import write_json, write_text
 from hf_hybrid.report.card import card_facts, render
-from hf_hybrid.report.origins import is_repo_id
-from hf_hybrid.report.provenance import listed, trackio_url, unique
+from hf_hybrid.report.origins import is_dataset_id, is_local
+from hf_hybrid.report.provenance import clean, listed, trackio_url, unique
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ class PublishingMixin:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        if hasattr(self.model, "add_model_tags"):
-            self.model.add_model_tags(_class_tags(self))
+        self._tag(self.model)
         self._watched_uploads = set()
         if self.args.hub_token and self.is_world_process_zero():
             logger.warning(
@@ -42,6 +41,10 @@ class PublishingMixin:
                 "model: whoever can read the repository can read the token. Leave it out, and log in with `hf auth "
                 "login` or set `HF_TOKEN`."
             )
+
+    def _tag(self, model: Any) -> None:
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags(_class_tags(self))
 
     def create_model_card(
         self,
@@ -60,7 +63,9 @@ class PublishingMixin:
         """
         Write the model card, `README.md` in the output folder, from what the run recorded.
 
-        [`push_to_hub`] passes its keyword arguments here. Whatever is neither given nor known is left out.
+        [`push_to_hub`] passes its keyword arguments here. Whatever is neither given nor known is left out. What the Hub
+        would refuse, such as the path of a data set, is left out with a warning. A card is written after hours of
+        training, so nothing in it raises an error: if it cannot be written at all, the log says why.
 
         Args:
             language (`str` or `list[str]`, *optional*): ISO codes, `code` or `multilingual`.
@@ -77,18 +82,16 @@ class PublishingMixin:
                 What to compare with: a trained plain `Trainer`, or a dictionary of `name` and at least one of
                 `eval_loss`, `backward_passes` and `seconds`; also `note`. It is kept as `baseline.json` in the output
                 folder, where later calls find it.
-
-        Raises:
-            ValueError: If the Hub would refuse an argument. The message says which and why.
         """
         if not self.is_world_process_zero():
             return
-        folder, path = Path(self.args.output_dir), Path(self.args.output_dir) / REPOCARD_NAME
-        folder.mkdir(parents=True, exist_ok=True)
+        if self.model is None:
+            logger.warning("No model card is written, because the search for hyperparameters left no model.")
+            return
         given = {
             "language": language,
             "license": license,
-            "tags": _tags(self, listed(tags), path),
+            "tags": listed(tags),
             "model_name": model_name,
             "finetuned_from": finetuned_from,
             "tasks": listed(tasks),
@@ -96,9 +99,25 @@ class PublishingMixin:
             "dataset": listed(dataset),
             "dataset_args": listed(dataset_args),
         }
-        _check(given)
+        try:
+            self._write_card(given, baseline)
+        except Exception:
+            logger.exception("The model card could not be written. Training and pushing go on without it.")
+
+    def _write_card(self, given: dict[str, Any], baseline: Any) -> None:
+        folder, path = Path(self.args.output_dir), Path(self.args.output_dir) / REPOCARD_NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        given, left_out = _acceptable(given)
+        try:
+            compared = _baseline(baseline, folder)
+        except ValueError as error:  # of a file that is damaged, too
+            compared = None
+            left_out.append(f"the baseline ({error})")
+        tags = _tags(self, given["tags"], path)
         # Replaced in one move: an upload in the background may be reading it.
-        write_text(path, render(card_facts(self, given, _baseline(baseline, folder))))
+        write_text(path, render(card_facts(self, {**given, "tags": tags}, compared)))
+        if left_out:
+            logger.warning("The model card `%s` leaves out %s.", path, "; ".join(left_out))
 
     def push_to_hub(self, *args, **kwargs):
         """
@@ -111,12 +130,9 @@ class PublishingMixin:
             report_failed_push(self, error)
             raise
 
-    def _write_card(self) -> None:
+    def _refresh_card(self) -> None:
         """Write the card before a push collects the files."""
-        try:
-            self.create_model_card(model_name=(self.hub_model_id or "").split("/")[-1] or None)
-        except Exception:
-            logger.exception("The model card could not be written. Training and the push go on without it.")
+        self.create_model_card(model_name=(self.hub_model_id or "").split("/")[-1] or None)
 
     def _watch_uploads(self) -> None:
         """Report uploads that fail in the background: Trainer starts those of a checkpoint and never asks again."""
@@ -144,18 +160,29 @@ def report_failed_push(trainer, error: BaseException) -> None:
 # Arguments.
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Refuse what the Hub would refuse when the card arrives there."""
-    for option, values, accepts, must, remedy in (
-        ("`language`", given["language"], _LANGUAGE.fullmatch, "hold ISO codes, `code` or `multilingual`",
-         "English, for example, is `en`."),
-        ("`license`", given["license"], _LICENSE.fullmatch, "be an identifier of the Hub's, in lower case",
-         "The Apache License, for example, is `apache-2.0`. One without an identifier is `other`."),
-        ("`dataset_tags` and `dataset_name`", given["datasets"], is_repo_id, "hold ids of data sets on the Hub",
-         "Describe data that is elsewhere with `dataset`."),
-    ):  # fmt: skip
-        if wrong := [value for value in listed(values) if not accepts(value)]:
-            raise ValueError(f"{option} must {must}, got `{wrong[0]}`: the Hub refuses other values. {remedy}")
+_ACCEPTED = {
+    "datasets": (is_dataset_id, "`dataset_tags` and `dataset_name`",
+                 "no id of a data set on the Hub; describe data that is elsewhere with `dataset`"),
+    "language": (lambda value: _LANGUAGE.fullmatch(str(value)), "`language`",
+                 "the Hub takes ISO codes, `code` and `multilingual`; English is `en`"),
+    "license": (lambda value: _LICENSE.fullmatch(str(value)), "`license`",
+                "the Hub takes its own identifiers, in lower case, for example `apache-2.0` or `other`"),
+}  # fmt: skip
+"""What the Hub takes in the metadata, by argument, and what to say of other values."""
+
+
+def _acceptable(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments without values that the Hub would refuse in a card, and a phrase for each that lost some."""
+    kept, left_out = dict(given), []
+    for name, (accepts, option, why) in _ACCEPTED.items():
+        wrong = [value for value in listed(given[name]) if not accepts(value)]
+        if wrong:
+            left_out.append(f"{', '.join(f'`{clean(value)}`' for value in wrong)} of {option} ({why})")
+            right = [value for value in listed(given[name]) if value not in wrong]
+            kept[name] = right if name == "datasets" else right or None
+    if isinstance(given["model_name"], str) and is_local(given["model_name"]):
+        kept["model_name"] = Path(given["model_name"]).name  # where it lies means nothing to others
+    return kept, left_out
 
 
 def _class_tags(trainer) -> list[str]:
@@ -164,10 +191,20 @@ def _class_tags(trainer) -> list[str]:
 
 def _tags(trainer, more: list[str], card: Path) -> list[str]:
     """Tags of the trainer's classes, of the model, of the caller, and of a card that is there already."""
-    there = (ModelCard.load(card, ignore_metadata_errors=True).data.tags or []) if card.is_file() else []
+    there = _tags_of(card) if card.is_file() else []
     there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]
     model, trackio = getattr(trainer.model, "model_tags", None), trackio_url()
     return [*_class_tags(trainer), *listed(model), *more, *there, *([f"trackio:{trackio}"] if trackio else [])]
+
+
+def _tags_of(card: Path) -> list[str]:
+    """The tags of a card that may have been written by hand; none if its metadata cannot be read."""
+    try:
+        tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags
+    except Exception as error:
+        logger.warning("The tags of `%s` cannot be read, and the new card is without them: %s", card, error)
+        return []
+    return [tag for tag in listed(tags) if isinstance(tag, str)]
 
 
 def _baseline(given: Any, folder: Path) -> dict | None:
@@ -180,9 +217,11 @@ def _baseline(given: Any, folder: Path) -> dict | None:
     return baseline
 
 
-def _checked(baseline: dict) -> dict:
+def _checked(baseline: Any) -> dict:
     """The baseline, if a run can be compared with it."""
     keys = ", ".join(f"`{key}`" for key in _BASELINE)
+    if not isinstance(baseline, dict):
+        raise ValueError(f"`{BASELINE_NAME}` holds no baseline. It takes {keys}.")
     for key, value in baseline.items():
         if not isinstance(value, _BASELINE.get(key, ())) or isinstance(value, bool):
             raise ValueError(f"`baseline` cannot hold `{key}={value!r}`. It takes {keys}: names and notes, numbers.")

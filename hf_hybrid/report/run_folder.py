@@ -13,6 +13,8 @@ import math
 import os
 import re
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,8 @@ class LogFile:
 
     The file grows with the run, so that nothing else has to. Each line is handed to the system at once and a killed run
     keeps it. A training begins with a line `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a new run
-    and the step of the checkpoint for a resumed one: lines above it that belong to later steps are superseded.
+    and the step of the checkpoint for a resumed one: lines above it that belong to later steps are superseded. Each
+    line after it has the `seconds` since then, so that the time of a run that was killed and resumed can be summed up.
 
     A run without leaps shall leave the entries of plain `Trainer` in its output folder, which scripts count. Its file
     moves into the newest checkpoint when the training ends, and back when another training begins.
@@ -52,14 +55,24 @@ class LogFile:
     def __init__(self, folder: str | Path, *, writes: bool):
         self.folder, self.writes = Path(folder).absolute(), writes  # scripts may change their folder
         self.path = self.folder / LOG_NAME
-        self._begun = self._has_failed = False
+        self._begun: float | None = None
+        self._has_failed = False
 
-    def begin(self, step: int, max_steps: int) -> None:
-        """Begin a training that goes on from step `step` to `max_steps`. Nothing is written before."""
-        self._begun, self.path = True, self.folder / LOG_NAME
+    def begin(self, step: int, max_steps: int, folder: str | Path | None = None, **about: Any) -> None:
+        """
+        Begin a training that goes on from step `step` to `max_steps`. Nothing is written before.
+
+        A trial of a hyperparameter search has a `folder` of its own. Otherwise it is that of the run. What is said
+        `about` the training stands in its first line.
+        """
+        if folder is not None:
+            self.folder = Path(folder).absolute()
+        self._begun, self.path = time.perf_counter(), self.folder / LOG_NAME
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
         if self.writes:
             self._move(_log_in(self.folder), self.path)
-        self.add({"step": step, "begun": True, "max_steps": max_steps})
+        self.add({"step": step, "begun": True, "max_steps": max_steps, **about})
 
     def move_into_checkpoint(self) -> None:
         """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""
@@ -78,9 +91,10 @@ class LogFile:
 
     def add(self, entry: dict) -> None:
         """Append a line. A full disk must not end a training, so an error is only told, and only once."""
-        if not (self.writes and self._begun):
+        if not self.writes or self._begun is None:
             return
-        line = json.dumps(plain(entry), allow_nan=False, default=str)
+        since = {} if "begun" in entry else {"seconds": round(time.perf_counter() - self._begun, 3)}
+        line = json.dumps(plain({**entry, **since}), allow_nan=False, default=str)
         try:
             with os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o666), "ab+") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -210,7 +224,8 @@ def plain(value: Any) -> Any:
 # Reading.
 
 _SHOWN = (
-    "step", "begun", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm", "train_runtime",
+    "step", "begun", "max_steps", "phases", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm",
+    "train_runtime",
     "hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high",
     "hybrid/forecast_eval_loss", "hybrid/forecast_eval_low", "hybrid/forecast_eval_high",
     "hybrid/phase", "hybrid/leaps", "hybrid/predicted_steps", "hybrid/backward_passes",
@@ -261,6 +276,8 @@ class Run:
     last_step: int
     max_steps: int | None
     finished: bool
+    starts: list[float | None] = field(default_factory=list)
+    """Seconds of each start of the run, as its log has them: up to the last line of one that was killed."""
     notes: list[str] = field(default_factory=list)
     """Notes on files that could not be read."""
 
@@ -329,6 +346,8 @@ def load_run(folder: str | Path) -> Run:
     """
     Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
 
+    If several runs were made in the folder, it is read of the newest one alone, and a note says so.
+
     Raises:
         ValueError: If there is no such folder, or nothing in it that a report could show.
     """
@@ -337,24 +356,34 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(f"`{folder}` is not a folder. Pass the `output_dir` of a run.")
     notes: list[str] = []
     config = as_dict(_read(folder / "hybrid_config.json", notes))
-    lines = read_log(folder, notes, only=_SHOWN)
+    log = _read_log_file(folder, notes, _SHOWN)
+    lines, others = log.lines, set()
     newest_run = as_dict(_read(folder / "hybrid_run.json", notes)).get("run")
-    checkpoint, state = _newest_checkpoint(folder, newest_run, lines, notes)
+    checkpoint, state = _newest_checkpoint(folder, newest_run, lines, notes, others)
     saved = as_dict(_read(checkpoint / "hybrid_state.json", notes)) if checkpoint else {}
     profile = _load_profile(folder / PROFILE, notes)
-    record, source = _newest_record(folder, newest_run, checkpoint, saved, notes)
+    if not _agree(profile.logs, lines or with_steps(state.get("log_history"))):
+        profile = Profile()
+        others.add(PROFILE)
+    begun = next((line for line in reversed(lines) if "begun" in line), {})
+    if begun.get("phases") is False:
+        config = {}  # such a run writes none, so it is of an earlier one
+    record, source = _newest_record(folder, newest_run, checkpoint, saved, notes, others)
+    if others or log.earlier_runs:
+        notes.append(_other_runs(others))
     logs = _merge_logs(with_steps(state.get("log_history")), lines, profile.logs)
     steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
     steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
     if not (logs or record or any(steps)):
         raise ValueError(" ".join([_nothing_found(folder, bool(config or lines)), *notes]))
-    max_steps = next(filter(None, (count_of(source.get("max_steps")) for source in (state, profile.run, config))), None)
+    planned = (count_of(source.get("max_steps")) for source in (begun, state, profile.run, config))
+    max_steps = next(filter(None, planned), None)
     last_step, ended = max(steps), source == "hybrid_summary.json" and _steps_of(record) >= max(steps)
     # An earlier end says nothing of a run that was resumed with more steps.
     ended |= any("train_runtime" in entry and entry["step"] == last_step for entry in logs)
     # What the log says of a leap was written later than what a checkpoint says of it.
     leaps = {leap["step"]: leap for leap in with_steps([*dicts_of(record.get("leaps")), *_parts(lines, "leap")])}
-    return Run(
+    run = Run(
         folder=folder.resolve(),
         logs=logs,
         leaps=[leaps[step] for step in sorted(leaps)],
@@ -368,7 +397,48 @@ def load_run(folder: str | Path) -> Run:
         last_step=last_step,
         max_steps=max_steps,
         finished=ended or bool(max_steps and last_step >= max_steps),
+        starts=log.starts,
         notes=notes,
+    )
+    if not leaps_made(run):
+        _without_phases(run)
+    return run
+
+
+def leaps_made(run: Run) -> int:
+    """How many leaps are known of: by their records, by the counters, or by the number that was logged last."""
+    logged = [int(value) for _, value in run.series("hybrid/leaps")[-1:]]
+    return max(len(run.leaps), sum(verdicts_of(run).values()), *logged)
+
+
+def verdicts_of(run: Run) -> Counter[str]:
+    """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
+    known = Counter(str(leap.get("verdict")) for leap in run.leaps)
+    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
+    totals, earlier = (
+        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
+        for name in ("leaps_by_verdict", "earlier_verdicts")
+    )
+    return max(known, totals, last + earlier, key=Counter.total)
+
+
+def _without_phases(run: Run) -> None:
+    """Name all phases of training `train`: without leaps there are steps of one kind, as in plain `Trainer`."""
+    profile = run.profile
+    spikes = dicts_of(profile.summary.get("spikes"))
+    for entries in (profile.steps, profile.out_of_memory, spikes, *profile.ranks.values(), run.recoveries, run.events):
+        for entry in entries:
+            if entry.get("phase") in PHASES:
+                entry["phase"] = "train"
+
+
+def _other_runs(names: Iterable[str]) -> str:
+    """Say that a folder holds more than one run, and what was left out."""
+    shown = sorted(names)[:6]
+    found = f" ({', '.join(f'`{name}`' for name in shown)}{', and more' if len(shown) < len(set(names)) else ''})"
+    return (
+        f"The folder holds another, earlier run too{found if shown else ''}. It is left out: this report is of the "
+        "newest run alone. Give each run a folder of its own to compare them."
     )
 
 
@@ -377,6 +447,14 @@ def _nothing_found(folder: Path, started: bool) -> str:
         return (
             f"`{folder}` holds a run that ended before anything was logged or saved, so there is nothing to report on. "
             "A lower `logging_steps` logs earlier."
+        )
+    trials = sorted(
+        path.parent.name for path in folder.glob(f"*/{LOG_NAME}") if not _CHECKPOINT.match(path.parent.name)
+    )
+    if trials:
+        return (
+            f"`{folder}` holds the trials of a search, {', '.join(f'`{name}`' for name in trials[:6])}"
+            f"{' and more' if len(trials) > 6 else ''}. Pass the folder of one, or of two to compare them."
         )
     return (
         f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "
@@ -460,30 +538,55 @@ def _numbered(folder: Path, pattern: re.Pattern) -> Iterator[tuple[int, Path]]:
 
 
 def _newest_checkpoint(
-    folder: Path, newest_run: object, lines: list[dict], notes: list[str]
+    folder: Path, newest_run: object, lines: list[dict], notes: list[str], others: set[str]
 ) -> tuple[Path | None, dict]:
-    """The folder and the `trainer_state.json` that went farthest; half-written ones and other runs' are skipped."""
+    """
+    The folder and the `trainer_state.json` that went farthest in the newest run; half-written ones are skipped, and the
+    names of checkpoints of earlier runs are put into `others`.
+
+    Manifests tell runs apart. What has none is told by its history: one run has one loss at a step. Where no log says
+    which run is the newest (plain `Trainer`), it is that of the file that was written last.
+    """
     candidates = [folder, *(path for _, path in sorted(_numbered(folder, _CHECKPOINT), reverse=True))]
-    best, best_state = None, {}
+    found: list[tuple[int, Path, dict]] = []
     for candidate in candidates:
         state = as_dict(_read(candidate / "trainer_state.json", notes))
-        step, farthest = count_of(state.get("global_step")), count_of(best_state.get("global_step"))
-        if candidate == folder:
-            other = bool(lines) and step is not None and step > lines[-1]["step"]  # of an earlier run in this folder
-        else:
-            run = as_dict(_read(candidate / "hybrid_manifest.json", notes)).get("run")
-            other = _is_of_other_run(run, newest_run, step or 0)
-        if not isinstance(state.get("log_history"), list) or step is None or other:
+        step, history = count_of(state.get("global_step")), state.get("log_history")
+        if not isinstance(history, list) or step is None:
             continue
-        if farthest is None or step > farthest:
-            best, best_state = candidate, state
-        if best not in (None, folder):
-            break
+        run = as_dict(_read(candidate / "hybrid_manifest.json", notes)).get("run")
+        # The state in the folder itself has no manifest. Beyond the log it is of a run that ended before.
+        beyond = candidate == folder and bool(lines) and step > lines[-1]["step"]
+        if beyond or _is_of_other_run(run, newest_run, step) or not _agree(with_steps(history), lines):
+            if not _is_abandoned(run, newest_run):
+                others.add("trainer_state.json" if candidate == folder else candidate.name)
+            continue
+        found.append((step, candidate, state))
+    if not found:
+        return None, {}
+    if not lines:
+        written = max(found, key=lambda one: (one[1] / "trainer_state.json").stat().st_mtime_ns)[2]
+        newest = [one for one in found if _agree(with_steps(one[2]["log_history"]), with_steps(written["log_history"]))]
+        others |= {one[1].name for one in found if one not in newest and one[1] != folder}
+        found = newest
+    _, best, best_state = max(found, key=lambda one: one[0])
     if best == folder and not (folder / "hybrid_state.json").is_file():
         # `Trainer.save_state` leaves the history in the output folder; the engine's record is in the checkpoints.
-        holding = [path for path in candidates[1:] if (path / "hybrid_state.json").is_file()]
+        holding = [path for _, path, _ in found if (path / "hybrid_state.json").is_file()]
         return (holding[0] if holding else best), best_state
     return best, best_state
+
+
+def _agree(entries: list[dict], others: list[dict]) -> bool:
+    """Whether two histories can be of one run: they have the same loss at each step that both have."""
+    known = {entry["step"]: loss for entry in others if (loss := number(entry.get("loss"))) is not None}
+    losses = ((entry["step"], number(entry.get("loss"))) for entry in entries)
+    return all(known.get(step, loss) == loss for step, loss in losses if loss is not None)
+
+
+def _is_abandoned(run: object, newest: object) -> bool:
+    """Whether a checkpoint of another course is of the same run, which was continued from an earlier checkpoint."""
+    return isinstance(run, list) and isinstance(newest, list) and bool(run and newest) and run[0] == newest[0]
 
 
 def _is_of_other_run(run: object, newest: object, step: int) -> bool:
@@ -504,11 +607,15 @@ def _steps_of(record: dict) -> int:
     return sum(count_of(count) or 0 for count in steps)
 
 
-def _newest_record(folder: Path, newest_run: object, checkpoint: Path | None, saved: dict, notes: list[str]):
+def _newest_record(
+    folder: Path, newest_run: object, checkpoint: Path | None, saved: dict, notes: list[str], others: set[str]
+):
     """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
     summary = as_dict(_read(folder / "hybrid_summary.json", notes))
     found = as_dict(as_dict(saved.get("run")).get("record"))
     if _is_of_other_run(summary.get("run"), newest_run, _steps_of(summary)):
+        if not _is_abandoned(summary.get("run"), newest_run):
+            others.add("hybrid_summary.json")
         summary = {}
     if summary and _steps_of(summary) >= _steps_of(found):
         return summary, "hybrid_summary.json"
@@ -537,12 +644,45 @@ def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
         notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
         only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
     """
-    kept: list[dict] = []
-    for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
+    return _read_log_file(Path(folder), [] if notes is None else notes, only).lines
+
+
+@dataclass
+class _Log:
+    """What a log has of its newest run, and how many earlier runs it has."""
+
+    lines: list[dict] = field(default_factory=list)
+    starts: list[float | None] = field(default_factory=list)
+    """As in [`Run`]: the time of steps that were made again counts, because it passed."""
+    earlier_runs: int = 0
+
+
+def _read_log_file(folder: Path, notes: list[str], only: Iterable[str] | None = None) -> _Log:
+    log, ended = _Log(), False
+    for line in read_lines(_log_in(folder), notes):
         if "begun" in line:
-            kept = [earlier for earlier in kept if earlier["step"] <= line["step"]] if line["step"] else []
-        kept.append(line if only is None else {key: line[key] for key in only if key in line})
-    return kept
+            if line["step"]:
+                log.lines = [earlier for earlier in log.lines if earlier["step"] <= line["step"]]
+            else:
+                log = _Log(earlier_runs=log.earlier_runs + any("begun" not in earlier for earlier in log.lines))
+            log.starts.append(0.0)
+            ended = False
+        elif log.starts and not ended:  # an evaluation that follows the training is none of it
+            runtime = number(line.get("train_runtime"))
+            ended = runtime is not None
+            log.starts[-1] = runtime if ended else number(line.get("seconds"))
+        log.lines.append(line if only is None else {key: line[key] for key in only if key in line})
+    return log
+
+
+def wall_time(folder: str | Path) -> tuple[float | None, int]:
+    """Seconds that the newest run of a folder took in all its starts, if all are known, and the number of starts."""
+    return summed(_read_log_file(Path(folder), []).starts)
+
+
+def summed(starts: Sequence[float | None]) -> tuple[float | None, int]:
+    """The sum of the seconds of all starts, if all are known, and their number."""
+    return (sum(starts) if starts and None not in starts else None), len(starts)
 
 
 def _log_in(folder: Path) -> Path:
@@ -638,9 +778,11 @@ def phase_stretches(run: Run) -> list[Stretch]:
     The phases of all steps for which they are known, in order.
 
     From the profile; else from what was logged at each step; else Warmup and Predict from the record and the leaps, and
-    `real` for steps of Full or Correct, which these do not tell apart. There is no Correct in a run that makes no
-    leaps. A phase is not listed step by step, because a damaged record can claim any number of steps.
+    `real` for steps of Full or Correct, which these do not tell apart. A run without leaps has none. A phase is not
+    listed step by step, because a damaged record can claim any number of steps.
     """
+    if not leaps_made(run):
+        return []
     if run.profile.steps:
         phases = ((entry["step"], entry.get("phase")) for entry in run.profile.steps)
         return _joined((step, phase) for step, phase in phases if isinstance(phase, str) and phase != "evaluate")
@@ -681,5 +823,5 @@ def _from_record(run: Run) -> list[Stretch]:
             add(leap["step"], "real")
             add(leap["step"] + horizon, "predict")
     add(warmup, "warmup")
-    add(last, "full" if run.record.get("no_leaps") else "real")
+    add(last, "real")
     return found

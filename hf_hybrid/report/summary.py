@@ -107,8 +107,13 @@ class HybridSummary(dict):
         "backward passes avoided exactly",
     )  # fmt: skip
 
+    _OF_LEAPS = ("predicted steps", "backward passes avoided", "forward-only passes", "roll-backs")
+    """Totals that are zero without leaps, and not shown then."""
+
     def phase_rows(self) -> list[tuple[str, str, str]]:
-        """Name, steps and time of each phase; none for runs without phases."""
+        """Name, steps and time of each phase; none for runs without leaps, whose steps are all of one kind."""
+        if not self.get("leaps_made"):
+            return []
         steps, seconds = self.get("steps_by_phase") or {}, self.get("seconds_by_phase") or {}
         return [
             (phase, format_number(count), format_seconds(seconds.get(phase) if count else None))
@@ -119,9 +124,11 @@ class HybridSummary(dict):
     def _rows(self) -> list[tuple[str, str]]:
         """Everything that fits on a line, by name."""
         keys = {label: label.replace(" ", "_").replace("-", "_") for label in self._TOTALS}
+        if not self.get("leaps_made"):
+            keys = {label: key for label, key in keys.items() if label not in self._OF_LEAPS or self.get(key)}
         rows = [(label, format_number(self[key])) for label, key in keys.items() if key in self]
         verdicts = self.get("leaps_by_verdict") or {}
-        if "leaps_made" in self:
+        if self.get("leaps_made"):
             by_verdict = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in verdicts.items())
             rows.append(("leaps", f"{self['leaps_made']}" + (f" ({by_verdict})" if by_verdict else "")))
         if "divergence_events_seen" in self:
@@ -130,7 +137,7 @@ class HybridSummary(dict):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
         if self.get("no_leaps"):
             rows.append(("no leaps", self["no_leaps"]))
-        elif "direction" in self:
+        elif "direction" in self and self.get("leaps_made"):
             rows.append(("direction", str(self["direction"])))
         training = self.get("forecast") or {}
         for name, forecast in (("final loss", training), ("final held-out loss", training.get("held_out"))):

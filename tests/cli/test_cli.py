@@ -366,6 +366,20 @@ def test_a_tokenizer_needs_no_pad_token(folder, tmp_path, monkeypatch, special):
     assert json.loads(Path("out/gpt2/trainer_state.json").read_text())["global_step"] == 3
 
 
+def test_the_command_in_the_card_is_the_one_that_ran(folder, tmp_path):
+    installed = tmp_path / "bin" / "hf-hybrid"
+    installed.parent.mkdir()
+    installed.write_text(f"#!{sys.executable}\nimport sys\nfrom hf_hybrid.cli.main import main\nsys.exit(main())\n")
+    installed.chmod(0o755)
+    path = os.pathsep.join([str(installed.parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    shutil.copy(folder / "run.yaml", tmp_path)
+    typed = "hf-hybrid train --config run.yaml --max_steps 2 --save_strategy no --use_cpu True --output_dir out"
+    ended = subprocess.run(typed, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert f"### Command\n\n```bash\n{typed}\n```" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_refused_option_is_a_message_and_exit_status_2(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["train", "--config", "run.yaml", "--use_cpu", "--leap_gain", "-1"]) == 2

@@ -148,6 +148,10 @@ def test_notebook(monkeypatch, tmp_path):
     summary = namespace["summary"]
     assert sum(summary["steps_by_phase"].values()) == 24
     assert namespace["losses"]["after"] < namespace["losses"]["before"]
+    # It says what leaps are tested on: no sequence is kept from training.
+    words = " ".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    assert "Leaps are tested on the next training batches, before training uses them." in words
+    assert namespace["trainer"].probe_dataset is None
 
 
 @pytest.mark.slow

@@ -164,6 +164,27 @@ def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0.0, 0.0)] * 8
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer)])
+@pytest.mark.parametrize("share_prompt", ["auto", "off"])
+def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_prompt, tmp_path):
+    options = {"learning_rate": 0.0, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "logging_steps": 1}
+    first = train(theirs, tmp_path, 1.0, **options)
+    second = train(ours, tmp_path, 1.0, **options, share_prompt=share_prompt)
+    entries = [[e for e in trainer.state.log_history if "loss" in e] for trainer in (first, second)]
+    assert len(entries[0]) == 8 and second.hybrid_summary()["rows_skipped"] > 0
+    for expected, found in zip(*entries):
+        assert found.keys() == expected.keys() and {"entropy", "clip_ratio/region_mean"} < found.keys()
+        if found is not entries[1][0]:  # in the first step one row is computed
+            same = [key for key in expected if any(word in key for word in OF_COMPUTED_ROWS)]
+            assert [found[key] for key in same] == pytest.approx([expected[key] for key in same], rel=1e-5)
+    counted = train(
+        ours, tmp_path, 1.0, **{**options, "logging_steps": 100}, share_prompt=share_prompt
+    ).hybrid_summary()
+    assert {key: second.hybrid_summary()[key] for key in ("rows", "tokens")} == {
+        key: counted[key] for key in ("rows", "tokens")
+    }
+
+
 def test_nothing_to_leave_out_gives_the_same_bits(tmp_path):
     theirs, ours = (train(cls, tmp_path, 0.0, max_steps=3) for cls in (GRPOTrainer, HybridGRPOTrainer))
     assert_same_weights(weights(theirs.model), weights(ours.model))

@@ -1,20 +1,22 @@
 """Reports: what is read of a run's folder, finished, killed, resumed or broken, and what is told of it."""
 
 import csv
+import dataclasses
 import json
 import math
 import sys
 
 import pytest
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.report.findings import PROFILER_HINT, findings
+from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.run_folder import load_run, phase_stretches
+from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
 
 
 @pytest.fixture
@@ -212,6 +214,68 @@ def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(
     assert run.last_step == 10 and not run.record and not run.finished and run.series("loss") == [(10, 9.0)]
 
 
+@pytest.mark.parametrize("mode", ["leaps", "no_leaps", "plain"])
+@pytest.mark.parametrize("lengths", [(60, 10), (10, 30)])
+def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, lengths):
+    first, second = tmp_path / "both", tmp_path / "alone"
+    train_and_save_state(first, mode, lengths[0], [MemoryProfilerCallback()])
+    for folder in (first, second):
+        train_and_save_state(folder, mode, lengths[1], [])
+    both, alone = (json.loads(write_report(folder)[1].read_text()) for folder in (first, second))
+    for found in (both, alone):
+        found["headline"]["seconds"]["value"] = None
+        for row in found["phases"]:
+            del row["seconds"]
+    assert both["status"] == alone["status"] == f"Finished at step {lengths[1]} of {lengths[1]}."
+    assert both["headline"] == alone["headline"] and both["phases"] == alone["phases"]
+    assert both["leaps"] == alone["leaps"] and both["memory"] == alone["memory"]
+    told = [note for note in both["notes"] if "another, earlier run" in note]
+    assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
+
+
+@pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
+def test_options_are_those_of_the_newer_run(tmp_path, undrawn, options):
+    train_and_save_state(tmp_path, "leaps", 12, [])
+    config = hybrid_config(tmp_path, max_steps=12, **options, **dict.fromkeys(("leap_worth", "max_predict_steps")))
+    HybridTrainer(tiny_model(), config, train_dataset=ByteText(64)).train()
+    found = findings(load_run(tmp_path))
+    assert found["leaps"] is None and "leap_worth" not in found["options"]
+    assert ("leap_gain" in found["options"]) == ("leap_gain" in options)  # the file of its options is its own
+
+
+def train_and_save_state(folder, mode, steps, callbacks):
+    """As `hf-hybrid train` and the scripts of transformers do."""
+    values = {"max_steps": steps, "save_strategy": "steps", "save_steps": 10}
+    data = {"train_dataset": ByteText(400), "callbacks": callbacks}
+    if mode == "plain":
+        trainer = Trainer(tiny_model(), TrainingArguments(**config_values(folder, **values)), **data)
+    else:
+        config = hybrid_config(folder, **values, enable_predict=mode == "leaps")
+        trainer = HybridTrainer(tiny_model(), config, **data)
+    trainer.train()
+    trainer.save_state()
+
+
+def test_trials_of_a_search_are_named_where_nothing_else_is(tmp_path):
+    write(tmp_path / "run-0" / "hybrid_log.jsonl", {"step": 0, "begun": True})
+    with pytest.raises(ValueError, match="trials of a search, `run-0`. Pass the folder of one"):
+        load_run(tmp_path)
+
+
+def test_wall_time_adds_up_over_the_starts_of_a_run(tmp_path):
+    lines = [{"step": 0, "begun": True}, {"step": 9, "loss": 7.0, "seconds": 99.0}]  # an earlier run
+    lines += [{"step": 0, "begun": True}, {"step": 50, "loss": 2.0, "seconds": 10.0}]  # killed, saved at step 40
+    lines += [
+        {"step": 40, "begun": True},
+        {"step": 50, "loss": 2.0, "seconds": 2.0},
+        {"step": 60, "train_runtime": 5.0},
+    ]
+    lines += [{"step": 60, "eval_loss": 1.0, "seconds": 300.0}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = findings(load_run(tmp_path))["headline"]["seconds"]
+    assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and wall_time(tmp_path) == (15.0, 2)
+
+
 def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path, undrawn):
     leaps = [leap(step, ("kept", "rejected")[step % 2]) for step in range(0, 60_000, 3)]
     hybrid_run(tmp_path, leaps=[])
@@ -295,12 +359,29 @@ def test_phases_of_steps_come_from_the_best_source(tmp_path):
     assert phases_by_step(load_run(tmp_path)) == known
 
 
-def test_a_run_without_leaps_has_no_correct(tmp_path):
+def test_a_run_without_leaps_has_no_phases(tmp_path):
     hybrid_run(tmp_path, leaps=[])
-    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "real"}
-    summary = json.loads((tmp_path / "hybrid_summary.json").read_text())
-    write(tmp_path / "hybrid_summary.json", {**summary, "no_leaps": "adapters are trained"})
-    assert set(phases_by_step(load_run(tmp_path)).values()) == {"warmup", "full"}
+    found = findings(load_run(tmp_path))
+    assert phases_by_step(load_run(tmp_path)) == {} and found["phases"] == [] and found["leaps"] is None
+    assert found["headline"]["steps"] == {"total": 100, "real": 100, "predicted": 0, "planned": 100}
+    profile(tmp_path, [step_record(step, "warmup" if step < 10 else "full") for step in range(1, 101)])
+    found = findings(load_run(tmp_path))
+    assert [(row["phase"], row["steps"]) for row in found["phases"]] == [("train", 100)]
+    assert [row["phase"] for row in found["memory"]["categories_by_phase"]] == ["train"]
+
+
+def test_options_of_leaps_are_shown_where_they_did_something_or_were_set(tmp_path):
+    groups = {field.name: field.metadata["help"].group for field in dataclasses.fields(HybridArguments)}
+    filled, group = {}, None
+    for name, of in groups.items():  # a group is named at its first option
+        group = of or group
+        filled[name] = group
+    of_leaps = {name for name, group in filled.items() if group in ("Phases", "Leaps", "Verification")} - {"preset"}
+    assert of_leaps | {"predict_states", "checkpoint_phases"} == OPTIONS_OF_LEAPS
+    hybrid_run(tmp_path, leaps=[])
+    assert "direction" not in findings(load_run(tmp_path))["options"]
+    write(tmp_path / "hybrid_config.json", {"direction": "none"})
+    assert findings(load_run(tmp_path))["options"]["direction"] == "none"
 
 
 def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
