@@ -22,14 +22,14 @@ def run(tmp_path, *, callbacks=(), **overrides):
 # What is counted and logged.
 
 
-def test_default_options_reach_every_phase_in_50_steps(tmp_path):
-    args = HybridConfig(**config_values(tmp_path, max_steps=50))
+def test_default_options_reach_every_phase_in_100_steps(tmp_path):
+    args = HybridConfig(**config_values(tmp_path, max_steps=100))
     trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(600))
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"][phase.value] > 0 for phase in Phase), summary["steps_by_phase"]
-    assert summary["steps"] == trainer.state.global_step == 50
-    assert summary["backward_passes"] == summary["real_steps"] < 50
+    assert summary["steps"] == trainer.state.global_step == 100
+    assert summary["backward_passes"] == summary["real_steps"] < 100
 
 
 def test_summary_counts_what_happened(tmp_path, monkeypatch):

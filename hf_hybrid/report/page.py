@@ -39,7 +39,7 @@ MOST_ROWS = 300
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _LEAP_FIELDS = (
     "step", "verdict", "horizon", "gain", "worth", "relative_norm", "loss_before", "loss_after", "standard_error",
-    "accuracy_before", "accuracy_after", "worse_in", "e", "e_source", "cosine", "norm_ratio", "predicted_decrease",
+    "accuracy_before", "accuracy_after", "worse_in", "e", "cosine", "norm_ratio", "predicted_decrease",
     "forecast_error", "probe_cost_steps",
 )  # fmt: skip
 
@@ -434,7 +434,7 @@ def _leaps(summary: dict | None, leaps: Sequence[dict]) -> str:
     verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
     told = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
     if summary["mean_e"] is not None:
-        told += f" The immediate gain of those that stayed was {format_number(summary['mean_e'])} real steps, "
+        told += f" The immediate gain of those that were probed and stayed was {format_number(summary['mean_e'])} real steps, "
         told += f"mean over the {summary['with_e']:,} where it was measured."
     if summary["probe_cost_steps"] is not None:
         told += f" Probes cost {format_number(summary['probe_cost_steps'])} real steps of compute."

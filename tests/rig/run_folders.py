@@ -20,7 +20,6 @@ def leap(step: int, verdict: str = "kept", **values) -> dict:
         "loss_after": 2.98,
         "standard_error": 0.005,
         "e": 2.0,
-        "e_source": "probe",
         "cosine": 0.4,
         "norm_ratio": 1.2,
         "predicted_decrease": 0.03,
