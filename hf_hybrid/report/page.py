@@ -434,8 +434,8 @@ def _leaps(summary: dict | None, leaps: Sequence[dict]) -> str:
     verdicts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in summary["by_verdict"].items())
     told = f"{summary['made']:,} leaps, {summary['accepted']:,} stayed in the weights: {verdicts}."
     if summary["mean_e"] is not None:
-        told += f" The immediate gain of those that were probed and stayed was {format_number(summary['mean_e'])} real steps, "
-        told += f"mean over the {summary['with_e']:,} where it was measured."
+        told += f" The immediate gain of those that stayed was {format_number(summary['mean_e'])} real steps, "
+        told += f"mean over the {summary['with_e']:,} that were probed."
     if summary["probe_cost_steps"] is not None:
         told += f" Probes cost {format_number(summary['probe_cost_steps'])} real steps of compute."
     names = ("gain", "horizon", "worth", "e", "loss_before", "loss_after", "cosine", "norm_ratio", "forecast_error")
