@@ -22,7 +22,8 @@ def test_short_run_on_a_text_file_prints_its_table(tmp_path, monkeypatch, capfd)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join((ROOT / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md")) * 4)
     options = {
-        "--text_file": text, "--max_steps": 40, "--block_size": 32, "--learning_rate": 2e-3, "--leap_worth": 1,
+        "--text_file": text, "--max_steps": 40, "--block_size": 32, "--learning_rate": 2e-3, "--leap_worth": 10,
+        "--direction": "orthogonal",
         "--divergence_threshold": 50, "--output_dir": tmp_path / "out",
     }  # fmt: skip
     arguments = [str(part) for pair in options.items() for part in pair]

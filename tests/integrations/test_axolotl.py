@@ -136,7 +136,8 @@ def test_training_arguments_take_and_check_every_option(plugin_module, tmp_path)
 
 def test_a_run_goes_through_the_phases(plugin_module, tmp_path):
     plugin = plugin_module.HybridPlugin()
-    cfg = {"hybrid": {"warmup_phase_steps": 4, "full_phase_steps": 3, "leap_worth": 0.5, "leap_budget": 100}}
+    phases = {"warmup_phase_steps": 4, "full_phase_steps": 3, "leap_worth": 3.0, "leap_budget": 100}
+    cfg = {"hybrid": {**phases, "direction": "orthogonal"}}
     plugin.pre_model_load(cfg)
     trainer_class = plugin.get_trainer_cls(cfg)
     assert issubclass(trainer_class, AxolotlTrainer)

@@ -27,7 +27,7 @@ METHODS = {
     ),
 }
 # Leaps often enough to be sure of them in a short run, and looked at.
-LEAPING = {"leap_budget": 10.0, "probe_budget": 1.0, "learning_rate": 1e-2}
+LEAPING = {"leap_worth": 10.0, "leap_budget": 10.0, "probe_budget": 1.0, "learning_rate": 1e-2}
 
 
 def adapted(method, base=None):

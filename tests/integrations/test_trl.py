@@ -188,7 +188,7 @@ def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, p
 
     def far(trajectory, gain):
         trajectory.max_relative_norm = 5.0
-        return leap(trajectory, gain)
+        return leap(trajectory, 1e6 * gain)  # as far as the cap, however much a leap is shortened
 
     monkeypatch.setattr(Trajectory, "leap", far)
     exact = {"share_prompt": "off"} if build is dpo else {}
@@ -226,7 +226,7 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
     trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES, **options)
     trainer.train()
     training = [e for e in trainer.state.log_history if "hybrid/phase" in e]
-    assert sum(e["hybrid/phase"] == 2 for e in training) > 2
+    assert sum(e["hybrid/phase"] == 2 for e in training) >= 2
     assert not any(key.startswith("eval_") for entry in training for key in entry)
 
 

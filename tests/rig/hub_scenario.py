@@ -78,7 +78,7 @@ def trainer_of(name: str, model=None, **overrides) -> HybridTrainer:
     values = {"max_steps": 20, "logging_steps": 1, "use_cpu": True, **overrides}
     trainer = HybridTrainer(
         tiny_model() if model is None else model,
-        hybrid_config(FOLDER / name, **values),
+        hybrid_config(FOLDER / name, **{"leap_worth": 10.0, "probe_budget": 1.0, **values}),
         train_dataset=ByteText(400),
         eval_dataset=ByteText(16, offset=500),
         processing_class=byte_tokenizer(),

@@ -43,7 +43,7 @@ LEAPS = {
     "full_phase_steps": 2,
     "correct_phase_steps": 1,
     "max_predict_steps": 2,
-    "leap_worth": 2.0,
+    "leap_worth": 10.0,
     "leap_budget": 1.0,
 }
 STREAM = {"memory": "stream", "resident_layers": 0}
