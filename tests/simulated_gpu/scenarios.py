@@ -855,7 +855,7 @@ SCENARIOS["sft"] = Scenario(partial(sft, **LEAPS, **ALONG_GRADIENTS), keeps_mode
 SCENARIOS["sft_streamed"] = Scenario(partial(sft, **STREAM, **LEAPS))
 
 
-@scenario(keeps_model=True, tolerance=1e-5)
+@scenario(keeps_model=True, tolerance=1e-5, stops=4)  # one more where the optimizer's moments are measured
 def dpo(place: Place) -> dict[str, Tensor]:
     """TRL's preference optimisation with a reference model, with leaps."""
     import datasets
@@ -905,7 +905,8 @@ SCENARIOS["grpo"] = Scenario(grpo, keeps_model=True, tolerance=1e-5)
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), keeps_model=True, tolerance=1e-5)
 
 
-@scenario(keeps_model=True, simulated_only=True)  # a GPU cannot be told at which allocation memory ends
+# A GPU cannot be told at which allocation memory ends. One step measures moments, with a stop for each parameter.
+@scenario(keeps_model=True, simulated_only=True, stops=33)
 def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
     """Memory ends where the buffers of leaps are made: they go to the host."""
     fired = []
