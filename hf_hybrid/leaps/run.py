@@ -622,7 +622,8 @@ class LeapRun:
     def after_update(self, learning_rates: list[float]) -> None:
         """Record a step of the optimizer with these learning rates (one per parameter group)."""
         self.trajectory.observe_step(learning_rates)
-        if self.no_leaps is not None and self.trajectory.optimizer_remembers:
+        still_averages = self.no_leaps is not None and not isinstance(self.trajectory.direction, NoDirection)
+        if still_averages and self.trajectory.optimizer_remembers:
             self.trajectory.stand_still()  # otherwise the rescue asks the direction for its average
 
     # After a step.
