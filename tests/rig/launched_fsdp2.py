@@ -127,7 +127,7 @@ def hurting(at: int):
             made.append(trajectory.open.step)
         if made != [trajectory.open.step]:
             return leap(trajectory, gain)
-        trajectory.max_relative_norm = 3.0
+        trajectory.max_relative_norm, trajectory.direction.most_per_step = 3.0, math.inf
         return leap(trajectory, -1000.0)
 
     Trajectory.leap = wrong
