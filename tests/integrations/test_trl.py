@@ -223,10 +223,10 @@ def test_metrics_are_means_over_real_steps_behind_an_evaluation(tmp_path):
         "logging_steps": 1,
         "extra": {"eval_dataset": CHATS.select([0])},
     }
-    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **PHASES, **options)
+    trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **{**PHASES, "leap_worth": 10.0}, **options)
     trainer.train()
     training = [e for e in trainer.state.log_history if "hybrid/phase" in e]
-    assert sum(e["hybrid/phase"] == 2 for e in training) >= 2
+    assert sum(e["hybrid/phase"] == 2 for e in training) > 2
     assert not any(key.startswith("eval_") for entry in training for key in entry)
 
 

@@ -123,7 +123,9 @@ def check_that_it_is_one_run(launched: Runs, name: str, alone) -> None:
         assert found == pytest.approx(known, abs=5e-2 if loose else 1e-4), key
     scales = [run.get("learning_rate_scale", 1.0) for run in (first, one)]
     assert scales[0] == pytest.approx(scales[1], rel=1e-6)
-    check_that_it_ends_alike(launched.weights(name), expected, atol=2e-2 if loose else 2e-5)
+    # At a rate of 1e-2 orthogonalised leaps of adapters magnify the order of sums to 1.4e-5 (docs/launch.md).
+    atol = 2e-2 if loose else 2e-5 if name == "lora" else 1e-5
+    check_that_it_ends_alike(launched.weights(name), expected, atol=atol)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -165,8 +167,7 @@ def test_the_runs_had_something_to_decide(two):
     base, looked, unseen = (two.decisions(name) for name in ("base", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
     assert all(two.decisions(name)["leaps_made"] >= 4 for name in ("base", "memory", "muon", "lora", "bf16"))
-    refused = {"shrunk", "rejected"} & set(looked["leaps_by_verdict"])
-    assert refused and unseen["leaps_by_verdict"]["rolled_back"] >= 1
+    assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
     assert looked["skipped_batches"] == 1
     assert two.decisions("rescued")["learning_rate_scale"] > 1.5
 
