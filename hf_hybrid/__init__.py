@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Direction": "hf_hybrid.leaps.directions.base",
-    "ForecastCallback": "hf_hybrid.report.forecast",
+    "ForecastCallback": "hf_hybrid.run.forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
@@ -21,12 +21,12 @@ _LAZY = {
     "HybridRLOOTrainer": "hf_hybrid.integrations.grpo",
     "HybridSFTConfig": "hf_hybrid.integrations.trl",
     "HybridSFTTrainer": "hf_hybrid.integrations.trl",
-    "HybridSummary": "hf_hybrid.report.summary",
+    "HybridSummary": "hf_hybrid.records.summary",
     "HybridTrainer": "hf_hybrid.trainer",
     "HybridTrainerMixin": "hf_hybrid.trainer",
-    "MemoryProfilerCallback": "hf_hybrid.report.profiler",
-    "Phase": "hf_hybrid.phases",
-    "PhasePlugin": "hf_hybrid.phases",
+    "MemoryProfilerCallback": "hf_hybrid.records.profiler",
+    "Phase": "hf_hybrid.part",
+    "PhasePlugin": "hf_hybrid.part",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
     "plan_memory": "hf_hybrid.plan.planner",
 }
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig
     from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
-    from hf_hybrid.phases import Phase, PhasePlugin
+    from hf_hybrid.part import Phase, PhasePlugin
     from hf_hybrid.plan.planner import plan_memory
+    from hf_hybrid.records.profiler import MemoryProfilerCallback
+    from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError
-    from hf_hybrid.report.forecast import ForecastCallback
-    from hf_hybrid.report.profiler import MemoryProfilerCallback
-    from hf_hybrid.report.summary import HybridSummary
+    from hf_hybrid.run.forecast import ForecastCallback
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
 
 

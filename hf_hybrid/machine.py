@@ -15,11 +15,14 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -353,3 +356,70 @@ def page_locked_bytes() -> int:
     """Return the bytes of torch's pinned allocator, without the larger buffers that the driver registers."""
     stats = torch.cuda.host_memory_stats_as_nested_dict() if torch.cuda.is_initialized() else {}
     return stats.get("allocated_bytes", {}).get("current", 0)
+
+
+# Random generators.
+
+
+@dataclass
+class RandomStates:
+    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
+
+    python: tuple
+    numpy: dict
+    host: torch.Tensor
+    device: torch.Tensor | None
+    place: torch.device
+
+    @classmethod
+    def now(cls, place: torch.device) -> RandomStates:
+        """Take the snapshot; `place` is the device that computes."""
+        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
+        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
+        current = RandomStates.now(self.place)
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
+
+
+def _which(place: torch.device) -> tuple[torch.device, ...]:
+    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
+
+
+# Kernels.
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """
+    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU.
+
+    On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
+    backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
+
+    Raises:
+        ValueError: If the layers are packed already.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"`model` was evaluated on the CPU, and bitsandbytes packed the 4-bit weights of `{name}` (and others) "
+                "anew for it: gradients would be wrong. Load the model again, and create the trainer before anything "
+                "is evaluated or generated."
+            )
+        module.support_avx512bf16_for_cpu = False

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.checkpoint import write_json
-from hf_hybrid.manifest import last_checkpoint
+from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.files import write_json
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.phase_memory.activations import ActivationCheckpointing
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
-from hf_hybrid.streaming.walk import RandomStates
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.streaming.activations import ActivationCheckpointing
 
 logger = logging.getLogger(__name__)
 

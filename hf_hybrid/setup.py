@@ -24,13 +24,10 @@ from transformers.training_args import OptimizerNames
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, NoDirection, direction_class
-from hf_hybrid.leaps.divergence import DivergenceMonitor
 from hf_hybrid.leaps.gains import BanditGain, GainPlanner
+from hf_hybrid.leaps.phases import PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
-from hf_hybrid.leaps.rescue import AdapterRate, LearningRateRescue
 from hf_hybrid.leaps.run import NO_LEAPS, BatchFeed, LeapRun, StretchCounter, Trust
-from hf_hybrid.leaps.shards import Gathered, canonical, shards_of
-from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.machine import (
     LeapObstacleError,
@@ -41,18 +38,22 @@ from hf_hybrid.machine import (
     workspace_bytes,
 )
 from hf_hybrid.optimizers import MuonAdamW, adapter_rate, is_adam, muon_groups, optimizer_name, split_parameters
-from hf_hybrid.phases import PhaseController, PhaseLengths, PhasePlugin
+from hf_hybrid.part import PhasePlugin
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, parts_of
+from hf_hybrid.run.monitor import DivergenceMonitor
+from hf_hybrid.run.rate import AdapterRate, LearningRateRescue
+from hf_hybrid.run.shards import Gathered, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
+from hf_hybrid.world_model.signals import SignalObserver
 
 logger = logging.getLogger(__name__)
 
@@ -778,7 +779,7 @@ def build_plugins(trainer) -> list[PhasePlugin]:
     if trainer.memory.streams:
         return plugins
     if options.checkpoint_phases is not None or options.offload_activations:
-        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
+        from hf_hybrid.streaming.activations import ActivationCheckpointing
 
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))

@@ -30,28 +30,35 @@ from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
-from hf_hybrid import checkpoint, manifest
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoint import load_optimizer, load_weights, write_note
+from hf_hybrid.checkpoints import manifest, state
+from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.export.exporter import SHARD, check_output, export
 from hf_hybrid.export.merged import note_base
+from hf_hybrid.files import write_note
+from hf_hybrid.hub.provenance import shareable
+from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions.base import DirectionFactory
-from hf_hybrid.leaps.divergence import TrainingDivergedError
-from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set, keep_differentiable
+from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.leaps.run import NoLeaps
-from hf_hybrid.machine import LeapObstacleError, check_whole_parameters, warn_of_lone_process
+from hf_hybrid.machine import (
+    LeapObstacleError,
+    RandomStates,
+    check_whole_parameters,
+    keep_differentiable,
+    warn_of_lone_process,
+)
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
+from hf_hybrid.records.progress import install_progress, memory_in_use
+from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
-from hf_hybrid.report.forecast import RunForecast
-from hf_hybrid.report.profiler import MemoryProfilerCallback, held_bytes
-from hf_hybrid.report.progress import install_progress, memory_in_use
-from hf_hybrid.report.provenance import shareable
-from hf_hybrid.report.publishing import PublishingMixin
 from hf_hybrid.report.run_folder import LogFile
-from hf_hybrid.report.summary import HybridSummary, RunPosition
+from hf_hybrid.run.forecast import RunForecast
+from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.setup import (
     build_memory,
     build_optimizer,
@@ -67,7 +74,6 @@ from hf_hybrid.setup import (
 )
 from hf_hybrid.streaming.engine import Resident
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
-from hf_hybrid.streaming.walk import RandomStates
 
 logger = logging.getLogger(__name__)
 
@@ -452,8 +458,8 @@ class HybridTrainerMixin(PublishingMixin):
         if self.hybrid_args.forecast:
             self.forecast.begin(self.state.max_steps, self.lr_scheduler, self.state.log_history)
         if self._resumed_from is not None:
-            self._resumed = checkpoint.restore(self, self._resumed_from)
-            checkpoint.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
+            self._resumed = state.restore(self, self._resumed_from)
+            state.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
@@ -836,7 +842,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.args.should_save:
             self.recovery.save(output_dir)
         if self.run.phase is not None:
-            checkpoint.save(self, output_dir)
+            state.save(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):

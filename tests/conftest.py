@@ -38,8 +38,8 @@ SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
     "test_machine.py",
     "simulated_gpu/test_commands.py",
-    "test_checkpoint.py",
-    "report/test_card_and_hub.py",
+    "checkpoints/test_state.py",
+    "hub/test_card_and_hub.py",
 )
 """Files that take half a minute and more."""
 LENGTH = 32

@@ -12,9 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms (folders and loose modules) by floor. A room imports from its own floor and from those below.
 FLOORS = {
-    "words": {"arguments", "phases", "optimizers", "machine"},
-    "arithmetic": {"leaps", "world_model", "streaming", "phase_memory", "plan"},
-    "engines": {"config", "recovery", "checkpoint", "manifest", "setup", "report", "export"},
+    "words": {"arguments", "part", "files", "optimizers", "machine"},
+    "arithmetic": {"run", "leaps", "world_model", "streaming", "phase_memory", "plan"},
+    "engines": {"config", "recovery", "checkpoints", "setup", "records", "hub", "report", "export"},
     "Trainer": {"trainer", "integrations", "cli"},
 }
 # Rooms of the arithmetic floor that must not know each other.

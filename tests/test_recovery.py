@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_hybrid import HybridTrainer, PhasePlugin
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
-from hf_hybrid.leaps.residuals import DisplacementResiduals
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.recovery import (
     RECOVERY_NAME,
     UnrecoveredMemoryError,
@@ -21,7 +21,7 @@ from hf_hybrid.recovery import (
     is_out_of_memory,
     split_batch,
 )
-from hf_hybrid.streaming.walk import RandomStates
+from hf_hybrid.world_model.residuals import DisplacementResiduals
 
 TEXT = ByteText(400)
 

@@ -8,7 +8,7 @@ from conftest import HERE, ByteText, config_values, hybrid_config, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback
-from hf_hybrid.manifest import read_manifest
+from hf_hybrid.checkpoints.manifest import read_manifest
 from hf_hybrid.report.run_folder import load_run, read_log
 
 RATES = (1e-4, 1e-2, 1e-3)

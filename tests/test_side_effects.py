@@ -29,7 +29,7 @@ def test_import_is_light_and_everything_public_is_there(found):
 
 def test_importing_changes_nothing(found):
     """No patching: after importing every module, all functions, classes and methods of others are those they ship."""
-    assert {"hf_hybrid.trainer", "hf_hybrid.report.profiler", "hf_hybrid.report.publishing"} <= set(found["imported"])
+    assert {"hf_hybrid.trainer", "hf_hybrid.records.profiler", "hf_hybrid.hub.publishing"} <= set(found["imported"])
     assert found["compared"] > 10_000 and not found["changed"] and not found["added"] and not found["set"]
 
 

@@ -9,7 +9,7 @@ from conftest import ByteText, config_values, finite, hybrid_config, tiny_model,
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.phases import Phase
+from hf_hybrid.part import Phase
 
 
 def run(tmp_path, *, callbacks=(), **overrides):

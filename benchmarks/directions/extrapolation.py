@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.directions.history import STATES, HistoryDirection
-from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import DirectionContext
+from hf_hybrid.run import sums
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,8 @@ from benchmarks.directions.drift import Drift, Snoo
 from benchmarks.directions.extrapolation import Linear, ReducedRank
 from benchmarks.directions.nino import NiNo, Nowcaster, parameter_kind
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.run.record import Leap
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "leaps")]

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import TASKS, TextAndModels
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
-from hf_hybrid.report.profiler import MemoryProfilerCallback
+from hf_hybrid.records.profiler import MemoryProfilerCallback
 
 HOOKS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 PAIR_STEPS = 30

@@ -22,7 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid import HybridConfig, HybridTrainer, manifest
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.checkpoints import manifest
 
 
 def trainer_of(hidden: int, layers: int, folder: Path) -> HybridTrainer:

@@ -41,7 +41,7 @@ class Curve(TrainerCallback):
 def record(name: str, rate: float, seed: int) -> dict:
     """Train a task with `HybridTrainer` as it comes. Returns the curve and the held-out loss, `None` if it diverged."""
     from benchmarks.speedup.run import sources_of
-    from hf_hybrid.leaps.divergence import TrainingDivergedError
+    from hf_hybrid.run.monitor import TrainingDivergedError
 
     task, steps, curve = TASKS[name], LENGTHS[name], Curve()
     sources = sources_of(task)

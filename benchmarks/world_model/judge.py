@@ -33,9 +33,9 @@ import torch
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.record import draw_settings
 from benchmarks.world_model.small_run import STRIDE, DivergedError, Stretches, Training
-from hf_hybrid.leaps.divergence import FORECAST_WINDOW, DivergenceMonitor, linear_trend
-from hf_hybrid.leaps.record import Leap
-from hf_hybrid.phases import Phase
+from hf_hybrid.part import Phase
+from hf_hybrid.run.monitor import FORECAST_WINDOW, DivergenceMonitor, linear_trend
+from hf_hybrid.run.record import Leap
 from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
 

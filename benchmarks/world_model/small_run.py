@@ -17,11 +17,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
 from hf_hybrid.leaps.directions import DIRECTIONS
-from hf_hybrid.leaps.record import Leap
-from hf_hybrid.leaps.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
-from hf_hybrid.phases import Phase
+from hf_hybrid.part import Phase
+from hf_hybrid.run.record import Leap
+from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 
 STRIDE = 10
 """Real steps of a stretch."""

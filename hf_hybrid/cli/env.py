@@ -68,7 +68,7 @@ def _extra(name: str) -> str:
 
 
 def _cpu() -> str:
-    from hf_hybrid.report.provenance import cpu
+    from hf_hybrid.hub.provenance import cpu
 
     return cpu()
 

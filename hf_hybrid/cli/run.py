@@ -51,8 +51,8 @@ def train(line: CommandLine) -> int:
     """
     from transformers import TrainerCallback
 
-    from hf_hybrid.leaps.divergence import TrainingDivergedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
+    from hf_hybrid.run.monitor import TrainingDivergedError
 
     class FirstStep(TrainerCallback):
         begun = False
@@ -116,7 +116,7 @@ def _trainer(options: TrainOptions):
     """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
     from transformers import default_data_collator, set_seed
 
-    from hf_hybrid.checkpoint import write_note
+    from hf_hybrid.files import write_note
     from hf_hybrid.trainer import HybridTrainer
 
     args = options.config

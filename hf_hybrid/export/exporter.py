@@ -24,7 +24,6 @@ from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.utils import yaml_dump
 
-from hf_hybrid.checkpoint import write_json, write_text
 from hf_hybrid.export import measure
 from hf_hybrid.export.formats import (
     FORMATS,
@@ -39,8 +38,9 @@ from hf_hybrid.export.formats import (
     write,
 )
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
-from hf_hybrid.report import provenance
-from hf_hybrid.report.summary import format_bytes, format_number
+from hf_hybrid.files import write_json, write_text
+from hf_hybrid.hub import provenance
+from hf_hybrid.records.summary import format_bytes, format_number
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_hybrid.checkpoint import write_json
+from hf_hybrid.files import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from hf_hybrid import manifest
+from hf_hybrid.checkpoints import manifest
 from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device

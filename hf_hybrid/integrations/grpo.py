@@ -62,10 +62,9 @@ from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, SharedPromp
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin, rows_of_completions
 from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
-from hf_hybrid.machine import sharding_of
+from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.report.summary import HybridSummary
-from hf_hybrid.streaming.walk import RandomStates
+from hf_hybrid.records.summary import HybridSummary
 
 try:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer

@@ -54,10 +54,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.checkpoint import write_json
+from hf_hybrid.files import write_json
 from hf_hybrid.machine import mixed_precision_of, sharding_of
+from hf_hybrid.records.summary import HybridSummary
 from hf_hybrid.recovery import is_out_of_memory
-from hf_hybrid.report.summary import HybridSummary
 
 logger = logging.getLogger(__name__)
 

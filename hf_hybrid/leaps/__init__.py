@@ -1,1 +1,1 @@
-"""Leaps of the weights: signals, directions, planners of the gain, probes, divergence monitor, learning-rate rescue."""
+"""Leaps of the weights: when, how far, along which direction, and how they are probed and undone."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.phases import PluginList
+from hf_hybrid.part import PluginList
 
 Losses = list[float]
 
@@ -324,28 +324,6 @@ def _row(inputs, index: int, count: int) -> dict:
         name: value[index : index + 1] if hasattr(value, "__len__") and len(value) == count else value
         for name, value in inputs.items()
     }
-
-
-def keep_differentiable(model: torch.nn.Module) -> None:
-    """
-    Keep bitsandbytes' 4-bit layers trainable, also after the model is evaluated on a CPU.
-
-    On CPUs with bf16 instructions these layers pack their weights anew at the first evaluation, for a kernel whose
-    backward pass is wrong without an error: cosines with the right gradients were measured down to 0.56.
-
-    Raises:
-        ValueError: If the layers are packed already.
-    """
-    for name, module in model.named_modules():
-        if not hasattr(module, "support_avx512bf16_for_cpu"):
-            continue
-        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise ValueError(
-                f"`model` was evaluated on the CPU, and bitsandbytes packed the 4-bit weights of `{name}` (and others) "
-                "anew for it: gradients would be wrong. Load the model again, and create the trainer before anything "
-                "is evaluated or generated."
-            )
-        module.support_avx512bf16_for_cpu = False
 
 
 def check_probe_set(dataset: Any) -> None:

@@ -52,7 +52,19 @@ import torch
 from accelerate import skip_first_batches
 
 from hf_hybrid.leaps.directions.base import NoDirection
-from hf_hybrid.leaps.divergence import (
+from hf_hybrid.leaps.gains import GainPlanner, Stretch
+from hf_hybrid.leaps.phases import PhaseController
+from hf_hybrid.leaps.probe import (
+    MIN_SEQUENCES,
+    Probe,
+    accuracy_of,
+    costs_accuracy,
+    is_clearly_worse,
+    paired_decrease,
+)
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.part import Phase
+from hf_hybrid.run.monitor import (
     FORECAST_WINDOW,
     MIN_FORECAST,
     NORMAL,
@@ -63,21 +75,10 @@ from hf_hybrid.leaps.divergence import (
     Verdict,
     robust_trend,
 )
-from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.probe import (
-    MIN_SEQUENCES,
-    Probe,
-    accuracy_of,
-    costs_accuracy,
-    is_clearly_worse,
-    paired_decrease,
-)
-from hf_hybrid.leaps.record import Leap, RunRecord
-from hf_hybrid.leaps.rescue import AdapterRate, LearningRateRescue
-from hf_hybrid.leaps.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
-from hf_hybrid.leaps.signals import SignalObserver, StepSignals
-from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.phases import Phase, PhaseController
+from hf_hybrid.run.rate import AdapterRate, LearningRateRescue
+from hf_hybrid.run.record import Leap, RunRecord
+from hf_hybrid.world_model.residuals import DisplacementResiduals, GainCorrection, GroupResidual, group_of
+from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 
 logger = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory, NoDirection
 from hf_hybrid.leaps.directions.preconditioners import keeps_last_step, last_step
-from hf_hybrid.leaps.record import Leap
-from hf_hybrid.leaps.shards import shards_of
+from hf_hybrid.run import sums
+from hf_hybrid.run.record import Leap
+from hf_hybrid.run.shards import shards_of
 
 
 class WeightStore(Protocol):

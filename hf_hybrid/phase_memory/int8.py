@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_hybrid.machine import copies_beside, host_tensor, wait_for
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
 
 logger = logging.getLogger(__name__)

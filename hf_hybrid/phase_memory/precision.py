@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

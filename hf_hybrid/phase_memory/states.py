@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.machine import host_tensor
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
 from hf_hybrid.streaming.transfers import Fetched, Transfers, is_big
 

@@ -1,1 +1,1 @@
-"""Reports on a run: progress, summary, memory profile, report pages and plots, and the model card."""
+"""Read the folder of a run, without torch: findings, pages and plots."""

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from hf_hybrid.hub.provenance import shareable
+from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
-from hf_hybrid.report.provenance import shareable
 from hf_hybrid.report.run_folder import (
     PHASES,
     Run,
@@ -29,7 +30,6 @@ from hf_hybrid.report.run_folder import (
     plain,
     reading,
 )
-from hf_hybrid.report.summary import format_bytes, format_number, format_seconds, html_table
 
 logger = logging.getLogger(__name__)
 

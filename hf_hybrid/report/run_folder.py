@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from hf_hybrid.report.provenance import shareable
+from hf_hybrid.hub.provenance import shareable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class RunLog:
 
 
 def _write_json(path: Path, values: dict) -> None:
-    from hf_hybrid.checkpoint import write_json  # here, because it needs torch and a report does not
+    from hf_hybrid.files import write_json  # here, because it needs torch and a report does not
 
     write_json(path, shareable(plain(values)))
 

@@ -38,7 +38,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_hybrid.streaming.walk import RandomStates
+from hf_hybrid.machine import RandomStates
 
 logger = logging.getLogger(__name__)
 

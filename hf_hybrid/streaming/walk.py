@@ -35,19 +35,18 @@ import contextlib
 import contextvars
 import functools
 import logging
-import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, Fetched, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
@@ -427,42 +426,3 @@ def _refuse_side_channels(unit: Unit, inputs: tuple[tuple, dict]) -> None:
                 raise CannotWalkError(
                     f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
                 )
-
-
-@dataclass
-class RandomStates:
-    """A snapshot of all random generators that a step may use: Python's, NumPy's, torch's on host and device."""
-
-    python: tuple
-    numpy: dict
-    host: torch.Tensor
-    device: torch.Tensor | None
-    place: torch.device
-
-    @classmethod
-    def now(cls, place: torch.device) -> RandomStates:
-        """Take the snapshot; `place` is the device that computes."""
-        on_device = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(*_which(place))
-        return cls(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), on_device, place)
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
-        current = RandomStates.now(self.place)
-        self.restore()
-        try:
-            yield
-        finally:
-            current.restore()
-
-
-def _which(place: torch.device) -> tuple[torch.device, ...]:
-    return () if place.type == "mps" else (place,)  # there is one only, and its functions take none

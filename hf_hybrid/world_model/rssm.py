@@ -9,8 +9,8 @@ the state follows the posterior. To imagine the future the model rolls the prior
 be taken, without any observation. Training (learning.py) makes both agree.
 
 Here the process is a training run and time is counted in stretches of some real steps. After each stretch the model
-observes 69 numbers: the 64 signals of leaps/signals.py (losses, gradient and weight norms, alignment of gradients,
-schedule, what the last leaps did) and five that `LossHistory` knows of the loss curve. An action is what was done in a
+observes 69 numbers: the 64 signals of signals.py (losses, gradient and weight norms, alignment of gradients, schedule,
+what the last leaps did) and five that `LossHistory` knows of the loss curve. An action is what was done in a
 stretch: how far leaps moved the weights, how many steps they replaced, the progress, and the learning rate.
 
 The loss heads do not forecast the loss from nothing. They start from the power law through the past losses, which
@@ -34,8 +34,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_hybrid.leaps.signals import FEATURE_NAMES, LIMIT
 from hf_hybrid.world_model.forecasts import HISTORY, SCORED, interpolated, power_law
+from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT
 
 FEATURES = len(FEATURE_NAMES)
 OBSERVATION = FEATURES + len(HISTORY)

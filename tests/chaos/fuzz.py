@@ -35,7 +35,7 @@ from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
 from hf_hybrid.arguments import check_range
 from hf_hybrid.cli import env, options, plan, run, train  # noqa: F401 - imported once, before processes are forked
 from hf_hybrid.cli.main import main
-from hf_hybrid.leaps.divergence import TrainingDivergedError
+from hf_hybrid.run.monitor import TrainingDivergedError
 
 PATIENCE = 60.0
 """Seconds after which a case hangs. A usual one takes less than one."""

@@ -30,8 +30,8 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
-from hf_hybrid.leaps.divergence import TrainingDivergedError
 from hf_hybrid.machine import use_one_gpu
+from hf_hybrid.run.monitor import TrainingDivergedError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"

@@ -66,7 +66,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "docs/planning.md": [('"Qwen/Qwen2.5-7B"', "QWEN_CONFIG")],
-    # Real pushes, to a local Hub, are in tests/report/test_card_and_hub.py: a process fixes its endpoint when it starts
+    # Real pushes, to a local Hub, are in tests/hub/test_card_and_hub.py: a process fixes its endpoint when it starts
     "docs/hub.md": [
         ("trainer.push_to_hub(", "trainer.create_model_card("),
         ('trainer.model.push_to_hub("your-name/model"', 'trainer.model.save_pretrained("pushed"'),

@@ -32,7 +32,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
-from hf_hybrid.phases import PluginList  # noqa: E402
+from hf_hybrid.part import PluginList  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
 
 NAMES = sorted(topics.topics)

@@ -14,9 +14,9 @@ from hf_hybrid import Direction, HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
-from hf_hybrid.leaps.record import Leap
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, split_parameters
+from hf_hybrid.run.record import Leap
 from hf_hybrid.setup import build_run, direction_of, make_plan
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)

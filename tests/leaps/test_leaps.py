@@ -14,7 +14,7 @@ from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.phases import Phase
+from hf_hybrid.part import Phase
 
 SEEN = {"unprobed", "kept", "shrunk"}
 

@@ -19,7 +19,7 @@ from hf_hybrid.leaps.probe import (
     is_clearly_worse,
     paired_decrease,
 )
-from hf_hybrid.phases import PluginList
+from hf_hybrid.part import PluginList
 
 
 def test_pairing_removes_the_spread_between_sequences():

@@ -10,13 +10,14 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.divergence import DivergenceMonitor, Level
 from hf_hybrid.leaps.gains import GainPlanner, Stretch
+from hf_hybrid.leaps.phases import PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, PairLoss, Probe, ProbeBatch
 from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
-from hf_hybrid.leaps.signals import SignalObserver
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.phases import Phase, PhaseController, PhaseLengths
+from hf_hybrid.part import Phase
+from hf_hybrid.run.monitor import DivergenceMonitor, Level
+from hf_hybrid.world_model.signals import SignalObserver
 
 
 class Upwards(Direction):

@@ -10,6 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.phase_memory.int8 import (
     Int8Predict,
     NoiseMeter,
@@ -18,7 +19,6 @@ from hf_hybrid.phase_memory.int8 import (
     layer_linears,
     quantize_rows,
 )
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 

@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
+from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phase_memory.precision import (
     WeightPrecision,
@@ -15,7 +16,6 @@ from hf_hybrid.phase_memory.precision import (
     precision_plugins,
     resolve,
 )
-from hf_hybrid.phases import Phase, PhasePlugin, PluginContext, PluginList
 
 
 def by_phase(warmup, full, predict, correct):

@@ -8,9 +8,9 @@ from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_
 from torch import nn
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.part import Phase, PluginContext
 from hf_hybrid.phase_memory import states
 from hf_hybrid.phase_memory.states import OptimizerStatePlacement, QuantizedTensor
-from hf_hybrid.phases import Phase, PluginContext
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 torch.set_num_threads(1)

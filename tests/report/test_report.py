@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
-from hf_hybrid.report.profiler import MemoryProfilerCallback
 from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
 
 

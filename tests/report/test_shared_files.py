@@ -9,10 +9,10 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoint import write_text
+from hf_hybrid.files import write_text
+from hf_hybrid.hub.provenance import clean, shareable
+from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.page import write_comparison, write_report
-from hf_hybrid.report.profiler import MemoryProfilerCallback
-from hf_hybrid.report.provenance import clean, shareable
 
 # Files of Trainer's own that are pushed too: it needs the paths in them.
 OF_TRAINER = {"training_args.bin", "trainer_state.json"}

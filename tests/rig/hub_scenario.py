@@ -1,7 +1,7 @@
 """
 A process that trains, pushes and downloads against a Hub on this machine.
 
-`tests/report/test_card_and_hub.py` starts it, as the endpoint is read when `huggingface_hub` is imported, and judges
+`tests/hub/test_card_and_hub.py` starts it, as the endpoint is read when `huggingface_hub` is imported, and judges
 what it writes down.
 
     python tests/rig/hub_scenario.py FOLDER

@@ -1,5 +1,5 @@
 """
-The runs that `tests/leaps/test_shards.py` makes under FSDP2 in several processes, and in one.
+The runs that `tests/run/test_shards.py` makes under FSDP2 in several processes, and in one.
 
     PYTHONPATH=tests accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml --num_processes 2 \
         tests/rig/launched_fsdp2.py FOLDER NAME...
@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.shards import canonical
+from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.manifest import last_checkpoint
+from hf_hybrid.run.shards import canonical
 from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too

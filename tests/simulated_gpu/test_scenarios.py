@@ -224,8 +224,8 @@ ONLY_ELSEWHERE = {
     "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
     "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
     "recovery.py: return None": "a CPU, which nothing watches",
-    "report/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
-    "report/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
+    "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
+    "hub/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }
 """Device-dependent lines that the simulated device cannot enter, each with where it is entered."""

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.shards import Whole
 from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
+from hf_hybrid.run.shards import Whole
 
 
 @dataclass

@@ -23,7 +23,7 @@ in the last block, per unit of learning rate. The distance is estimated from at 
 are copied when the block begins, so that it costs no second copy of the model.
 
 Where weights are spread over processes (FSDP2), all of this is done on the rows that a process holds, except for
-orthogonalised matrices. These are computed when a leap is prepared, in rounds (leaps/shards.py), and kept until the
+orthogonalised matrices. These are computed when a leap is prepared, in rounds (run/shards.py), and kept until the
 leap is over: a leap that is halved sends nothing again.
 """
 
@@ -34,9 +34,9 @@ import math
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps import sums
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
 from hf_hybrid.leaps.directions.preconditioners import Preconditioner, muon, orthogonalisation_flops, preconditioner_of
+from hf_hybrid.run import sums
 
 
 class GradientMemory(Direction):

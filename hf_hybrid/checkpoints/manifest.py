@@ -1,0 +1,600 @@
+"""
+Checkpoints that are whole or refused.
+
+Trainer writes a checkpoint file by file, takes the folder with the highest number for the newest, and loads what it
+finds there. A file that is missing, cut short, changed or of another run goes unnoticed, or fails deep inside. Here a
+checkpoint is sealed by a manifest, and is checked against it before anything is loaded.
+
+A save. What an earlier save left under the same name is moved aside, so that no old file becomes part of the new
+checkpoint, and so that there is a whole one at any moment. A file marks the folder as unfinished until the manifest is
+there. Trainer writes its files. Then all of them are hashed and flushed to the disk in parallel threads: hashing takes
+the processor while flushing waits for the disk. The manifest is written last, and its presence means that the
+checkpoint is whole. Only then older checkpoints are deleted, in the order of their steps.
+
+A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
+says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of
+another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
+checked. A run that was interrupted in its first save begins anew, with a warning.
+
+A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
+the file is written only where older checkpoints or weights are, so that the folder is otherwise as `Trainer` leaves it.
+It also has the checksums of the weights that were in the folder when training began, until others are saved: if the
+newest run is interrupted, the weights in its folder are not its own. A run is a list of pairs `[id, step]`: what has
+this id began at this step. A new run has one pair. If a run is continued from a checkpoint while it has later ones, a
+pair is added, because those later ones are of a course that was abandoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_hybrid.files import write_json, write_note
+from hf_hybrid.run.shards import canonical
+
+MANIFEST_NAME = "hybrid_manifest.json"
+RUN_NAME = "hybrid_run.json"
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEMA_VERSION = 1
+THREADS, BLOCK = 8, 1 << 26
+"""That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
+_ASIDE, _PARTIAL = "_replaced-", "_replacing-"  # uploads leave out what begins with `_`
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
+_UNFINISHED = "hybrid_unfinished.txt"  # in a checkpoint while it is written
+_PASSING = (_UNFINISHED, "checkpoint-is-incomplete.txt")  # the latter in Trainer's just-in-time checkpoints
+
+Run = list[list]
+"""`[[id, first step], ...]`, the newest last."""
+
+
+class CheckpointError(ValueError):
+    """There is no checkpoint to resume from, or the one that was named is damaged; the message names the files."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of: `files` has the bytes and the checksum of each, by its path in the folder."""
+
+    step: int
+    in_step: bool
+    run: Run
+    model: str
+    files: dict[str, dict]
+
+
+@dataclass
+class Start:
+    """
+    Where a training starts: the checked folder (`None` for a new run), its run and model, whether it was saved inside
+    a step, and what the user has to know.
+    """
+
+    folder: str | None
+    run: Run
+    model: str
+    in_step: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def new_run(model: nn.Module | None) -> Start:
+    """Return the start of a run that begins anew. Between the trials of a search there is no model."""
+    return Start(None, [[secrets.token_hex(8), 0]], "" if model is None else names_digest(model))
+
+
+def names_digest(model: nn.Module) -> str:
+    """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
+    return _digest_of([canonical(name) for name, _ in model.named_parameters()])
+
+
+# Saving.
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[None]:
+    """
+    Context in which a checkpoint is written. One that is there already stays aside until [`seal`].
+
+    If the save fails, no part of it is left, and the one that it was to replace is put back.
+
+    Raises:
+        OSError: If the disk is full, with what to do; other errors pass.
+    """
+    _undo_unfinished(folder)  # a save that was killed
+    if folder.is_dir():
+        _put_aside(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _UNFINISHED).touch()
+        yield
+    except Exception as error:
+        if not (is_sealed(folder) or _aside(folder).is_dir()):
+            shutil.rmtree(folder, ignore_errors=True)
+        _undo_unfinished(folder)
+        if not _is_full(error):
+            raise
+        last, output_dir = last_checkpoint(folder.parent), folder.parent
+        resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: `{folder}` could not be written, and "
+            f"{shutil.disk_usage(output_dir).free / 2**20:,.1f} MiB are free in `{output_dir}`. Free space there, keep "
+            f"fewer checkpoints with `save_total_limit`, or save only weights with `save_only_model=True`. {resume}.",
+        ) from error
+
+
+def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
+    """
+    Flush all files of a checkpoint to the disk, and then write the manifest that makes it whole.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        step (`int`): Steps that the run has made.
+        start (`Start`): Of the run.
+        in_step (`bool`): Whether the next step was under way, with its batches fetched.
+    """
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _PASSING]
+    with ThreadPoolExecutor(THREADS) as waiting, ThreadPoolExecutor(THREADS) as pool:
+        flushed = [waiting.submit(_flush, path) for path in paths]
+        files = _known(pool, folder, paths)
+        for work in flushed:
+            work.result()
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
+    values |= {"model": start.model, "files": files}
+    for inner in {path.parent for path in paths}:
+        _flush(inner)
+    write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
+    _flush(folder)
+    _flush(folder.parent)
+    (folder / _UNFINISHED).unlink(missing_ok=True)
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best: str | None) -> None:
+    """
+    Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
+
+    Checkpoints of earlier runs go first. The newest and the best (`best`) stay, whatever the limit.
+    """
+    if not limit or limit <= 0:
+        return
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)}
+    oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
+    surplus = len(oldest_first) - max(limit, len(kept))
+    for folder in [folder for folder in oldest_first if folder.resolve() not in kept][: max(surplus, 0)]:
+        # Without its manifest a folder is no checkpoint, also where the deletion is cut short.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
+    """Set `save_total_limit` for a while."""
+    before, args.save_total_limit = args.save_total_limit, limit
+    try:
+        yield
+    finally:
+        args.save_total_limit = before
+
+
+def holds_a_run(output_dir: str | Path) -> bool:
+    """Whether a folder has checkpoints or weights, or says already which run is its newest."""
+    folder = Path(output_dir)
+    return (folder / RUN_NAME).exists() or bool(_checkpoints(folder) or _weights(folder))
+
+
+def write_run(output_dir: str | Path, run: Run) -> None:
+    """Write which run is the newest of a folder, as it begins, and which weights are there already."""
+    folder, values = Path(output_dir), {"schema_version": SCHEMA_VERSION, "run": run}
+    with ThreadPoolExecutor(THREADS) as pool:
+        earlier = _known(pool, folder, _weights(folder))
+    write_note(folder / RUN_NAME, values | ({"earlier_weights": earlier} if earlier else {}))
+
+
+def weights_saved(folder: str | Path) -> None:
+    """Note that weights were saved in a folder: what is there now is no longer of an earlier run."""
+    path = Path(folder) / RUN_NAME
+    with contextlib.suppress(CheckpointError):  # there is no such file, or nothing can be read from it
+        values = _read_json(path)
+        if values.pop("earlier_weights", None):
+            write_note(path, values)
+
+
+def earlier_weights(folder: str | Path) -> list[str]:
+    """
+    Return the files of weights in the folder of a run that were there before its newest training began, and are still
+    the same: that training has not saved its own.
+
+    Raises:
+        CheckpointError: If the file that knows them is damaged.
+    """
+    folder = Path(folder)
+    known = _read_json(folder / RUN_NAME).get("earlier_weights", {}) if (folder / RUN_NAME).is_file() else {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [name for name, facts in _known(pool, folder, _weights(folder)).items() if known.get(name) == facts]
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether an error says that a file could not grow. safetensors and torch say it in words."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed|iostream error", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(_ASIDE + folder.name)
+
+
+def _put_aside(folder: Path) -> None:
+    """
+    Keep a checkpoint under another name, and leave its folder empty.
+
+    The files are linked, not moved, so that a folder of its name is there at every moment: a job that is restarted
+    after a kill looks for one, and begins anew if it sees none.
+    """
+    partial = folder.with_name(_PARTIAL + folder.name)
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    try:
+        shutil.copytree(folder, partial, copy_function=os.link)
+    except OSError:  # the file system has no hard links
+        shutil.rmtree(partial, ignore_errors=True)
+        os.replace(folder, _aside(folder))
+    else:
+        os.replace(partial, _aside(folder))
+        _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Delete what is in a checkpoint. Its manifest goes first, so that nothing takes the rest for whole."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Return the files of weights that lie in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file())
+
+
+def _known(pool: ThreadPoolExecutor, folder: Path, paths: list[Path]) -> dict[str, dict]:
+    """Return what a manifest has of files: the bytes and the checksum of each, by its path in the folder."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
+        for path, digest in zip(paths, _digests(pool, paths))
+    }
+
+
+def _digests(pool: ThreadPoolExecutor, paths: Iterable[Path]) -> list[str]:
+    """Return the checksums of files: each is hashed in blocks, so that all threads share a big one."""
+    starts = [(path, range(0, path.stat().st_size, BLOCK)) for path in paths]
+    blocks = [[pool.submit(_digest_of_block, path, start) for start in found] for path, found in starts]
+    return [_digest_of([block.result() for block in found]) for found in blocks]
+
+
+def _digest_of_block(path: Path, start: int) -> str:
+    found, buffer, left = xxhash.xxh3_128(), memoryview(bytearray(1 << 18)), BLOCK
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left > 0 and (count := file.readinto(buffer)):
+            found.update(buffer[:count])
+            left -= count
+    return found.hexdigest()
+
+
+def _digest_of(values: dict | list) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or the entries of a folder are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows flushes no folders
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+# Checking.
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint, or `None` if it has none.
+
+    Raises:
+        CheckpointError: If the manifest itself is damaged, or another version wrote it.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    values = _read_json(path)
+    digest = values.pop("xxh3_128", None)
+    if values.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
+    if digest != _digest_of(values):
+        raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
+    return Manifest(**{name: values[name] for name in ("step", "in_step", "run", "model", "files")})
+
+
+def is_sealed(folder: str | Path) -> bool:
+    """Whether the save of a checkpoint came to its end; says nothing of what happened to the files since."""
+    return (Path(folder) / MANIFEST_NAME).is_file()
+
+
+def damages(folder: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
+    found = []
+    for name, known in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"`{name}` is missing")
+        elif path.stat().st_size != known["bytes"]:
+            found.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
+    if found:
+        return found
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = dict(zip(manifest.files, _digests(pool, [folder / name for name in manifest.files])))
+    changed = [name for name, known in manifest.files.items() if digests[name] != known["xxh3_128"]]
+    return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
+
+
+def _refusal(folder: Path, manifest: Manifest | None) -> str | None:
+    """Return why no run can resume from a checkpoint, or `None` if one can."""
+    if manifest is None:
+        try:
+            _read_json(folder / TRAINER_STATE_NAME)
+        except CheckpointError as error:
+            return str(error)
+        return None
+    if (number := _step_of(folder)) is not None and number != manifest.step:
+        return f"`{MANIFEST_NAME}` says that it is of step {manifest.step}"
+    return "; ".join(damages(folder, manifest)) or None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise CheckpointError(f"`{path.name}` is missing") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"`{path.name}` is damaged") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"`{path.name}` is damaged")
+    return values
+
+
+# Resuming.
+
+
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model: nn.Module | None) -> Start:
+    """
+    Return where a training starts.
+
+    Args:
+        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`.
+        output_dir (`str` or `Path`): Folder of the run.
+        model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
+
+    Raises:
+        CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
+    """
+    start = new_run(model)
+    if not resume:
+        return start
+    output_dir = Path(output_dir)
+    folder, start.warnings = _newest(output_dir) if resume is True else _named(Path(resume))
+    if folder is None:
+        return start
+    start.folder, manifest = str(folder), read_manifest(folder)
+    if manifest is None:
+        start.warnings.append(
+            f"`{folder}` has no `{MANIFEST_NAME}` (another trainer wrote it, or its save was cut short), so nothing "
+            "tells whether its files are whole."
+        )
+    else:
+        if model is not None and manifest.model != start.model:
+            start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
+        later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
+        abandoned = any(_belongs(other, manifest.run) for other in later)
+        start.in_step = manifest.in_step
+        start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
+    start.warnings += _not_saved(folder)
+    return start
+
+
+def _named(folder: Path) -> tuple[Path, list[str]]:
+    """Return a checkpoint that the user named, and what cannot be checked in it."""
+    if not folder.is_dir():
+        raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
+    _undo_unfinished(folder)
+    warnings = []
+    try:
+        manifest = read_manifest(folder)
+        if manifest is not None and (replaced := _replaced_weights(folder, manifest)):
+            kept = {name: known for name, known in manifest.files.items() if name not in replaced}
+            manifest = dataclasses.replace(manifest, files=kept)
+            names = ", ".join(f"`{name}`" for name in replaced)
+            warnings = [f"`{folder}` has other files of weights than were saved ({names}), so they are not checked."]
+        reason = _refusal(folder, manifest)
+    except CheckpointError as error:
+        reason = str(error)
+    if reason is None:
+        return folder, warnings
+    raise CheckpointError(
+        f"Can't find a valid checkpoint at `{folder}`: {reason}. Name another one, or set "
+        "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
+        f"`{MANIFEST_NAME}`."
+    )
+
+
+def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the files of weights in a manifest if none of them is left and others are there, for example shards."""
+    saved = {name for name in manifest.files if _WEIGHTS.fullmatch(name)}
+    there = {path.name for path in _weights(folder)}
+    return sorted(saved) if there and not saved & there else []
+
+
+def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """
+    Return the newest whole checkpoint of the newest run of a folder, and why newer ones are passed over.
+
+    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and the job
+    that restarts it resumes because it sees a folder.
+    """
+    for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
+        _undo_unfinished(output_dir / aside.name.removeprefix(_ASIDE))
+    for partial in output_dir.glob(f"{_PARTIAL}checkpoint-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+    folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
+    run, passed_over = _run_of(output_dir), {}
+    sealed = run is not None or any(is_sealed(folder) for folder in folders)
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None and sealed:
+                reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
+            elif manifest is not None and run is not None and not _belongs(manifest, run):
+                reason = f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
+            else:
+                reason = _refusal(folder, manifest)
+        except CheckpointError as error:
+            reason = str(error)
+        if reason is None:
+            return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
+        passed_over[folder] = reason
+    if len(folders) == 1 and not is_sealed(folders[0]) and (sealed or _was_cut_short(folders[0])):
+        return None, [f"`{folders[0]}` is the first save of a run, and was cut short: the run begins anew."]
+    raise CheckpointError(_nothing(output_dir, passed_over))
+
+
+def _was_cut_short(folder: Path) -> bool:
+    """Whether the save of a checkpoint without a manifest did not end. Trainer writes its own state last."""
+    return (folder / _UNFINISHED).is_file() or not (folder / TRAINER_STATE_NAME).is_file()
+
+
+def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
+    text = f"No valid checkpoint found in output directory ({output_dir})"
+    if not passed_over:
+        return f"{text}. Start anew without `resume_from_checkpoint`, or set it to the folder of a checkpoint."
+    found = "; ".join(f"`{folder.name}`: {reason}" for folder, reason in passed_over.items())
+    return (
+        f"{text}. Passed over: {found}. Start anew without `resume_from_checkpoint`, or set it to the folder of one of "
+        "them that you want to continue."
+    )
+
+
+def _undo_unfinished(folder: Path) -> None:
+    """Where a save that replaces a checkpoint was cut short, put back the one that it replaces."""
+    aside = _aside(folder)
+    if aside.is_dir():
+        if is_sealed(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            if folder.is_dir():
+                _empty(folder)
+                if os.name == "nt":  # elsewhere an empty folder is replaced in one stroke
+                    folder.rmdir()
+            os.replace(aside, folder)
+
+
+def _not_saved(folder: Path) -> list[str]:
+    """Return what Trainer will not find in a checkpoint, a sentence for each; it starts anew without a word."""
+    found = []
+    if not any(folder.glob("global_step*")):  # of DeepSpeed, which holds both
+        names = {"optimizer.pt": any(folder.glob("optimizer*")), "scheduler.pt": (folder / "scheduler.pt").is_file()}
+        absent = [f"no `{name}`" for name, there in names.items() if not there]
+        if absent:
+            found.append(
+                f"Optimizer and schedule are not restored, as there is {' and '.join(absent)}: both start anew."
+            )
+    if not any(folder.glob("rng_state*.pth")):
+        found.append(
+            "Random generators are not restored, as there is no `rng_state.pth`: dropout and the order of later epochs "
+            "differ."
+        )
+    return found
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last checkpoint of a folder's newest run whose save came to its end, for messages."""
+    output_dir, run = Path(output_dir), None
+    with contextlib.suppress(CheckpointError):
+        run = _run_of(output_dir)
+    if run is None:
+        sealed = [folder for folder in _checkpoints(output_dir) if is_sealed(folder)]
+    else:
+        sealed = [folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)]
+    return str(max(sealed, key=_step_of)) if sealed else None
+
+
+# The checkpoints and the run of a folder.
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and _step_of(folder) is not None]
+
+
+def _step_of(folder: Path) -> int | None:
+    found = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
+    return None if found is None else int(found[1])
+
+
+def _manifests(output_dir: Path) -> Iterator[tuple[Path, Manifest]]:
+    for folder in _checkpoints(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            continue
+        if manifest is not None:
+            yield folder, manifest
+
+
+def _run_of(output_dir: Path) -> Run | None:
+    path = output_dir / RUN_NAME
+    if not path.is_file():
+        return None
+    try:
+        return [[str(name), int(step)] for name, step in _read_json(path)["run"]]
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"`{path}` is damaged: it says which run of the folder is the newest. Set `resume_from_checkpoint` to the "
+            "folder of a checkpoint."
+        ) from None
+
+
+def _belongs(manifest: Manifest, run: Run) -> bool:
+    """Whether a checkpoint lies on the course of a run."""
+    ids = [name for name, _ in run]
+    mine = manifest.run[-1][0]
+    if mine not in ids:
+        return False
+    continued = run[ids.index(mine) + 1 :]
+    return not continued or manifest.step <= continued[0][1]

@@ -1,0 +1,55 @@
+"""Writing small files so that neither a reader nor a crash finds half of one. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Replace a JSON file as [`write_text`] does."""
+    write_text(path, json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """
+    Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
+
+    The temporary file has a name that nobody can predict and must not exist, so that no link in a folder that others
+    write to leads elsewhere.
+    """
+    temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_note(path: Path, values: dict) -> None:
+    """Write JSON that training can do without: on a full or read-only disk there is a warning instead."""
+    try:
+        write_json(path, values)
+    except OSError as error:
+        logger.warning("`%s` could not be written, and training goes on without it: %s", path, error)
+
+
+def plain(value: Any) -> Any:
+    """Make values valid JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

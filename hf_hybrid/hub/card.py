@@ -1,0 +1,277 @@
+"""
+The model card: facts of a run, read off its trainer as plain values and filled into `card_template.md`.
+
+The template holds all words and their order; this file says where each value comes from, with the help of origins.py
+(what the model was made from) and provenance.py (how and where). Three rules:
+
+- What is not known is left out. A card has no empty section, no `None` and no "More information needed".
+- Names, paths and messages come from anywhere, so the template escapes every value that is not [`Markdown`] already.
+- A card is published. Commands and options are shown without secrets and without the user's home.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import urllib.parse
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.utils import yaml_dump
+from transformers.modelcard import METRIC_TAGS
+
+from hf_hybrid.arguments import hybrid_values
+from hf_hybrid.config import config_values
+from hf_hybrid.hub import origins, provenance
+from hf_hybrid.hub.origins import data_facts
+from hf_hybrid.hub.provenance import clean, one_line, unique
+from hf_hybrid.optimizers import optimizer_name
+from hf_hybrid.records.profiler import MemoryProfilerCallback
+from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
+from hf_hybrid.report.run_folder import PHASES, wall_time
+
+# The template and what it writes values with.
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
+
+
+class Markdown(str):
+    """Text that is Markdown already. Everything else is escaped when the template writes it."""
+
+
+def text(value: object) -> Markdown:
+    """A value as plain text: nothing in it is read as Markdown or HTML."""
+    return value if isinstance(value, Markdown) else Markdown(_SPECIAL.sub(r"\\\1", one_line(value)))
+
+
+def code(value: object) -> Markdown:
+    """A value as inline code, also inside a table. A backtick would end it and becomes an apostrophe."""
+    content = one_line(value).replace("`", "'").replace("|", "\\|")
+    return Markdown(f"`{content}`" if content else "")
+
+
+def link(name: str, address: str) -> Markdown:
+    """A link, whose name is plain text."""
+    return Markdown(f"[{text(name)}]({urllib.parse.quote(address, safe=':/?&=#%+,;@~._-')})")
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The whole card from [`card_facts`], of which `metadata` becomes the YAML block at the top."""
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, finalize=text, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {
+        **{"text": text, "code": code, "link": link, "raw": Markdown},
+        "model_link": lambda name: link(name, f"https://huggingface.co/{name}"),
+        "data_link": lambda name: link(name, f"https://huggingface.co/datasets/{name}"),
+        **{"number": format_number, "bytes": format_bytes, "time": format_seconds},
+        "loss": lambda loss: "–" if loss is None else f"{loss:.4f}",
+    }
+    template = (Path(__file__).parent / "card_template.md").read_text(encoding="utf-8")
+    metadata = yaml_dump(facts["metadata"], sort_keys=False).strip()
+    page = environment.from_string(template).render({**facts, "metadata": metadata})
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
+
+
+# Facts.
+
+
+def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> dict[str, Any]:
+    """
+    Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
+
+    `given` holds the arguments of [`PublishingMixin.create_model_card`], checked; `baseline` is what to compare with.
+    """
+    args, state, summary = trainer.args, trainer.state, trainer.hybrid_summary()
+    model = origins.model_facts(trainer, given["finetuned_from"], given["tasks"])
+    evaluation, data = evaluation_of(trainer, model["task"]), origins.data_of(trainer)
+    final = evaluation["metrics"] if evaluation and evaluation["of_final_weights"] else {}
+    if given["license"] is None and model["base"]:
+        given = {**given, **origins.license_of(model["base"])}
+    finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
+    logged, starts = wall_time(trainer.log_file.folder)
+    known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
+    seconds = None if finished is None or not known else logged or finished
+    own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
+    secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
+    settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
+    method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
+    name = given["model_name"] or Path(args.output_dir).absolute().name or model["base"] or model["class_name"]
+    return {
+        "name": name,
+        "model": model,
+        "trainer": type(trainer).__name__,
+        "method": {**method, "name": getattr(trainer, "_name", None)},
+        "given": given,
+        "data": data,
+        "held_out": len(probes) if hasattr(probes, "__len__") and summary["leaps"] else None,
+        "evaluation": evaluation,
+        "baseline": baseline,
+        "compared": {key: (value, baseline[key]) for key, value in own.items() if value and key in (baseline or {})},
+        "location": json.dumps(one_line(clean(trainer.hub_model_id or args.hub_model_id or args.output_dir))),
+        "settings": {name: value for name, value in settings.items() if name not in hybrid},
+        "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
+        "adapter": {name: clean(value, secrets) for name, value in origins.adapter_of(trainer).items()},
+        "summary": summary,
+        "history": history_of(state.log_history),
+        "trackers": provenance.tracker_links(),
+        "memory": memory_of(trainer, summary),
+        "hardware": provenance.hardware(args.device.type, args.world_size, max(args.world_size, args.n_gpu)),
+        "seconds": seconds,
+        "starts": starts,
+        "finished": finished is not None,
+        "command": provenance.command(secrets),
+        "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
+        "papers": origins.papers_of(trainer, summary),
+        "state": state,
+        "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "metadata": metadata_of(one_line(name), model, given, final, data),
+    }
+
+
+_SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
+
+
+def evaluation_of(trainer, task: str | None) -> dict[str, Any] | None:
+    """
+    The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
+    language models) and whether it is `of_final_weights`.
+
+    Final weights were evaluated after the training, or at the step whose checkpoint was loaded as the best, or else at
+    the last step.
+    """
+    state, log = trainer.state, trainer.state.log_history
+    final_step = trainer.args.load_best_model_at_end and state.best_global_step or state.global_step
+    trained = max((index for index, entry in enumerate(log) if "train_runtime" in entry), default=len(log))
+    found = [(i, e) for i, e in enumerate(log) if e.get("step", 0) > 0 and any(key.startswith("eval_") for key in e)]
+    of_final = [entry for index, entry in found if index > trained or entry["step"] == final_step]
+    chosen: dict[str, Any] = {}
+    # Several evaluation sets are logged one after the other; a set that is evaluated again replaces its values.
+    for entry in of_final or [entry for _, entry in found[-1:]]:
+        chosen |= entry
+    measured = {key: value for key, value in chosen.items() if key.startswith("eval_") and not key.endswith(_SPEED)}
+    numbers = {k: v for k, v in measured.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+    metrics = {key.removeprefix("eval_"): value for key, value in numbers.items()}
+    only_losses = all(key.endswith("loss") for key in metrics)
+    if metrics.get("loss", math.inf) < 50 and is_language_loss(trainer, task):
+        metrics["perplexity"] = math.exp(metrics["loss"])
+    about = {"step": chosen.get("step"), "of_final_weights": bool(of_final), "only_losses": only_losses}
+    return {**about, "metrics": metrics} if chosen else None
+
+
+def is_language_loss(trainer, task: str | None) -> bool:
+    """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
+    loss_type, method = getattr(trainer.args, "loss_type", "nll"), getattr(trainer, "_name", "SFT")  # of TRL's trainers
+    is_plain = trainer.compute_loss_func is None and not trainer.args.label_smoothing_factor
+    with_router = getattr(getattr(trainer.model, "config", None), "output_router_logits", False)
+    is_likelihood = method == "SFT" and loss_type in ("nll", "chunked_nll") and is_plain and not with_router
+    return task == "text-generation" and is_likelihood
+
+
+def history_of(log: list[dict], most: int = 20) -> list[dict]:
+    """The evaluations during the training, with the training loss logged last; evenly thinned to `most`."""
+    rows, loss = [], None
+    for entry in log:
+        if "train_runtime" in entry:
+            break
+        loss = entry.get("loss", loss)
+        if "eval_loss" in entry:
+            rows.append({"epoch": None, **entry, "loss": loss})
+    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
+
+
+_SETTINGS = (
+    "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm", "seed",
+)  # fmt: skip
+_SILENT = re.compile(r"output_dir|logging_|run_name|resume|tqdm|do_|report_to|hub|save_|dataloader_(pin|num_workers)")
+
+
+def settings_of(args) -> dict[str, Any]:
+    """The options that decide a training, then all others that differ from their defaults and say something of it."""
+    unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
+    found = {name: getattr(args, name) for name in _SETTINGS}
+    found |= {"optim": optimizer_name(args), "lr_scheduler_type": args.lr_scheduler_type.value}
+    found["sequences per step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    found |= {name: value for name, value in config_values(args).items() if not _SILENT.search(name)}
+    return {name: value for name, value in found.items() if name != unused}
+
+
+def memory_of(trainer, summary: dict) -> dict[str, Any]:
+    """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
+    profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
+    phases = profilers[0].summary()["phases"] if profilers else {}
+    if not summary.get("leaps_made"):
+        phases = _in_one(phases)
+    on_device = any("peak_allocated" in found for found in phases.values())
+    reading = "peak_allocated" if on_device else "peak_rss"
+    held, names = summary["memory"]["held"] or {}, {"states": "optimizer states", "drift": "prediction"}
+    return {
+        "peaks": [(phase, found["records"], found[reading]) for phase, found in phases.items() if reading in found],
+        "on_device": on_device,
+        "held": {names.get(name, name): places for name, places in held.items() if any(places.values())},
+        "on_cpu": trainer.args.device.type == "cpu",
+    }
+
+
+def _in_one(phases: dict[str, dict]) -> dict[str, dict]:
+    """The peaks of all phases of hybrid training as those of one, for a run without leaps."""
+    found = [phases[name] for name in PHASES if name in phases]
+    rest = {name: values for name, values in phases.items() if name not in PHASES}
+    if not found:
+        return rest
+    records, joined = sum(values["records"] for values in found), {}
+    for name in [name for name, value in found[0].items() if isinstance(value, dict) and "mean" in value]:
+        of_all = [(values["records"], values[name]) for values in found if name in values]
+        mean = sum(count * values["mean"] for count, values in of_all) / sum(count for count, _ in of_all)
+        joined[name] = {"mean": mean, "max": max(values["max"] for _, values in of_all)}
+    return {"train": {"records": records, **joined}, **rest}
+
+
+# Metadata.
+
+
+def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], data: list[dict]) -> dict:
+    """The YAML block as the Hub accepts it. `metrics` are of the weights that are published; others are no results."""
+    results = [_result(key, value, model["task"], given, data) for key, value in metrics.items()]
+    tags = ["generated_from_trainer", *given["tags"]]
+    if model["adapter"]:
+        tags += [model["adapter"].lower(), *["transformers"] * bool(model["loads_with"])]
+        tags += [f"base_model:adapter:{model['base']}"] * bool(model["base"])
+    card_data = ModelCardData(
+        library_name="peft" if model["adapter"] else "transformers",
+        **{key: given.get(key) for key in ("language", "license", "license_name", "license_link")},
+        base_model=model["base"],
+        base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
+        pipeline_tag=model["task"],
+        tags=unique(one_line(tag) for tag in tags),
+        datasets=given["datasets"] or unique(part["id"] for part in data) or None,
+        metrics=unique(r.metric_type for r in results if r.metric_type in (*METRIC_TAGS, "perplexity")) or None,
+        model_name=name,
+        eval_results=results or None,
+    )
+    # With results, `ModelCardData` keeps the name only inside of the model index.
+    return {**card_data.to_dict(), "model_name": name}
+
+
+def _result(key: str, value: float, task: str | None, given: dict[str, Any], data: list[dict]) -> EvalResult:
+    # With several evaluation sets a metric is logged as `NAME_metric`.
+    sets = {part["name"]: part for part in data if part["role"] == "Evaluation"}
+    name = max((name for name in sets if key.startswith(f"{name}_")), key=len, default="")
+    metric, found = key.removeprefix(f"{name}_" if name else ""), sets.get(name) or data_facts(None)
+    return EvalResult(
+        task_type=task or "other",
+        # Results of the same type share an entry, so evaluation sets without an id have their name instead.
+        dataset_type=one_line(next(iter(given["datasets"]), None) or found["id"] or name or "unknown"),
+        dataset_name=one_line(name or next(iter(given["dataset"]), None) or found["id"] or "evaluation set of the run"),
+        dataset_config=found["config"],
+        dataset_split=found["split"],
+        dataset_args={"config": one_line(given["dataset_args"][0])} if given["dataset_args"] else None,
+        metric_type=one_line(metric),
+        metric_name=one_line(metric.replace("_", " ").capitalize()),
+        metric_value=value,
+    )

@@ -1,0 +1,207 @@
+"""What a model was made from, as its card says it: model, licence, data sets, and the papers behind the methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, model_info
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers.modelcard import TASK_MAPPING
+
+from hf_hybrid.hub.provenance import listed, unique
+from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
+from hf_hybrid.leaps.directions.base import direction_class
+from hf_hybrid.optimizers import optimizer_name
+from hf_hybrid.report.run_folder import evenly
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_ROWS = 64
+"""Rows of a data set whose length is read for a card."""
+
+
+def is_repo_id(name: object) -> bool:
+    """Whether a name can be that of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str)
+
+
+_BUILDERS = {
+    "arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text",
+    "videofolder", "webdataset", "xml",
+}  # fmt: skip
+"""Names under which `datasets` reads local files. They are no data sets."""
+_DATA_FILES = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|xml|zip|tar|gz|zst|ya?ml|bin|npy|pt|py)$", re.IGNORECASE)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a path on this machine and not one on the Hub."""
+    return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
+
+
+def is_dataset_id(name: object) -> bool:
+    """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
+    if not is_repo_id(name) or is_local(name):
+        return False
+    return name not in _BUILDERS and not _DATA_FILES.search(name)
+
+
+def model_facts(trainer, finetuned_from: str | None, tasks: list[str]) -> dict[str, Any]:
+    """
+    What the trained model is, and what training began with: `base` is the id on the Hub of the model whose weights were
+    loaded, `base_is_local` says that they came from a folder (whose name means nothing to others), and `config_of` is
+    the id of a model whose configuration alone was used.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    inner = model.get_base_model() if peft is not None else model
+    name = finetuned_from or getattr(peft, "base_model_name_or_path", None)
+    name = name or getattr(getattr(inner, "config", None), "_name_or_path", None)
+    on_hub = is_repo_id(name) and not os.path.exists(name)
+    # `from_pretrained` leaves this mark; a model built from another's configuration has only the other's name.
+    loaded = finetuned_from is not None or hasattr(inner, "_weight_conversions")
+    class_name, parameters = type(inner).__name__, list(model.parameters())
+    task = tasks[0] if tasks else _task_of(class_name)
+    auto = {"text-generation": "AutoModelForCausalLM", "text-classification": "AutoModelForSequenceClassification"}
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    return {
+        "class_name": class_name,
+        "loads_with": auto.get(task, class_name) if type(inner).__module__.startswith("transformers.") else None,
+        "task": task,
+        "parameters": count_parameters(parameters),
+        "trainable": count_parameters(parameter for parameter in parameters if parameter.requires_grad),
+        "base": name if on_hub and loaded else None,
+        "base_is_local": bool(name) and not on_hub and loaded,
+        "config_of": name if on_hub and not loaded else None,
+        "adapter": None if peft is None else str(getattr(peft.peft_type, "value", peft.peft_type)),
+        "has_tokenizer": tokenizer is not None,
+        "is_chat": bool(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+_OF_NO_INTEREST = ("peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+                   "peft_version", "runtime_config")  # fmt: skip
+_OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules")
+
+
+def adapter_of(trainer) -> dict[str, Any]:
+    """The settings of adapters: those that everybody asks for, and others that differ from their defaults."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    if config is None:
+        return {}
+    shown = {name: getattr(config, name) for name in _OF_LORA if hasattr(config, name)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if field.name not in (*_OF_NO_INTEREST, *_OF_LORA) and value != default and value is not None:
+            shown[field.name] = value
+    return {name: _plain_setting(value) for name, value in shown.items()}
+
+
+def _plain_setting(value: Any) -> Any:
+    """A value of a configuration as people write it; a set has no order of its own."""
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return ", ".join(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else map(str, value))
+    return getattr(value, "value", value)
+
+
+def _task_of(class_name: str) -> str | None:
+    for task, classes in TASK_MAPPING.items():
+        if any(class_name in listed(names) for names in classes.values()):
+            return task
+    return None
+
+
+def count_parameters(parameters: Iterable) -> int:
+    """Weights of a model. Those that bitsandbytes packed in 4 bits count as the weights that they stand for."""
+    shapes = (getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape) for parameter in parameters)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+@functools.lru_cache(maxsize=32)
+def license_of(base: str) -> dict[str, str]:
+    """`license`, `license_name` and `license_link` as a model on the Hub states them; nothing when offline."""
+    try:
+        stated = model_info(base, timeout=10).card_data or {}
+    except Exception as error:  # a card without a licence is better than no card
+        logger.info("The licence of `%s` could not be looked up: %s", base, error)
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: stated.get(key) for key in keys if isinstance(stated.get(key), str)}
+
+
+def data_of(trainer) -> list[dict[str, Any]]:
+    """The training set and the evaluation sets: `role`, `name` within the run, and their [`data_facts`]."""
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    found = [("Training", "", trainer.train_dataset), *(("Evaluation", name, data) for name, data in sets.items())]
+    return [
+        {"role": role, "name": name, "tokens": sequence_length(trainer, data), **data_facts(data)}
+        for role, name, data in found
+        if data is not None
+    ]
+
+
+def sequence_length(trainer, dataset) -> str | None:
+    """
+    The tokens of a sequence in words: of a sample of the rows if they are tokenized, else the limit that TRL cuts at.
+    """
+    limit = getattr(trainer.args, "max_length", None)  # of TRL's SFT and DPO
+    try:
+        rows = [dataset[index]["input_ids"] for index in evenly(range(len(dataset)), _SAMPLED_ROWS)]
+        lengths = {len(row) for row in rows}
+    except Exception:  # a stream, or rows of another form: a card does without
+        lengths = set()
+    if len(lengths) == 1:
+        return f"{lengths.pop():,}"
+    if limit:
+        return f"at most {limit:,}"
+    return f"{min(lengths):,} to {max(lengths):,} (in a sample of {len(rows)})" if lengths else None
+
+
+def data_facts(dataset) -> dict[str, Any]:
+    """
+    Of a data set: `sequences` and, where `datasets` fetched it from the Hub, `id`, `config` and `split`.
+
+    A `Subset` is looked through to the set that it selects from, which may be a `Subset` itself.
+    """
+    sequences = len(dataset) if hasattr(dataset, "__len__") else None
+    facts = {"sequences": sequences, "id": None, "config": None, "split": None}
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    files = getattr(dataset, "cache_files", None)
+    stored = re.search(r"([^/\\]+)___([^/\\]+)", files[0]["filename"] if files else "")
+    name = stored and _id_on_hub(*stored.groups())
+    if not name:
+        return facts
+    split = re.match(r"\w+", str(dataset.split or ""))
+    return {**facts, "id": name, "config": dataset.config_name, "split": split and split.group()}
+
+
+def _id_on_hub(owner: str, name: str) -> str | None:
+    """`datasets` stores a set under its name in snake case; the download cache knows the real spelling."""
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob(f"datasets--{owner}--*")):
+        spelling = folder.name.removeprefix(f"datasets--{owner}--")
+        if spelling.replace("_", "").lower() == name.replace("_", "").lower():
+            return f"{owner}/{spelling}"
+    # Without underscores snake case changed nothing: lower case without separators, or the Hub's own spelling of it.
+    return f"{owner}/{name}" if "_" not in name and is_repo_id(f"{owner}/{name}") else None
+
+
+def papers_of(trainer, summary: dict) -> list[tuple[str, str]]:
+    """Title and address of the papers behind the optimizer and the leaps of the run."""
+    direction = direction_class(trainer.custom_direction or DIRECTIONS.get(summary.get("direction"), Direction))
+    of_optimizer = Orthogonal.papers if optimizer_name(trainer.args) == "muon" else ()
+    return unique([*of_optimizer, *(direction.papers if summary["leaps"] else ())])

@@ -1,0 +1,221 @@
+"""
+Provenance of a run: its command, hardware, versions and experiment trackers.
+
+All of it is published with the card, so secrets are removed first ([`redact`]) and paths say nothing of the machine
+([`clean`]). What cannot be recognised as a secret stays: a password behind an option named `--note`, for example.
+Other files that people share (options, summary, profile, report) go through [`shareable`].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import urllib.parse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hf_hybrid
+from hf_hybrid.records.summary import format_bytes
+
+_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
+_TOKENIZER_WORDS = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image"}
+_SECRET_VALUES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+)
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_NAMED_IN_JSON = re.compile(r"""((["'])([\w-]+)\2\s*:\s*(["']))((?:(?!\4).)*)""")
+# A path from the root or from a drive, through at least one folder. Not within a word, an address, or `~/`.
+_ABSOLUTE = re.compile(
+    r"(?<![\w.~:/\\-])(?:[A-Za-z]:[/\\]|\\\\|/)(?:[^\s/\\'\"`,;:<>|]+[/\\])+([^\s/\\'\"`,;:<>|]+)[/\\]?"
+)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
+REMOVED = "REMOVED"
+
+
+def one_line(value: object) -> str:
+    """A value as text without line breaks and control characters."""
+    return _CONTROL.sub(" ", str(value)).strip()
+
+
+def unique(values: Iterable) -> list:
+    """The values that are not empty, each once, in order."""
+    return list(dict.fromkeys(filter(None, values)))
+
+
+def listed(value: str | Iterable | None) -> list:
+    """A list of what may be one text, several, or `None`."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option or variable of this name holds a secret: `hub_token` does, `pad_token` does not."""
+    words = set(re.split(r"[-_.]+", name.lower()))
+    if words & _SECRET_WORDS:
+        return not (words & _SECRET_WORDS == {"token"} and words & _TOKENIZER_WORDS)
+    return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
+
+
+def redact(value: str, secrets: Iterable[str] = ()) -> str:
+    """
+    A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials
+    in addresses, and values under secret names in JSON.
+    """
+    of_environment = (value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= 8)
+    for secret in sorted({*filter(None, secrets), *of_environment}, key=len, reverse=True):
+        value = value.replace(secret, REMOVED)
+    value = _CREDENTIALS_IN_URL.sub(f"{REMOVED}@", _SECRET_VALUES.sub(REMOVED, value))
+    return _NAMED_IN_JSON.sub(lambda found: found[1] + (REMOVED if is_secret_name(found[3]) else found[5]), value)
+
+
+def clean(value: Any, secrets: Iterable[str] = ()) -> str:
+    """A value as it may be published: redacted, with paths from the working folder or `~`, and others by name alone."""
+    shown = redact(str(value), secrets).replace("file:///", "/")
+    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
+        prefix = str(folder).rstrip("/\\")
+        if prefix:  # the root of the file system shortens nothing
+            shown = re.sub(rf"(?<![\w./-]){re.escape(prefix)}(?:[/\\]|(?![\w.-]))", short, shown)
+    return _ABSOLUTE.sub(r"\1", shown) or ("." if str(value) else "")
+
+
+def shareable(value: Any) -> Any:
+    """Plain values with every text in them [`clean`]."""
+    cleaned: dict[str, str] = {}  # the same few texts come again and again
+
+    def share(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: share(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [share(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if value not in cleaned:
+            cleaned[value] = clean(value)
+        return cleaned[value]
+
+    return share(value)
+
+
+_OWN_MODULES = {
+    "hf_hybrid": "hf-hybrid",
+    "hf_hybrid.cli.run": "hf-hybrid train",
+    "hf_hybrid.cli.trial": "hf-hybrid train",
+}
+"""What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the second."""
+
+
+def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
+    """
+    A command that starts what this process was started for (or `argv`), without secrets; `None` in notebooks and at a
+    prompt. What was installed as a command (`hf-hybrid`, `trl`) is one, and scripts and modules are run by `python`.
+    """
+    script, *arguments = sys.argv if argv is None else argv
+    if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:
+        return None
+    module = _module_of(getattr(sys, "orig_argv", [])[1:]) if argv is None and Path(script).is_absolute() else None
+    if module is not None:
+        parts = _OWN_MODULES[module].split() if module in _OWN_MODULES else ["python", "-m", module]
+    elif _is_installed(script):
+        parts = [Path(script).name.removesuffix(".exe")]
+    else:
+        parts = ["python", clean(script)]
+    for before, argument in zip(["", *arguments], arguments):
+        name, equals, _ = argument.partition("=")
+        if equals and is_secret_name(name):
+            parts.append(f"{name}={REMOVED}")
+        elif before.startswith("-") and "=" not in before and is_secret_name(before) and not argument.startswith("--"):
+            parts.append(REMOVED)
+        else:
+            parts.append(clean(argument, secrets))
+    return one_line(" ".join(map(_quoted, parts)))
+
+
+def _module_of(arguments: Sequence[str]) -> str | None:
+    """The module that the interpreter was to run, from its arguments; those of the program come after it."""
+    options = iter(arguments)
+    for option in options:
+        if option == "-m":
+            return next(options, None)
+        if option in ("-X", "-W"):
+            next(options, None)
+        elif not option.startswith("-"):
+            return None
+    return None
+
+
+def _is_installed(script: str) -> bool:
+    """Whether a script is a command that pip installed, beside the interpreter or on the path."""
+    path = Path(script)
+    if path.suffix not in ("", ".exe"):
+        return False
+    found = shutil.which(path.name)
+    return path.parent == Path(sys.executable).parent or (found is not None and os.path.samefile(found, script))
+
+
+def _quoted(part: str) -> str:
+    """A part of a command as a shell takes it. A quoted `~` would not be the home folder."""
+    return f"~/{shlex.quote(part[2:])}" if part.startswith("~/") and len(part) > 2 else shlex.quote(part)
+
+
+def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
+    """Describe the hardware. `device` is the kind of the devices, `devices` their number over all processes."""
+    import torch  # here, because `hf-hybrid env` asks this file for the CPU also where torch is broken
+
+    from hf_hybrid.machine import describe_device
+
+    found = {"CPU": cpu(), "RAM": format_bytes(psutil.virtual_memory().total)}
+    if known := describe_device(torch.device(device)):
+        found = {"Accelerator": f"{devices} x {known['name']}, {format_bytes(known['total_memory'])} each", **found}
+    elif device != "cpu":
+        found = {"Accelerator": f"{devices} x {device}", **found}
+    return {**found, **({"Processes": str(processes)} if processes > 1 else {})}
+
+
+def cpu() -> str:
+    """Name and logical cores of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux, where `platform` does not know the name
+    names = re.findall(r"(?im)^model name\s*:\s*(.+)$", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    name = names[0].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} logical cores"
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of the packages that a run depends on, if they are installed."""
+    # Of itself the package knows it also where it is not installed, as in a checkout on `PYTHONPATH`.
+    found = {"Python": platform.python_version(), "hf_hybrid": hf_hybrid.__version__}
+    packages = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "safetensors", *more)
+    for package in filter(None, packages):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def tracker_links() -> dict[str, str]:
+    """Addresses of the run in the experiment trackers that are in use: Weights & Biases, Trackio, Comet."""
+    comet = sys.modules.get("comet_ml")
+    found = {
+        "Weights & Biases": getattr(getattr(sys.modules.get("wandb"), "run", None), "url", None),
+        "Trackio": trackio_url(),
+        "Comet": getattr(comet.get_running_experiment() if comet is not None else None, "url", None),
+    }
+    return {name: redact(address) for name, address in found.items() if address}
+
+
+def trackio_url() -> str | None:
+    """Where the Space that Trackio reports to shows the current run; `None` without one."""
+    variables = getattr(sys.modules.get("trackio"), "context_vars", None)
+    run = variables.current_run.get() if variables is not None else None
+    space = getattr(run, "_space_id", None)
+    if space is None:
+        return None
+    query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
+    return f"https://{space.replace('/', '-')}.hf.space?{query}"

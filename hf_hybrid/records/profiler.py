@@ -1,0 +1,643 @@
+"""
+`MemoryProfilerCallback`: measures the memory of a training by step and phase.
+
+A run is cut into *records*. Each covers the time since the last one, so no moment is left out. At its end the profiler
+reads three sources, none of which waits for a device: torch's allocator, the driver (NVML) and the kernel (resident
+memory of the process). Each keeps a high-water mark, which is reset for the next record, so no peak is missed.
+
+A peak alone explains nothing. From time to time, when gradients are whole and before the update, every live tensor is
+counted: each storage once, under weights, gradients, optimizer states, buffers of leaps or buffers of the model. On a
+GPU the allocator's peak over what it held at that moment is what forward and backward needed beyond these: activations.
+The rest is shown as `unexplained`, so the categories always add up to the measured bytes. On a CPU the process holds
+much besides tensors (libraries, the C library's free lists), so activations are part of this rest there.
+
+Counting takes time in proportion to the number of tensors. It is done as often as it takes a quarter of a percent of
+the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
+is a *spike*.
+
+docs/profiling.md describes the files that a profile consists of; `run_folder.RunLog` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import statistics
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import accelerate
+import psutil
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback
+
+import hf_hybrid
+from hf_hybrid import machine
+from hf_hybrid.machine import DeviceMemory, DriverMemory
+from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
+from hf_hybrid.records.summary import format_bytes
+from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
+
+logger = logging.getLogger(__name__)
+
+PLACES = ("device", "host")
+
+# Readings of allocator, driver and kernel.
+
+
+class HostMemory:
+    """
+    Resident memory of this process. Its peak is the kernel's high-water mark where that can be reset (Linux), otherwise
+    the highest of the values that were read; `peak_source` says which.
+
+    Args:
+        process (`Path`, *optional*): Folder of the process in the file system of the kernel.
+    """
+
+    def __init__(self, process: Path = Path("/proc/self")):
+        self.peak_source = "high-water mark"
+        self._process, self._sampled = psutil.Process(), 0
+        try:
+            # Kept open, because opening them costs more than reading them.
+            self._status = (process / "status").open("rb", buffering=0)
+            self._marks = (process / "clear_refs").open("wb", buffering=0)
+            self.reset_peak()
+            self._read_status()
+        except (OSError, ValueError) as error:
+            logger.debug("The peak of resident memory is sampled: %s", error)
+            self.peak_source = "sampled"
+
+    def read(self) -> dict[str, int]:
+        """Bytes: `rss`, its peak since [`reset_peak`], and what torch's pinned allocator holds."""
+        if self.peak_source == "sampled":
+            rss = self._process.memory_info().rss
+            peak = self._sampled = max(self._sampled, rss)
+        else:
+            rss, peak = self._read_status()
+        return {"rss": rss, "peak_rss": max(rss, peak), "pinned": machine.page_locked_bytes()}
+
+    def reset_peak(self) -> None:
+        """Count the peak from now on."""
+        self._sampled = 0
+        if self.peak_source != "sampled":
+            os.pwrite(self._marks.fileno(), b"5", 0)  # resets the mark and nothing else, see proc(5)
+
+    def _read_status(self) -> tuple[int, int]:
+        text = os.pread(self._status.fileno(), 8192, 0)
+        return tuple(int(text[text.index(name) :].split(None, 2)[1]) * 2**10 for name in (b"VmRSS:", b"VmHWM:"))
+
+
+class MemoryProbes:
+    """All memory readings of this machine."""
+
+    def __init__(self, device: torch.device):
+        self.device = DeviceMemory.of(device)
+        self.driver = DriverMemory(device) if device.type == "cuda" else None
+        self.host = HostMemory()
+
+    def read(self, *, with_driver: bool = True) -> dict[str, dict[str, int] | None]:
+        """`device`, `nvml` and `host`; `None` for what this machine lacks. Without the driver it is quicker."""
+        return {
+            "device": None if self.device is None else self.device.read(),
+            "nvml": None if self.driver is None or not with_driver else self.driver.read(),
+            "host": self.host.read(),
+        }
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+        if self.device is not None:
+            self.device.reset_peak()
+        self.host.reset_peak()
+
+
+def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
+    """Count all live tensors by category and place, also buffers of leaps and streamed layers of a `trainer`."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    if not hasattr(trainer, "memory"):  # not one of ours
+        return measure_held(model, optimizer)
+    run, memory = trainer.run, trainer.memory
+    buffers = [] if run.trajectory is None else run.trajectory.tensors_held()
+    host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
+    host = None if host is None else {storage_address(tensor) for tensor in host}
+    extra = memory.tensors_held({"drift": buffers})
+    return measure_held(model, optimizer, extra=extra, host_storages=host)
+
+
+# Sums over the records.
+
+READINGS = {
+    "step_seconds": "step_seconds",
+    "measured": "measured",
+    "allocated": "device.allocated",
+    "peak_allocated": "device.peak_allocated",
+    "reserved": "device.reserved",
+    "peak_reserved": "device.peak_reserved",
+    "nvml_used": "nvml.used",
+    "rss": "host.rss",
+    "peak_rss": "host.peak_rss",
+    "pinned": "host.pinned",
+}
+"""Where a record has them. Mean, max and min of each are kept by phase."""
+
+
+class PhaseTotals:
+    """
+    Statistics of the records of one phase, and the spikes in them.
+
+    A spike is a record whose peak is `THRESHOLD`, as a fraction, above the median of the last `WINDOW` of its phase
+    (`LEAST` at least). Several high records in a row are one spike.
+    """
+
+    THRESHOLD, WINDOW, LEAST = 0.1, 20, 5
+
+    def __init__(self):
+        self.records = self.accounted = 0
+        self._values: dict[str, tuple[int, float, float, float]] = {}
+        """By reading: count, sum, greatest, least."""
+        self._held: dict[str, Counter] = {}
+        self._unexplained = self._measured = 0
+        self._peaks: deque[float] = deque(maxlen=self.WINDOW)
+        self._is_high = False
+
+    def rises(self, peak: float) -> bool:
+        """Whether this peak would begin a spike."""
+        return not self._is_high and self._stands_out(peak)
+
+    def _stands_out(self, peak: float) -> bool:
+        enough = len(self._peaks) >= self.LEAST
+        return enough and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
+
+    def add(self, record: dict) -> dict | None:
+        """Count one more record, and return the spike that it begins, if it does."""
+        self.records += 1
+        for name, place in READINGS.items():
+            if (value := reading(record, place)) is not None:
+                count, total, most, least = self._values.get(name, (0, 0.0, value, value))
+                self._values[name] = (count + 1, total + value, max(most, value), min(least, value))
+        spike, (peak, where) = None, peak_of(record)
+        if self.rises(peak):
+            usual = statistics.median(self._peaks)
+            spike = {"step": record["step"], "phase": record["phase"], "where": where, "bytes": peak, "usual": usual}
+        self._is_high = self._stands_out(peak)
+        self._peaks.append(peak)
+        if record.get("held") is not None:
+            self.accounted += 1
+            self._unexplained += record["unexplained"]
+            self._measured += record["measured"]
+            for category, places in record["held"].items():
+                self._held.setdefault(category, Counter()).update(places)
+        return spike
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        spreads = {
+            name: {"mean": total / count, "max": most, "min": least}
+            for name, (count, total, most, least) in self._values.items()
+        }
+        accounted = None
+        if n := self.accounted:
+            held = {name: {place: count / n for place, count in sums.items()} for name, sums in self._held.items()}
+            accounted = {"records": n, "measured": self._measured / n, "held": held}
+            accounted["unexplained"] = self._unexplained / n
+        return {"records": self.records, **spreads, "accounted": accounted}
+
+
+class RunTotals:
+    """All records of a run: by phase, their highest peak, and their spikes."""
+
+    SPIKES_KEPT = 1000
+
+    def __init__(self):
+        self.phases: dict[str, PhaseTotals] = {}
+        self.peak: dict | None = None
+        self.most_measured = 0
+        self.spikes: list[dict] = []
+
+    def phase(self, name: str) -> PhaseTotals:
+        """The totals of one phase."""
+        return self.phases.setdefault(name, PhaseTotals())
+
+    def add(self, record: dict) -> None:
+        """Count one more record."""
+        spike = self.phase(record["phase"]).add(record)
+        if spike is not None and len(self.spikes) < self.SPIKES_KEPT:
+            self.spikes.append(spike)
+        peak, where = peak_of(record)
+        if self.peak is None or peak > self.peak["bytes"]:
+            self.peak = {"bytes": peak, "where": where, "step": record["step"], "phase": record["phase"]}
+        self.most_measured = max(self.most_measured, record["measured"])
+
+    def add_all(self, records: Iterable[dict]) -> None:
+        """Count what an earlier part of the run wrote. Lines that are not such records are skipped."""
+        for record in records:
+            if isinstance(record, dict) and {"step", "phase", "host", "measured"} <= record.keys():
+                self.add(record)
+
+
+def table(summary: dict) -> str:
+    """A summary of [`MemoryProfilerCallback`] as text: peaks by phase, and what they consist of."""
+    peak = summary["peak"]
+    if peak is None:
+        return "Nothing was profiled yet."
+    on_device = peak["where"] == "device"
+    owner = "torch's allocator" if on_device else "resident memory of the process"
+    lines = [f"highest {format_bytes(peak['bytes'])} ({owner}) in step {peak['step']}, {peak['phase']}"]
+    if summary["achieved_over_floor"] is not None:
+        floor = format_bytes(summary["floor"]["bytes"])
+        lines[0] += f"; {summary['achieved_over_floor']:.2f} x the floor of {floor}"
+    lines += ["", *_columns(_peak_rows(summary["phases"], "peak_allocated" if on_device else "peak_rss"))]
+    parts = list(_part_rows(summary["phases"], ("device",) if on_device else PLACES))
+    if len(parts) > 1:
+        whose = "of the device" if on_device else "of the process, less what it held before the run"
+        lines += [
+            "",
+            f"What the peak of a step consists of ({whose}), mean of the counted steps:",
+            "",
+            *_columns(parts),
+        ]
+    for spike in summary["spikes"][-5:]:
+        bytes_, usual = format_bytes(spike["bytes"]), format_bytes(spike["usual"])
+        lines.append(f"spike in step {spike['step']}, {spike['phase']}: {bytes_}, usually {usual}")
+    for event in summary["out_of_memory"]:
+        lines.append(f"out of memory in step {event['step']}, {event['phase']}: {event['folder']}")
+    return "\n".join(lines)
+
+
+def _peak_rows(phases: dict[str, dict], name: str) -> Iterator[list[str]]:
+    others = [other for other in ("reserved", "nvml_used", "rss", "pinned") if other != name]
+    others = [other for other in others if any(phase.get(other, {"max": 0})["max"] for phase in phases.values())]
+    yield ["phase", "records", "seconds", "peak: mean", "max", "min", *others]
+    for phase, found in phases.items():
+        cells = [format_bytes(found[name][key]) if name in found else "-" for key in ("mean", "max", "min")]
+        cells += [format_bytes(found[other]["mean"]) if other in found else "-" for other in others]
+        yield [phase, str(found["records"]), f"{found['step_seconds']['mean']:.3f}", *cells]
+
+
+def _part_rows(phases: dict[str, dict], places: tuple[str, ...]) -> Iterator[list[str]]:
+    accounted = {phase: found["accounted"] for phase, found in phases.items() if found["accounted"]}
+    names = dict.fromkeys(name for found in accounted.values() for name in found["held"])
+    names = [name for name in names if any(found["held"][name][at] for found in accounted.values() for at in places)]
+    yield ["phase", "counted", *names, "unexplained", "measured"]
+    for phase, found in accounted.items():
+        parts = [sum(found["held"][name][place] for place in places) for name in names]
+        yield [phase, str(found["records"]), *map(format_bytes, (*parts, found["unexplained"], found["measured"]))]
+
+
+def _columns(rows: Iterable[list[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+# The callback.
+
+
+def _while_running(hook):
+    """A hook that does nothing outside a training, and counts its own time."""
+
+    @functools.wraps(hook)
+    def timed(self, *args, **kwargs):
+        if self._log is None:
+            return
+        start = time.perf_counter()
+        try:
+            hook(self, *args, **kwargs)
+        finally:
+            self.own_seconds += time.perf_counter() - start
+
+    return timed
+
+
+class MemoryProfilerCallback(TrainerCallback):
+    """
+    Records the memory of a training, for any `Trainer`, on a GPU or a CPU.
+
+    Every step leaves a record of torch's allocator, the driver (NVML), the resident memory of the process, and the peak
+    of each within the step. From time to time every live tensor is counted, so that the peak is explained by weights,
+    gradients, optimizer states, activations and buffers. The records go to `OUTPUT_DIR/profile`, line by line;
+    docs/profiling.md describes the files. The training itself is not changed: losses are equal to the last bit.
+
+    Args:
+        account_every (`int`, *optional*):
+            Steps between counts of all live tensors. Default: as often as it takes a quarter of a percent of the
+            time. The first step of each phase, and one whose peak stands out, are always counted.
+        memory_history (`bool`, defaults to `False`):
+            On a GPU, keep the last allocations with their stacks, so that an out-of-memory error leaves a snapshot for
+            pytorch.org/memory_viz. Costs time at every allocation.
+
+    Raises:
+        ValueError: If `account_every` is not a whole number from 1.
+
+    Example:
+
+    ```python
+    profiler = MemoryProfilerCallback()
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[profiler])
+    trainer.train()
+    print(profiler)
+    ```
+    """
+
+    ACCOUNTING_SHARE = 0.0025
+    """Share of the training time for counting tensors, unless `account_every` is given."""
+    RECORDS_KEPT = 50
+    """Records that an out-of-memory error leaves."""
+    EVENTS_KEPT = 100
+    """Out-of-memory errors that the summary lists."""
+    SNAPSHOTS_KEPT = 3
+    """CUDA snapshots of one run: they are large, and a trainer that retries may run out of memory often."""
+    """Allocations and frees that a snapshot goes back."""
+
+    def __init__(self, *, account_every: int | None = None, memory_history: bool = False):
+        is_count = isinstance(account_every, int) and not isinstance(account_every, bool) and account_every >= 1
+        if account_every is not None and not is_count:
+            raise ValueError(
+                f"`account_every` must be a whole number of steps from 1, got `{account_every!r}`. Leave it out to "
+                "count tensors as often as it takes a quarter of a percent of the time."
+            )
+        self.account_every, self.memory_history = account_every, memory_history
+        self.own_seconds = self._elapsed = 0.0
+        self._trainer: weakref.ref | None = None
+        self._log: RunLog | None = None
+        self._totals = RunTotals()
+        self._floor: dict | None = None
+        self._events: list[dict] = []
+
+    def attach(self, trainer) -> MemoryProfilerCallback:
+        """
+        Give the profiler its trainer, which callbacks do not know.
+
+        With it the profiler knows the phases and buffers of a `HybridTrainer`, and comes before the callbacks of
+        TensorBoard, W&B and others, so that they see its keys. `HybridTrainer` does this by itself.
+
+        Args:
+            trainer (`Trainer`): The trainer that the profiler is, or is to be, a callback of.
+
+        Returns itself.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._trainer = weakref.ref(trainer)
+        return self
+
+    @property
+    def trainer(self):
+        """The trainer that it was attached to, while that lives."""
+        return None if self._trainer is None else self._trainer()
+
+    # A run begins and ends.
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        resumed = state.global_step > 0
+        if self._log is not None:  # of a training that an error ended
+            self._log.close()
+        folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
+        self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
+        self._probes = MemoryProbes(args.device)
+        self._totals = RunTotals()
+        if resumed:
+            self._totals.add_all(self._log.records())
+        self._recent: deque[dict] = deque(maxlen=self.RECORDS_KEPT)
+        self._floor, self._events, self._snapshots = None, [], 0
+        self._evaluating, self._steps, self._step = False, 0, state.global_step
+        self._phase, self._stage = self._current_phase(), "before the first step"
+        self._accounted_at: dict[str, int] = {}
+        self._held: tuple[ByteTable, dict | None] | None = None
+        self._logged_peaks: dict[str, int] = {}
+        held = held_bytes(self.trainer, model, optimizer)
+        # What the process holds besides the run: libraries, data, whatever else the script has made.
+        self._baseline = self._probes.host.read()["rss"] - held.total("device") - held.total("host")
+        self._run = self._describe(args, state, model)
+        self._log.write("run.json", self._run)
+        if args.device.type == "cuda":
+            if not machine.listen(self._about_to_raise):
+                logger.info("This build of torch does not announce out-of-memory errors, so none will be recorded.")
+            if self.memory_history:
+                machine.remember_allocations(True)
+        self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
+        self._probes.reset_peaks()
+        self._begun = self._section_begun = time.perf_counter()
+
+    @_while_running
+    def on_train_end(self, args, state, control, **kwargs):
+        self._log.write("summary.json", self.summary())
+        machine.listen(None)
+        if self.memory_history and args.device.type == "cuda":
+            machine.remember_allocations(False)
+        self._log.close()
+        self._log = None
+
+    def _describe(self, args, state, model) -> dict:
+        device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
+        device |= machine.describe_device(args.device)
+        parameters, name = list(model.parameters()), getattr(getattr(model, "config", None), "name_or_path", None)
+        packages = {"hf_hybrid": hf_hybrid, "torch": torch, "transformers": transformers, "accelerate": accelerate}
+        versions = {name: package.__version__ for name, package in packages.items()}
+        return {
+            "versions": {**versions, "python": platform.python_version()},
+            "device": device,
+            "processes": args.world_size,
+            "model": {"type": type(model).__name__, "name": name or None},
+            "parameters": {
+                "total": sum(p.numel() for p in parameters),
+                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            },
+            "max_steps": state.max_steps,
+            "begun_at_step": state.global_step,
+            "begun": time.time(),
+            "options": {"account_every": self.account_every, "memory_history": self.memory_history},
+            "peak_rss_source": self._probes.host.peak_source,
+            "baseline_rss": self._baseline,
+            "floor": None,
+        }
+
+    def _current_phase(self) -> str:
+        return getattr(self.trainer, "phase_name", None) or "train"
+
+    # One step.
+
+    @_while_running
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._step, self._phase, self._stage = state.global_step + 1, self._current_phase(), "forward and backward"
+
+    @_while_running
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        readings = self._probes.read(with_driver=False)
+        self._stage = "update"
+        # The first update makes the optimizer's states. Before it the table would lack them.
+        if (self._steps > 0 or getattr(optimizer, "state", None)) and self._accounting_is_due(readings):
+            self._account(model, optimizer, readings)
+
+    @_while_running
+    def on_step_end(self, args, state, control, **kwargs):
+        self._steps += 1
+        self._step, self._stage = state.global_step, "between steps"
+        self._log.add_step(self._close(self._phase))
+
+    @_while_running
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._evaluating, self._stage = True, "evaluation"
+
+    @_while_running
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._evaluating, self._stage = False, "between steps"
+        self._log.add_step(self._close("evaluate"))
+
+    on_predict = on_evaluate
+
+    @_while_running
+    def on_save(self, args, state, control, **kwargs):
+        self._close("save")
+        self._log.write("summary.json", self.summary())
+
+    def _close(self, phase: str) -> dict:
+        """Close the record since the last one."""
+        now, readings = time.perf_counter(), self._probes.read()
+        self._elapsed = now - self._begun
+        peak, where = peak_of(readings)
+        record = {
+            "step": self._step,
+            "phase": phase,
+            "seconds": self._elapsed,
+            "step_seconds": now - self._section_begun,
+            **readings,
+            "measured": peak if where == "device" else peak - self._baseline,
+            "held": None,
+            "unexplained": None,
+        }
+        if self._held is not None:
+            record["held"], record["unexplained"] = self._explain(record["measured"])
+        self._totals.add(record)
+        self._recent.append(record)
+        for place, key in (("device", "peak_allocated"), ("host", "peak_rss")):
+            if record[place] is not None:
+                self._logged_peaks[key] = max(self._logged_peaks.get(key, 0), record[place][key])
+        self._held = None
+        self._probes.reset_peaks()
+        self._section_begun = now
+        return record
+
+    def _accounting_is_due(self, readings: dict) -> bool:
+        last = self._accounted_at.get(self._phase)
+        if last is None or self._totals.phase(self._phase).rises(peak_of(readings)[0]):
+            return True
+        if self.account_every is not None:
+            return self._steps - last >= self.account_every
+        return self._accounting_seconds <= self.ACCOUNTING_SHARE * (time.perf_counter() - self._begun)
+
+    def _account(self, model, optimizer, readings: dict) -> None:
+        start = time.perf_counter()
+        held = held_bytes(self.trainer, model, optimizer)
+        self._held, self._accounted_at[self._phase] = (held, readings["device"]), self._steps
+        if self._floor is None and held.get("gradients", "device") + held.get("gradients", "host") > 0:
+            # What full training must hold between the steps of a window.
+            parts = {name: {at: held.get(name, at) for at in PLACES} for name in ("weights", "gradients", "states")}
+            device, host = (sum(part[place] for part in parts.values()) for place in PLACES)
+            total = device if self._probes.device is not None else device + host
+            self._floor = self._run["floor"] = {"bytes": total, "device": device, "host": host, "held": parts}
+            self._log.write("run.json", self._run)
+        self._accounting_seconds += time.perf_counter() - start
+
+    def _explain(self, measured: int) -> tuple[dict, int]:
+        """Bytes by category, and the measured ones that are in none."""
+        counted, device = self._held
+        held = {category: {"device": there, "host": host} for category, there, host in counted.rows()}
+        if device is None:
+            return held, measured - counted.total("device") - counted.total("host")
+        # What forward and backward needed at their peak beyond what was still there when they ended.
+        held["activations"]["device"] += device["peak_allocated"] - device["allocated"]
+        return held, measured - sum(places["device"] for places in held.values())
+
+    # Output for users.
+
+    @_while_running
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._recent and "learning_rate" in logs:
+            values = self._log_values()
+            logs.update(values)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(values)
+        phase = "evaluate" if self._evaluating else self._phase
+        seconds = time.perf_counter() - self._begun
+        entry = {"step": state.global_step, "phase": phase, "seconds": seconds, "time": time.time()}
+        self._log.add_log({**entry, "logs": dict(logs)})
+
+    def _log_values(self) -> dict[str, float]:
+        """For `Trainer.log`, in GiB: the last record, and the peaks since the last log."""
+        last, peaks = self._recent[-1], self._logged_peaks
+        found = {"memory/rss_gib": last["host"]["rss"], "memory/peak_rss_gib": peaks["peak_rss"]}
+        if last["device"] is not None:
+            found["memory/allocated_gib"] = last["device"]["allocated"]
+            found["memory/reserved_gib"] = last["device"]["reserved"]
+            found["memory/peak_device_gib"] = peaks["peak_allocated"]
+        if last["nvml"] is not None:
+            found["memory/device_used_gib"] = last["nvml"]["used"]
+        self._logged_peaks = {}
+        return {name: count / 2**30 for name, count in found.items()}
+
+    def summary(self) -> dict:
+        """
+        The run so far as plain values: `peak` (bytes, step, phase), `phases` (mean, max and min of every reading, and
+        mean bytes by category), `spikes`, `out_of_memory`, `floor` and `achieved_over_floor`, `own_seconds` (of the
+        profiler) and `seconds`.
+        """
+        found, floor = self._totals, self._floor
+        return {
+            "peak": found.peak,
+            "floor": floor,
+            "achieved_over_floor": None if not floor or not floor["bytes"] else found.most_measured / floor["bytes"],
+            "phases": {phase: totals.to_dict() for phase, totals in found.phases.items() if totals.records},
+            "spikes": found.spikes,
+            "out_of_memory": self._events,
+            "seconds": self._elapsed,
+            "own_seconds": self.own_seconds,
+        }
+
+    def __str__(self) -> str:
+        return table(self.summary())
+
+    # Out of memory.
+
+    def record_out_of_memory(self, error: BaseException | None = None) -> Path | None:
+        """
+        Record an out-of-memory error with its message and the last records; on a GPU with
+        `memory_history` also torch's snapshot. `HybridTrainer` calls this before it retries. After an error of a plain
+        `Trainer`, call it in your `except`. CUDA's errors are recorded without it, while the memory is still full.
+
+        Args:
+            error (`BaseException`, *optional*): The error. Only its text is kept.
+
+        Returns the folder; `None` outside a training.
+        """
+        return None if self._log is None else self._record_out_of_memory(None if error is None else str(error), None)
+
+    def _about_to_raise(self, requested: int) -> None:
+        if self._log is not None:
+            self._record_out_of_memory(None, requested)
+
+    def _record_out_of_memory(self, message: str | None, requested: int | None) -> Path:
+        """The allocator comes first, with `requested`; a `message` that follows belongs to the same error."""
+        folder = self._log.out_of_memory_folder(self._step)
+        event = self._events[-1] if self._events else None
+        if requested is not None or event is None or event["step"] != self._step or event["error"] is not None:
+            phase = "evaluate" if self._evaluating else self._phase
+            event = {"step": self._step, "phase": phase, "stage": self._stage, "time": time.time(), "error": None}
+            event |= {"requested": requested, "folder": folder.name}
+            self._events = [*self._events, event][-self.EVENTS_KEPT :]
+            logger.warning("Out of memory in step %d (%s, %s): `%s`.", self._step, phase, self._stage, folder)
+        event["error"] = message
+        values = {**event, **self._probes.read(), "records": list(self._recent)}
+        with_snapshot = self.memory_history and self._probes.device is not None
+        dump = machine.dump_allocations if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
+        self._snapshots += self._log.write_out_of_memory(self._step, values, dump) is not None
+        self._log.write("summary.json", self.summary())
+        return folder

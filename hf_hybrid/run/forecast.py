@@ -1,0 +1,180 @@
+"""
+The forecast of the final losses while a run goes on: in the log, behind the progress bar, in report and summary.
+
+[`RunForecast`] collects what the forecasts need (run/final_loss.py): the logged losses and the learning rates
+of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
+come are the schedule's, scaled as the last one was.
+
+A forecast waits for no device, because losses are numbers already when `Trainer` logs them, and no device waits for a
+forecast: what became due with a log entry is made in the next step, once its kernels are queued, while the device works
+through them. The log entry after that has it.
+
+The held-out loss at the end is forecast at each evaluation. That forecast goes into the log entries of the training
+loss that follow: what an evaluation returns is what searches of hyperparameters add up, so nothing is added to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
+
+from hf_hybrid.run.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
+
+FROM = 0.05
+"""Share of the run before which there is no forecast: none was scored earlier."""
+EVERY = 0.02
+"""Share of the run after which a forecast is made anew; until then the last one is repeated."""
+MOST_STEPS = 1_000_000
+"""Longer runs, whose `max_steps` is a way to say without end, have no forecast."""
+TRAINING, HELD_OUT = ("loss", "low", "high"), ("eval_loss", "eval_low", "eval_high")
+"""Of the keys in the log, what follows `hybrid/forecast_`."""
+POINTS = 10_000
+"""Steps at which a schedule is asked; between them it is straight."""
+
+
+def schedule_of(scheduler: Any, max_steps: int) -> np.ndarray:
+    """Factor of the learning rate in each step `[max_steps]`; 1 where the scheduler does not know it in advance."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps some
+    if not isinstance(scheduler, LambdaLR):
+        return np.ones(max_steps)
+    at = np.unique(np.linspace(0, max_steps - 1, min(max_steps, POINTS)).astype(int))
+    return np.interp(np.arange(max_steps), at, [float(scheduler.lr_lambdas[0](int(step))) for step in at])
+
+
+class RunForecast:
+    """The forecast of one run at a time."""
+
+    def __init__(self):
+        self._clear()
+
+    def _clear(self) -> None:
+        self.max_steps, self.made_at, self.is_due = 0, 0, False
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+        self.schedule = self.rates = np.ones(0)
+        self.peak = self.scale = 1.0
+        """Largest factor of the schedule; learning rate of the last step over the schedule's factor."""
+        self.last: FinalLoss | None = None
+        self.evaluation: tuple[int, float] | None = None
+        """Step and held-out loss of the last one, until a forecast is made of it."""
+        self.held_out: FinalLoss | None = None
+        self.held_out_made_at = 0
+
+    def begin(self, max_steps: int, scheduler: Any, history: list[dict]) -> None:
+        """Begin a run, with the `log_history` of a resumed one."""
+        self._clear()
+        if not 0 < max_steps <= MOST_STEPS:
+            return
+        self.max_steps, self.schedule = max_steps, schedule_of(scheduler, max_steps)
+        self.rates, self.peak = self.schedule.copy(), self.schedule.max()
+        for entry in history:  # forecasts are made anew at the same steps, so that a resumed run goes on with the same
+            self.log_values(entry["step"], entry)
+            self.make()
+
+    def log_values(self, step: int, logs: dict) -> dict[str, float]:
+        """Take in the log entry of a step, and return what to add to it: nothing if it has no training loss."""
+        before = self.steps[-1] if self.steps else 0
+        if "eval_loss" in logs and FROM * self.max_steps <= before <= step < self.max_steps:
+            self.evaluation = (step, float(logs["eval_loss"]))
+        if "loss" not in logs or not before < step <= self.max_steps:
+            return {}
+        self._take(step, before, logs)
+        if not math.isfinite(self.losses[-1]):
+            self.last = self.held_out = self.evaluation = None
+            self.is_due = False
+            return {}
+        ends = step == self.max_steps
+        again = self.last is None or ends or step >= self.made_at + EVERY * self.max_steps
+        self.is_due = again and step >= FROM * self.max_steps
+        if ends:
+            self.make()
+        return {
+            f"hybrid/forecast_{name}": value
+            for forecast, names in ((self.last, TRAINING), (self.held_out, HELD_OUT))
+            if forecast is not None
+            for name, value in zip(names, (forecast.median, forecast.low, forecast.high))
+        }
+
+    def _take(self, step: int, before: int, logs: dict) -> None:
+        """Take in the training loss of the steps `before + 1` to `step`, and their learning rate."""
+        self.steps.append(step)
+        self.losses.append(float(logs["loss"]) or math.nan)  # `Trainer` logs 0 for losses that are not finite
+        if "learning_rate" in logs and self.schedule[step - 1] > 1e-3 * self.peak:
+            self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
+        self.rates[before:step] = self.scale * self.schedule[before:step]
+
+    def make(self) -> None:
+        """Make the forecasts that are due. To be called while the device is busy."""
+        if self.is_due:
+            self.last, self.made_at, self.is_due = forecast_final_loss(*self._known()), self.steps[-1], False
+        if self.evaluation is not None:
+            (self.held_out_made_at, loss), self.evaluation = self.evaluation, None
+            self.held_out = forecast_held_out_loss(*self._known(), loss)
+
+    def _known(self) -> tuple[list[int], list[float], np.ndarray, int]:
+        return self.steps, self.losses, self.learning_rates(), self.max_steps
+
+    def learning_rates(self) -> np.ndarray:
+        """Learning rates of all steps `[max_steps]`; those to come are the schedule's, scaled as the last one was."""
+        now = self.steps[-1]
+        return np.concatenate([self.rates[:now], self.scale * self.schedule[now:]])
+
+    def summary(self) -> dict | None:
+        """
+        The last forecast with the step that it was made after, `None` before the first. `held_out` is that of the
+        held-out loss, `None` without an evaluation.
+        """
+        self.make()
+        if self.last is None:
+            return None
+        held_out = None if self.held_out is None else _numbers(self.held_out_made_at, self.held_out)
+        return {**_numbers(self.made_at, self.last), "held_out": held_out}
+
+
+def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
+    return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
+
+
+class ForecastCallback(TrainerCallback):
+    """
+    Adds a forecast of the final losses to the log of any `Trainer`; [`HybridTrainer`] has it built in.
+
+    After 5 % of the run and the fifth logged loss, each entry with a loss gets `hybrid/forecast_loss` (the median),
+    `hybrid/forecast_low` and `hybrid/forecast_high` (the 90 % interval). The final loss is the mean training loss of
+    the last 5 % of the steps, and of at least 5. From the first evaluation after that on, entries with a training loss
+    also get `hybrid/forecast_eval_loss`, `hybrid/forecast_eval_low` and `hybrid/forecast_eval_high`: the `eval_loss`
+    after the last step, as it was forecast at the last evaluation. Training is not changed. Callbacks before this one
+    in the list get the entries without it.
+
+    Attributes:
+        forecast (`RunForecast`): `forecast.last` is the last [`~hf_hybrid.run.final_loss.FinalLoss`] or `None`;
+            its `probability_below(loss)` says how likely the run ends below a loss.
+
+    Example:
+
+    ```python
+    from hf_hybrid import ForecastCallback
+    from transformers import Trainer
+
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[ForecastCallback()])
+    ```
+    """
+
+    def __init__(self):
+        self.forecast = RunForecast()
+
+    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.forecast.begin(state.max_steps, lr_scheduler, state.log_history)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.forecast.make()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        found = self.forecast.log_values(state.global_step, logs or {})
+        if found:
+            logs.update(found)
+            state.log_history[-1].update(found)

@@ -1,0 +1,171 @@
+"""
+Records of a run: its last leaps, and the counters behind `hybrid_summary()`. Standard library only.
+
+The record is part of every checkpoint, so it must not grow with the run. It keeps the last leaps, the last events and
+the last changes of the learning rate's scale, and exact counts of all of them. The whole history is on disk:
+`hybrid_log.jsonl` (report/run_folder.py) gets a line for each leap and each event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+from hf_hybrid.part import Phase
+
+MOST_LEAPS, MOST_EVENTS = 100, 20
+"""Leaps, and events and changes of the scale, that a record keeps: the last ones."""
+
+
+@dataclass
+class Leap:
+    """
+    One leap, from the decision to make it until Correct has judged it.
+
+    While the leap can still be undone it is `Trajectory.open`; it is one of `RunRecord.leaps` too. Losses are means
+    over the sequences of its probe and `None` where the leap was not probed.
+
+    Attributes:
+        step (`int`): The 0-based step before which the leap was made.
+        gain (`float`): How far it went, in units of the real steps since the last leap, after the cap; 0 until the
+            weights have moved.
+        real_steps (`int`): Real steps since the last leap.
+        length (`float`): The same in real steps at the peak of the learning rate.
+        verdict (`str`): `unprobed`, `kept`, `shrunk` (a part of it was kept), `rejected`, or
+            `rolled_back` where Correct undid it.
+        horizon (`int`): Steps that were skipped for it.
+        worth (`float`): Steps that it was credited with.
+        relative_norm (`float`): Its norm over the norm of the weights.
+        predicted_decrease (`float`): Fall of the training loss along it to first order (nats), by the direction's own
+            expectation of the gradient.
+        loss_before, loss_after, standard_error (`float`, *optional*): Of the probe.
+        accuracy_before, accuracy_after (`float`, *optional*): Share of the pairs of the probe that the model ranks
+            right; `None` where the sequences are no preference pairs.
+        worse_in (`str`, *optional*): Why the probe refused the leap as it was asked for: `loss` or `accuracy`.
+        e (`float`, *optional*): Immediate gain in real steps by the probe: fall of the loss over its fall per real step
+            before the leap.
+        cosine (`float`, *optional*): Of the leap with what the real steps of Correct did.
+        norm_ratio (`float`, *optional*): Length of what those steps did over that of the leap, each per unit of
+            learning rate.
+        forecast_error (`float`, *optional*): Mean training loss in Correct minus the forecast of the trend before it.
+        probe_cost_steps (`float`): Price of its probe in real steps.
+        decrease (`float`): Mean paired fall of the loss of its probe (nats); minus infinity where the loss after the
+            leap is not finite.
+        under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
+        forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
+        losses (`list[float]`): Training losses since the leap.
+    """
+
+    step: int
+    real_steps: int
+    gain: float = 0.0
+    length: float = 0.0
+    verdict: str = "unprobed"
+    horizon: int = 0
+    worth: float = 0.0
+    relative_norm: float = 0.0
+    predicted_decrease: float = 0.0
+    loss_before: float | None = None
+    loss_after: float | None = None
+    standard_error: float | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    worse_in: str | None = None
+    e: float | None = None
+    cosine: float | None = None
+    norm_ratio: float | None = None
+    forecast_error: float | None = None
+    probe_cost_steps: float = 0.0
+    decrease: float = 0.0
+    under_test: bool = False
+    forecast: float | None = None
+    deviation: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict:
+        """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
+        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
+        return {name: _finite(value) for name, value in asdict(self).items() if name not in inner}
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _per_phase(zero):
+    return field(default_factory=lambda: {phase.value: zero for phase in Phase})
+
+
+@dataclass
+class RunRecord:
+    """Counters and bounded lists behind `trainer.hybrid_summary()`; saved and restored with every checkpoint."""
+
+    steps_by_phase: dict[str, int] = _per_phase(0)
+    seconds_by_phase: dict[str, float] = _per_phase(0.0)
+    backward_passes: int = 0
+    forward_only_passes: int = 0
+    backward_passes_avoided: int = 0
+    skipped_batches: int = 0
+    roll_backs: int = 0
+    probe_cost_steps: float = 0.0
+    leap_cost_steps: float = 0.0
+    """Arithmetic of all leaps, kept or not, in real steps; a few operations per weight are not counted."""
+    leaps_made: int = 0
+    leaps: list[Leap] = field(default_factory=list)
+    """The last `MOST_LEAPS`."""
+    earlier_verdicts: dict[str, int] = field(default_factory=dict)
+    """Number of the leaps before those, by verdict."""
+    divergence_events_seen: int = 0
+    divergence_events: list[dict] = field(default_factory=list)
+    """The last `MOST_EVENTS`."""
+    learning_rate_scales: list[dict] = field(default_factory=list)
+    """The last `MOST_EVENTS` changes: `step` and `scale`."""
+    displacement_residuals: dict[str, dict] = field(default_factory=dict)
+    """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
+
+    def add_leap(self, leap: Leap) -> None:
+        """Count a leap and keep it. The oldest one goes, whose verdict was final long ago, and stays counted."""
+        self.leaps_made += 1
+        self.leaps.append(leap)
+        for earlier in self.leaps[:-MOST_LEAPS]:
+            self.earlier_verdicts[earlier.verdict] = self.earlier_verdicts.get(earlier.verdict, 0) + 1
+        del self.leaps[:-MOST_LEAPS]
+
+    def add_event(self, event: dict) -> None:
+        """Count an event of the divergence monitor and keep it."""
+        self.divergence_events_seen += 1
+        self.divergence_events = [*self.divergence_events, event][-MOST_EVENTS:]
+
+    def add_scale(self, step: int, scale: float) -> None:
+        """Keep the learning rate's scale from `step` on, if it differs by a tenth from the one kept last."""
+        last = self.learning_rate_scales[-1]["scale"] if self.learning_rate_scales else 1.0
+        if abs(math.log(scale / last)) > 0.1:
+            self.learning_rate_scales = [*self.learning_rate_scales, {"step": step, "scale": scale}][-MOST_EVENTS:]
+
+    def summary(self) -> dict:
+        """Return everything as plain values, with totals."""
+        predicted = self.steps_by_phase[Phase.PREDICT.value]
+        verdicts = Counter(self.earlier_verdicts) + Counter(leap.verdict for leap in self.leaps)
+        values = {**vars(self), "leaps": [leap.summary() for leap in self.leaps]}
+        del values["earlier_verdicts"]
+        return {
+            "steps": sum(self.steps_by_phase.values()),
+            "real_steps": sum(self.steps_by_phase.values()) - predicted,
+            "predicted_steps": predicted,
+            "leaps_by_verdict": dict(verdicts),
+            **values,
+        }
+
+    def state_dict(self) -> dict:
+        return {**vars(self), "leaps": [asdict(leap) for leap in self.leaps]}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in vars(self):
+            setattr(self, name, state[name])
+        self.leaps = [Leap(**{**leap, **_infinities(leap)}) for leap in state["leaps"]]
+
+
+def _infinities(leap: dict) -> dict:
+    """Turn infinity into text for a checkpoint, because JSON has none."""
+    return {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}

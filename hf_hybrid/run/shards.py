@@ -1,0 +1,293 @@
+"""
+Parameters that are spread over processes, as FSDP2 (torch's `fully_shard`) leaves them.
+
+FSDP2 cuts every parameter, its gradient and its optimizer states along the first dimension. Each process holds some
+rows of each (a `DTensor`, placed as `Shard(0)`) and gathers a layer's weights only while the layer computes. A leap
+fits this well. Most of its arithmetic is elementwise: averages, preconditioners, snapshots and the move itself need
+nothing but the rows that a process holds. Three things need the other processes:
+
+1. Sums. The norm of a leap, its cap, the predicted fall of the loss and the cosines are sums over all weights.
+   [`Shards.totals`] adds up any number of them with one all-reduce. Every process gets the same bits, so all processes
+   take the same decisions.
+2. Whole matrices. A matrix cannot be orthogonalised by rows. With N processes, [`Shards.in_rounds`] takes N matrices at
+   a time. Each process gets one of them whole from the others, computes, and sends every process its rows of the
+   result. A process thus does 1/N of the arithmetic. A matrix travels twice and is never where it is not needed: the
+   processes together send 2 (N - 1) / N times its bytes. Gathering it everywhere would send N - 1 times its bytes, and
+   repeat the arithmetic N times.
+3. Copies. After a forward pass without backward some modules keep the weights that they gathered (the last norm and the
+   head do). The next pass would use these old weights and miss the leap, silently. Therefore [`Gathered`] makes every
+   module drop them whenever a leap has written weights.
+
+[`Whole`] has the same methods for parameters that a process has whole, where there is nothing to send.
+
+Checkpoints hold whole tensors, whatever the number of processes. So a run can be resumed on another number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_hybrid.machine import LeapObstacleError
+from hf_hybrid.run import sums
+
+SAMPLE = 4096
+"""Most elements of a parameter that [`Whole.sample`] takes."""
+
+Task = tuple[Any, torch.Size, Tensor]
+
+
+def canonical(name: str) -> str:
+    """Return the name of a parameter without what the activation checkpointing of accelerate adds to it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def shards_of(parameters: Sequence[nn.Parameter]) -> Whole:
+    """Return [`Shards`] if any of the parameters is spread over processes, otherwise [`Whole`]."""
+    parameters = list(parameters)
+    return Shards(parameters) if any(map(_is_spread, parameters)) else Whole(parameters)
+
+
+def _is_spread(value: Any) -> bool:
+    return getattr(value, "device_mesh", None) is not None
+
+
+class Whole:
+    """
+    Parameters that this process has whole.
+
+    Args:
+        originals (`list[torch.nn.Parameter]`): The parameters of the model, which the optimizer knows.
+
+    Attributes:
+        parameters (`Sequence[torch.Tensor]`): What this process holds of each parameter, with its `grad`.
+        processes (`int`): How many processes share the parameters.
+        bytes_sent (`int`): Bytes that this process has sent to others.
+    """
+
+    processes = 1
+
+    def __init__(self, originals: list[nn.Parameter]):
+        self.originals = originals
+        self.parameters: Sequence[Tensor] = originals
+        self.bytes_sent = 0
+
+    def local(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what this process holds of an optimizer's state of a parameter."""
+        return state
+
+    def shape(self, index: int) -> torch.Size:
+        """Return the shape of a whole parameter."""
+        return self.originals[index].shape
+
+    def totals(self, lists: list[list[Tensor]]) -> Tensor:
+        """Return the sum of each list of scalars over all processes, on the host; 0 for an empty list."""
+        return sums.totals(lists)
+
+    def stride(self, index: int) -> int:
+        """Return the distance between elements of [`sample`] in the flat parameter."""
+        return max(1, math.ceil(self.shape(index).numel() / SAMPLE))
+
+    def weight(self, index: int) -> float:
+        """Return how many elements of a parameter one element of [`sample`] stands for."""
+        count = self.shape(index).numel()
+        return count / max(math.ceil(count / self.stride(index)), 1)
+
+    def sample(self, index: int, tensor: Tensor) -> Tensor:
+        """
+        Return at most `SAMPLE` evenly spaced elements of a parameter, or of a tensor that is shaped as this process's
+        part of it: those of them that this process holds. The result is a view if the tensor is contiguous.
+        """
+        return tensor.detach().reshape(-1)[:: self.stride(index)]
+
+    def bytes_in_rounds(self, elements: int) -> float:
+        """Return the bytes that all processes together send so that matrices of so many elements are computed whole."""
+        return 0.0
+
+    def whole(self, index: int, tensor: Tensor) -> Tensor:
+        """
+        Return the whole of a tensor that is shaped as this process's part of a parameter, or that [`sample`] returned,
+        on the first process; an empty tensor on others. All processes must call this.
+        """
+        return tensor.contiguous()
+
+    def part(self, index: int, tensor: Tensor) -> Tensor:
+        """Return this process's part of what [`whole`] returned."""
+        return tensor
+
+
+class Shards(Whole):
+    """
+    Parameters of which each process holds some rows.
+
+    Args:
+        originals (`list[torch.nn.Parameter]`): All of them are `DTensor`s that are placed as `Shard(0)` on one mesh of
+            one dimension.
+
+    Raises:
+        ValueError: If they are not.
+    """
+
+    def __init__(self, originals: list[nn.Parameter]):
+        import torch.distributed as distributed  # some builds of torch lack it
+        from torch.distributed.tensor import Shard
+
+        super().__init__(originals)
+        self._distributed = distributed
+        mesh = next(p for p in originals if _is_spread(p)).device_mesh
+        for parameter in originals:
+            if not _is_spread(parameter) or parameter.device_mesh != mesh or parameter.placements != (Shard(0),):
+                how = f"placed as {parameter.placements}" if _is_spread(parameter) else "whole on each process"
+                raise LeapObstacleError(
+                    f"A parameter of shape {tuple(parameter.shape)} is {how}, and leaps take weights that FSDP2 cuts "
+                    "along the first dimension, all of them over the same processes.",
+                    "Drop `ignored_modules`, hybrid sharding and tensor parallelism.",
+                )
+        self._group, self._device = mesh.get_group(), torch.device(mesh.device_type)
+        self._rank, self.processes = mesh.get_local_rank(), mesh.size()
+        self.parameters = _Parts(originals)
+
+    def local(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: value.to_local() if _is_spread(value) else value for name, value in state.items()}
+
+    def totals(self, lists: list[list[Tensor]]) -> Tensor:
+        found = sums.totals(lists).to(self._device, torch.float64)
+        self._distributed.all_reduce(found, group=self._group)
+        return found.float().cpu()
+
+    def _rows(self, shape: torch.Size) -> list[int]:
+        """Return how many rows each process holds. The last ones may hold less than others, or nothing."""
+        most = -(-shape[0] // self.processes)
+        return [max(min(most, shape[0] - process * most), 0) for process in range(self.processes)]
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """Return where this process's part of a parameter begins and ends in the flat parameter."""
+        rows, columns = self._rows(self.shape(index)), self.shape(index)[1:].numel()
+        start = sum(rows[: self._rank]) * columns
+        return start, start + rows[self._rank] * columns
+
+    def sample(self, index: int, tensor: Tensor) -> Tensor:
+        start, _ = self._bounds(index)
+        stride = self.stride(index)
+        return tensor.detach().reshape(-1)[-start % stride :: stride]
+
+    def in_rounds(self, tasks: Iterable[Task], function: Callable[[Any, Tensor], Tensor]) -> Iterator[tuple]:
+        """
+        Apply a function to whole matrices.
+
+        Args:
+            tasks (`Iterable[tuple[Any, torch.Size, torch.Tensor]]`): Key and shape of each matrix, and the rows of it
+                that this process holds. All processes pass the same keys and shapes in the same order.
+            function (`Callable[[Any, torch.Tensor], torch.Tensor]`): From key and whole matrix (fp32, on the device of
+                the mesh) to a matrix of the same shape.
+
+        Returns:
+            `Iterator[tuple[Any, torch.Tensor]]`: Key, and this process's rows of the result, in any order.
+        """
+        # Matrices of a round cost about the same, so that no process waits long for another.
+        ordered = sorted(tasks, key=lambda task: min(task[1]) * task[1].numel(), reverse=True)
+        for first in range(0, len(ordered), self.processes):
+            in_turn = ordered[first : first + self.processes]
+            parts = [rows.to(self._device, torch.float32).reshape(-1) for _, _, rows in in_turn]
+            give = [part.numel() for part in parts] + [0] * (self.processes - len(parts))
+            key, shape, _ = in_turn[self._rank] if self._rank < len(in_turn) else (None, torch.Size([0, 0]), None)
+            take = [rows * shape[1] for rows in self._rows(shape)]
+            whole = self._exchange(torch.cat(parts), give, take).view(shape)
+            result = function(key, whole).reshape(-1) if shape.numel() else whole.reshape(-1)
+            back = self._exchange(result, take, give).split(give)
+            for (key, _, rows), part in zip(in_turn, back):
+                yield key, part.view(rows.shape).to(rows.device)
+
+    def bytes_in_rounds(self, elements: int) -> float:
+        return 2 * (self.processes - 1) / self.processes * 4 * elements
+
+    def _exchange(self, tensor: Tensor, give: list[int], take: list[int]) -> Tensor:
+        """Send the next `give[p]` elements of a flat tensor to process `p`; return `take[p]` elements from each."""
+        taken = tensor.new_empty(sum(take))
+        self._distributed.all_to_all_single(taken, tensor, take, give, group=self._group)
+        self.bytes_sent += (sum(give) - give[self._rank]) * tensor.element_size()
+        return taken
+
+    def whole(self, index: int, tensor: Tensor) -> Tensor:
+        is_part = tensor.shape == self.parameters[index].shape
+        if not is_part and tensor.ndim != 1:
+            raise ValueError(
+                f"A buffer of shape {tuple(tensor.shape)} cannot be saved under FSDP2, where buffers of a `Direction` "
+                f"must be shaped as the part of the parameter that is held here ({tuple(self.parameters[index].shape)})"
+                ", or be what `context.shards.sample` returns."
+            )
+        flat = tensor.to(self._device).reshape(-1)
+        count = torch.tensor([flat.numel()], device=self._device)
+        counts = [torch.empty_like(count) for _ in range(self.processes)]
+        self._distributed.all_gather(counts, count, group=self._group)
+        sizes = torch.cat(counts).tolist()
+        if not any(sizes):
+            return tensor.new_empty(0, device="cpu")
+        padded = flat.new_zeros(max(sizes))
+        padded[: flat.numel()] = flat
+        parts = [torch.empty_like(padded) for _ in sizes] if self._rank == 0 else None
+        self._distributed.gather(padded, parts, group=self._group, group_dst=0)
+        if parts is None:
+            return tensor.new_empty(0, device="cpu")
+        whole = torch.cat([part[:size] for part, size in zip(parts, sizes)]).cpu()
+        return whole.view(self.shape(index)) if is_part else whole
+
+    def part(self, index: int, tensor: Tensor) -> Tensor:
+        start, end = self._bounds(index)
+        if tensor.shape == self.shape(index):
+            return tensor.reshape(-1)[start:end].view(self.parameters[index].shape)
+        stride = self.stride(index)
+        return tensor[-(-start // stride) : -(-end // stride)]
+
+
+class _Parts(Sequence):
+    """
+    What this process holds of each parameter: a plain tensor in the parameter's own memory, and its gradient likewise.
+
+    Each is made when it is asked for, because FSDP2 may move the memory between two steps.
+    """
+
+    def __init__(self, originals: list[nn.Parameter]):
+        self._originals = originals
+
+    def __len__(self) -> int:
+        return len(self._originals)
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> Tensor:
+        original = self._originals[index]
+        part = original.to_local().detach()
+        if original.grad is not None:
+            part.grad = original.grad.to_local()
+        return part
+
+
+class Gathered:
+    """
+    The [`~hf_hybrid.leaps.trajectory.WeightStore`] of FSDP2, whose modules compute with weights that they gathered.
+
+    Args:
+        model (`torch.nn.Module`): The sharded model.
+    """
+
+    def __init__(self, model: nn.Module):
+        from torch.distributed.fsdp import FSDPModule
+
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.changed()  # an evaluation before the run may have left gathered weights in the place of shards
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Never: a leap under test is written into the shards."""
+        return False
+
+    def settle(self) -> None:
+        """Do nothing, because no update is ever pending."""
+
+    def changed(self) -> None:
+        """Make all modules gather their weights anew before they compute."""
+        for module in self._modules:
+            module.reshard()

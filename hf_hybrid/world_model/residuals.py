@@ -1,0 +1,243 @@
+"""
+Compare a leap with the real steps after it.
+
+Two comparisons, made in Correct and written down for every leap. The displacement: did the real steps go on along the
+leap (`cosine` near 1) or take it back (below 0), and how far did they go per unit of learning rate (`norm_ratio`)? The
+slope: the projection of the gradient on the leap, as the direction expected it before the leap and as the real steps
+met it after. Where the slope was negative before and is positive after, the leap went past the lowest point of the loss
+along it, which the secant through both slopes locates. `GainCorrection` turns that into a factor on the next gain, one
+for each kind of parameter.
+
+All of it is estimated from at most 4096 evenly spaced coordinates of every parameter, so that it costs neither a buffer
+nor a pass over the weights. Where processes share the weights, each has those coordinates that fall into its rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_hybrid.run.shards import Whole
+
+
+def group_of(name: str) -> str:
+    """Return the group of a parameter, which is shared by all layers: `model.layers.*.mlp.up_proj.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+@dataclass(frozen=True)
+class GroupResidual:
+    """
+    One group of parameters, or all of them, over one leap.
+
+    `cosine` of the leap with what the real steps of Correct did; `norm_ratio` realised over predicted, each per unit of
+    learning rate; `slope_before` and `slope_after`: projection of the gradient on the leap (nats per leap), as
+    predicted before it (`None` for directions that predict no gradient) and as met in Correct. Negative leads downhill.
+    """
+
+    cosine: float
+    norm_ratio: float
+    slope_before: float | None
+    slope_after: float
+
+    @property
+    def decrease(self) -> float:
+        """Fall of the training loss along the leap, by the slopes at its ends (nats)."""
+        if self.slope_before is None:
+            return -self.slope_after
+        return -(self.slope_before + self.slope_after) / 2
+
+
+def secant_minimum(slope_before: float, slope_after: float) -> float | None:
+    """
+    Position of the lowest loss along the leap, in leaps, by the secant through the slopes at both ends.
+
+    1 if the leap was exactly long enough, less if it was too long; `None` if the slopes do not turn upwards.
+    """
+    bend = slope_after - slope_before
+    return -slope_before / bend if bend > 0 and slope_before < 0 else None
+
+
+class GainCorrection:
+    """
+    Factors on the gain, one per group of parameters: the averaged secant of the last leaps.
+
+    Args:
+        groups (`Sequence[str]`): See [`group_of`].
+    """
+
+    LEAST, MOST = 0.5, 1.5
+    DECAY = 0.9
+
+    def __init__(self, groups: Sequence[str]):
+        self.slopes: dict[str, list[float]] = {group: [0.0, 0.0] for group in groups}
+
+    def learn(self, residuals: dict[str, GroupResidual]) -> None:
+        """Learn from one leap."""
+        for group, residual in residuals.items():
+            if residual.slope_before is None:
+                continue
+            before, after = self.slopes[group]
+            self.slopes[group] = [
+                self.DECAY * before + (1 - self.DECAY) * residual.slope_before,
+                self.DECAY * after + (1 - self.DECAY) * residual.slope_after,
+            ]
+
+    def factor(self, group: str) -> float:
+        """Return the factor on the next leap's gain; 1 while nothing is known."""
+        before, after = self.slopes[group]
+        if before == after == 0.0:
+            return 1.0
+        minimum = secant_minimum(before, after)
+        if minimum is None:
+            minimum = self.MOST if before < 0 else self.LEAST  # still falling at its end, or never fell
+        return min(max(minimum, self.LEAST), self.MOST)
+
+    def state_dict(self) -> dict:
+        return {"slopes": self.slopes}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.slopes = {group: list(state["slopes"].get(group, [0.0, 0.0])) for group in self.slopes}
+
+
+class DisplacementResiduals:
+    """
+    Watches one leap at a time: [`leap_made`], [`observe_gradients`] at every real step of Correct, then [`judge`].
+
+    Args:
+        names (`Sequence[str]`), shards (`Whole`): The trainable parameters.
+    """
+
+    def __init__(self, names: Sequence[str], shards: Whole):
+        self.names, self.shards = list(names), shards
+        self.groups = list(dict.fromkeys(group_of(name) for name in names))
+        self._members = {group: [i for i, name in enumerate(names) if group_of(name) == group] for group in self.groups}
+        self.leap: list[Tensor] = []
+        self.start: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self.slopes_before: Tensor | None = None
+        self.gradient_steps = 0
+        self.leap_rate = 0.0
+
+    @property
+    def watching(self) -> bool:
+        return bool(self.start)
+
+    @torch.no_grad()
+    def leap_made(self, rate: float, before: Sequence[Tensor], predicted: Sequence[Tensor | None]) -> None:
+        """
+        Begin to watch a leap that was just kept.
+
+        Args:
+            rate (`float`): Its gain times the learning rates that it stands on: what its length is measured by.
+            before (`Sequence[torch.Tensor]`): The weights before it.
+            predicted (`Sequence[torch.Tensor | None]`): The gradient that was predicted, where one was.
+        """
+        self.clear()
+        self.start = [start.float().clone() for start in self._samples(self.shards.parameters)]
+        self.leap = [start - b.to(start.device).float() for start, b in zip(self.start, self._samples(before))]
+        self.leap_rate = rate
+        if all(gradient is not None for gradient in predicted):
+            gradients = [gradient.float() for gradient in self._samples(predicted)]
+            (self.slopes_before,) = self._by_group((gradients, self.leap))
+
+    def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.shards.sample(index, tensor) for index, tensor in enumerate(tensors)]
+
+    def _by_group(self, *pairs: tuple[Sequence[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """Estimate inner products of each pair over whole groups from samples, as fp32 `[groups]` on the host."""
+        dots = [
+            [
+                torch.dot(first[index].to(second[index].device), second[index]) * self.shards.weight(index)
+                for index in group
+            ]
+            for first, second in pairs
+            for group in self._members.values()
+        ]
+        return list(self.shards.totals(dots).view(len(pairs), -1))
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        """Add the gradients of a real step of Correct."""
+        if not self.watching:
+            return
+        if not self.gradients:
+            self.gradients = [torch.zeros_like(start) for start in self.start]
+        for index, (total, parameter) in enumerate(zip(self.gradients, self.shards.parameters)):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                total.add_(self.shards.sample(index, parameter.grad).to(total.device))
+        self.gradient_steps += 1
+
+    @torch.no_grad()
+    def judge(self, rate: float) -> tuple[GroupResidual | None, dict[str, GroupResidual]]:
+        """
+        Compare; one host synchronisation. What was remembered is dropped.
+
+        Args:
+            rate (`float`): Learning rates of the real steps since the leap, added up.
+
+        Returns:
+            Over all parameters (`None` if nothing was watched or moved), and by group.
+        """
+        if not self.watching or not self.gradient_steps or rate <= 0:
+            self.clear()
+            return None, {}
+        now = self._samples(self.shards.parameters)
+        realised = [weights.to(start.device).float() - start for weights, start in zip(now, self.start)]
+        before, leap = self.slopes_before, self.leap
+        columns = self._by_group((leap, realised), (leap, leap), (realised, realised), (self.gradients, leap))
+        columns[3] /= self.gradient_steps
+        columns.append(torch.zeros_like(columns[0]) if before is None else before.cpu())
+        rows = torch.stack(columns, dim=1).tolist()
+        whole = self._residual([sum(column) for column in zip(*rows)], rate)
+        groups = {group: found for group, row in zip(self.groups, rows) if (found := self._residual(row, rate))}
+        self.clear()
+        return whole, groups
+
+    def _residual(self, row: list[float], rate: float) -> GroupResidual | None:
+        dot, leap2, realised2, after, before = row
+        if not (leap2 > 0 and realised2 > 0) or not all(map(math.isfinite, row)):
+            return None
+        lengths = math.sqrt(realised2) / rate, math.sqrt(leap2) / max(self.leap_rate, 1e-20)
+        return GroupResidual(
+            cosine=dot / math.sqrt(leap2 * realised2),
+            norm_ratio=lengths[0] / lengths[1],
+            slope_before=None if self.slopes_before is None else before,
+            slope_after=after,
+        )
+
+    def clear(self) -> None:
+        """Stop watching a leap."""
+        self.leap, self.start, self.gradients, self.gradient_steps = [], [], [], 0
+        self.slopes_before = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return tensors by name, for a checkpoint inside a Correct phase. All processes must call this."""
+        kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
+        found = {
+            f"{kind}.{name}": self.shards.whole(index, tensor)
+            for kind, values in kinds.items()
+            for index, (name, tensor) in enumerate(zip(self.names, values))
+        }
+        return found if self.slopes_before is None else {**found, "slopes_before": self.slopes_before}
+
+    def state_dict(self) -> dict:
+        return {"gradient_steps": self.gradient_steps, "leap_rate": self.leap_rate}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], state: dict) -> None:
+        """Restore what `tensors` and `state_dict` returned."""
+        for kind in ("leap", "start", "gradients"):
+            saved = [tensors.get(f"{kind}.{name}") for name in self.names]
+            found = [
+                self.shards.part(index, tensor).to(self.shards.parameters[index].device, copy=True)
+                for index, tensor in enumerate(saved)
+                if tensor is not None
+            ]
+            setattr(self, kind, found if len(found) == len(self.names) else [])
+        self.slopes_before = tensors.get("slopes_before")
+        self.gradient_steps, self.leap_rate = state["gradient_steps"], state["leap_rate"]

@@ -1,0 +1,681 @@
+"""The model card says what the run was and nothing else; what is pushed is the model, and comes back as it was."""
+
+import importlib.metadata
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ByteText, hybrid_config, tiny_model
+from huggingface_hub import ModelCard, ModelCardData
+from rig.hub_server import TOKEN, YAML_BLOCK, card_errors
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
+from hf_hybrid.hub import origins
+from hf_hybrid.hub.card import code, text
+from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
+from hf_hybrid.hub.provenance import clean, command, hardware, is_secret_name, redact, tracker_links
+from hf_hybrid.records.summary import format_seconds
+from hf_hybrid.report.run_folder import wall_time
+
+TESTS = Path(__file__).parents[1]
+
+
+def metadata_of(card: str) -> dict:
+    return yaml.safe_load(YAML_BLOCK.search(card).group(2))
+
+
+def body_of(card: str) -> str:
+    return card[YAML_BLOCK.search(card).end() :]
+
+
+def section(card: str, heading: str) -> str:
+    """Text of a section, without those below it; empty if there is none."""
+    found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", card, re.DOTALL | re.MULTILINE)
+    return found.group(1).strip() if found else ""
+
+
+def new_trainer(folder, model=None, train_set=None, **overrides) -> HybridTrainer:
+    keys = ("eval_dataset", "callbacks", "compute_metrics", "processing_class")
+    given = {key: overrides.pop(key) for key in keys if key in overrides}
+    given.setdefault("eval_dataset", ByteText(16, offset=500))
+    data = ByteText(400) if train_set is None else train_set
+    return HybridTrainer(
+        model or tiny_model(), hybrid_config(folder, **{"max_steps": 20, **overrides}), train_dataset=data, **given
+    )
+
+
+def card_of(trainer, **kwargs) -> str:
+    """The card, which has to be one that the Hub takes and that hides no hole."""
+    trainer.create_model_card(**kwargs)
+    path = Path(trainer.args.output_dir) / "README.md"
+    card = path.read_text(encoding="utf-8")
+    assert card_errors(card) == []
+    ModelCard.load(path)
+    body = re.sub(r"```.*?```", "code", body_of(card), flags=re.DOTALL)
+    assert not re.search(r"\bNone\b|\bnan\b|More [Ii]nformation [Nn]eeded", body)
+    headings = [*re.finditer(r"^(#+) .*$", body, re.MULTILINE)]
+    for this, following in zip(headings, [*headings[1:], None]):
+        between = body[this.end() : following.start() if following else len(body)].strip()
+        assert between or len(following.group(1)) > len(this.group(1)), f"nothing under {this.group()}"
+    return card
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> HybridTrainer:
+    trainer = new_trainer(tmp_path_factory.mktemp("card") / "small", eval_strategy="steps", eval_steps=10, max_steps=30)
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+# The card.
+
+
+def test_card_says_what_the_run_recorded(trained):
+    card, summary = (
+        card_of(trained, language="en", license="apache-2.0", dataset="Python's help"),
+        trained.hybrid_summary(),
+    )
+    fields = metadata_of(card)
+    assert fields["library_name"] == "transformers" and fields["pipeline_tag"] == "text-generation"
+    assert fields["license"] == "apache-2.0" and fields["language"] == "en" and fields["model_name"] == "small"
+    assert {"generated_from_trainer", "hf-hybrid"} <= set(fields["tags"])
+    assert "base_model" not in fields and "trained from random weights" in card
+    loss = trained.state.log_history[-1]["eval_loss"]
+    found = {metric["type"]: metric["value"] for metric in fields["model-index"][0]["results"][0]["metrics"]}
+    assert found == {"loss": loss, "perplexity": math.exp(loss)} and fields["metrics"] == ["perplexity"]
+    phases = section(card, "Phases")
+    for phase, count in summary["steps_by_phase"].items():
+        assert f"| {phase.capitalize()} | {count} |" in phases
+    assert f"{summary['backward_passes']} done, {summary['backward_passes_avoided']} avoided" in phases
+    assert f"Leaps: {len(summary['leaps'])}\n" in phases and "| `leap_worth` | `0.5` |" in section(card, "Settings")
+    assert "| `learning_rate` | `0.003` |" in section(card, "Settings")
+    assert "| weights | " in section(card, "Memory") and "400 sequences" in section(card, "Data")
+    assert "16 sequences" in section(card, "Data")
+    assert f"| kept without a test | {summary['leaps_by_verdict'].get('unprobed', 0)} |" in phases
+    assert f"| kept after a test | {summary['leaps_by_verdict'].get('kept', 0)} |" in phases
+    assert "`logging_steps`" not in card and "`sequences per step` | `4`" in section(card, "Settings")
+    assert "CPU" in section(card, "Hardware and time") and "Wall time" in section(card, "Hardware and time")
+    assert f"- torch {torch.__version__.split('+')[0]}" in section(card, "Versions")
+    assert section(card, "Course of the training").count("\n") == 4  # heads, rule, evaluations at 10, 20 and 30
+    assert "very small model" in section(card, "Limits and intended use")
+    assert "No licence is stated" not in card and "No licence is stated" in card_of(trained)
+
+
+def test_card_is_the_same_when_it_is_written_again(trained):
+    assert card_of(trained, tags="mine") == card_of(trained, tags="mine") == card_of(trained)  # tags stay
+    assert "mine" in metadata_of(card_of(trained))["tags"]
+
+
+def test_no_metadata_field_of_transformers_and_trl_is_missing(trained, tmp_path):
+    given = {
+        "language": "en", "license": "mit", "dataset_tags": "Salesforce/wikitext", "dataset": "WikiText",
+        "finetuned_from": "openai-community/gpt2", "tags": ["mine"],
+    }  # fmt: skip
+    ours = metadata_of(card_of(trained, **given))
+    there = Path(trained.args.output_dir) / "README.md"
+    there.unlink()
+    Trainer.create_model_card(trained, **given)
+    theirs = metadata_of(there.read_text())
+    there.unlink()
+    assert {key for key, value in theirs.items() if value} <= ours.keys()
+    assert ours["base_model"] == theirs["base_model"] and ours["datasets"] == theirs["datasets"]
+    utils = pytest.importorskip("trl.trainer.utils")
+    card = utils.generate_model_card(
+        "openai-community/gpt2", "small", "me/small", "Salesforce/wikitext", ["mine"], None, None, "SFT"
+    )
+    assert {key.replace("licence", "license") for key in metadata_of(str(card))} <= ours.keys()
+
+
+def test_strings_of_others_cannot_break_the_card(tmp_path, monkeypatch):
+    nasty = 'a|b: `c` <script>x</script> [l](http://e) {{ 7*7 }}\n---\n# "q" #no *s* ${HOME}'
+    monkeypatch.setattr(sys, "argv", ["train.py", "--note", "```\n# heading\n```", "--x", nasty])
+    trainer = new_trainer(
+        tmp_path / "out", eval_dataset={"a|b": ByteText(8, offset=500), "ok": ByteText(8, offset=600)}
+    )
+    trainer.train()
+    trainer.evaluate()
+    baseline = {"name": nasty, "backward_passes": 3, "note": nasty}
+    card = card_of(trainer, model_name=nasty, dataset=nasty, tags=[nasty], baseline=baseline)
+    fields, body = metadata_of(card), body_of(card).rsplit("\n*Written by", 1)[0]
+    assert "\n" not in fields["model_name"] and fields["model_name"].startswith("a|b: `c` <script>")
+    tokens = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").parse(body)
+    inline = [part for token in tokens for part in token.children or []]
+    assert not any(part.type in ("html_inline", "em_open") for part in inline)
+    links = [part.attrs["href"] for part in inline if part.type == "link_open"]
+    assert links and all(link.startswith(("https://kellerjordan.github.io/", "https://arxiv.org/")) for link in links)
+    assert not any(token.type == "html_block" for token in tokens)
+    levels = [token.tag for token in tokens if token.type == "heading_open"]
+    # Title, results, usage, training with its parts, limits, citation.
+    assert levels == ["h1", "h2", "h2", "h2", *["h3"] * 7, "h2", "h2"]
+    cells = sum(token.type == "td_open" for token in tokens)
+    rows = sum(token.type == "tr_open" for token in tokens) - sum(token.type == "thead_open" for token in tokens)
+    assert 2 * rows < cells < 3 * rows + 1  # no `|` of a name began a cell
+    results = fields["model-index"][0]["results"]
+    assert {result["dataset"]["name"] for result in results} == {"a|b", "ok"}
+
+
+def test_card_of_a_checkout_that_is_not_installed_has_its_version(tmp_path, monkeypatch):
+    def version(package: str) -> str:
+        if package == "hf_hybrid":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.2.3"
+
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, max_steps=1), train_dataset=ByteText(8))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    trainer.create_model_card()
+    assert f"*Written by `hf_hybrid` {__version__} on " in (tmp_path / "README.md").read_text()
+
+
+def test_markdown_helpers():
+    assert text("a*b_c|d\n# e") == r"a\*b\_c\|d \# e"
+    assert code("a|b`c") == r"`a\|b'c`" and code("`") == "`'`" and code("") == ""
+
+
+def test_what_was_not_evaluated_says_so(tmp_path):
+    trainer = new_trainer(tmp_path / "out")
+    trainer.evaluate()  # of the weights before training
+    trainer.train()
+    card = card_of(trainer)
+    assert "It was not evaluated." in card and "Results" not in card and "model-index" not in metadata_of(card)
+
+
+def test_only_an_evaluation_of_the_final_weights_is_a_result(tmp_path):
+    trainer = new_trainer(tmp_path / "out", eval_strategy="steps", eval_steps=15)
+    trainer.train()
+    log = trainer.state.log_history
+    log[:] = [entry for entry in log if "eval_loss" not in entry or entry["step"] == 15]  # Trainer adds one at the end
+    card = card_of(trainer)
+    assert "model-index" not in metadata_of(card) and "not of the weights published here" in section(card, "Results")
+    assert "at step 15" in card
+    trainer.args.load_best_model_at_end, trainer.state.best_global_step = True, 15
+    assert "model-index" in metadata_of(card_of(trainer))
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+def test_wall_time_is_that_of_all_starts(tmp_path, leaps):
+    class Slow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise InterruptedError
+
+    options = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "max_steps": 8, "enable_predict": leaps}
+    with pytest.raises(InterruptedError):
+        new_trainer(tmp_path / "out", callbacks=[Slow()], **options).train()
+    with pytest.raises(InterruptedError):
+        new_trainer(tmp_path / "out", callbacks=[Slow()], **options).train(resume_from_checkpoint=True)
+    trainer = new_trainer(tmp_path / "out", **options)
+    runtime = trainer.train(resume_from_checkpoint=True).metrics["train_runtime"]
+    seconds, starts = wall_time(tmp_path / "out")
+    assert starts == 3 and runtime < seconds
+    assert f"Wall time of training, over 3 starts: {format_seconds(seconds)}" in section(
+        card_of(trainer), "Hardware and time"
+    )
+
+
+def test_perplexity_is_not_claimed_of_other_losses(tmp_path):
+    trainer = new_trainer(tmp_path / "out", label_smoothing_factor=0.1, max_steps=6)
+    trainer.train()
+    trainer.evaluate()
+    assert "erplexity" not in section(card_of(trainer), "Results")
+    assert [m["type"] for m in metadata_of(card_of(trainer))["model-index"][0]["results"][0]["metrics"]] == ["loss"]
+
+
+def test_without_phases_there_is_no_table_of_phases(tmp_path):
+    trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=4)
+    trainer.train()
+    card = card_of(trainer)
+    assert section(card, "Phases") == "" and "held out" not in card
+    assert "hf-hybrid" in metadata_of(card)["tags"] and "hf-hybrid" in trainer.model.model_tags
+
+
+def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
+    from hf_hybrid.records.profiler import MemoryProfilerCallback
+
+    profiler = MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", callbacks=[profiler])
+    trainer.train()
+    memory = section(card_of(trainer), "Memory")
+    for phase, found in profiler.summary()["phases"].items():
+        assert f"| {phase.capitalize()} | {found['records']} |" in memory
+    assert "resident memory" in memory and "| weights |" not in memory
+
+
+# Where the model and its data come from.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def test_base_model_is_one_on_the_hub_whose_weights_were_loaded(saved, tmp_path):
+    local = LlamaForCausalLM.from_pretrained(saved)
+    card = card_of(new_trainer(tmp_path / "a", local))
+    assert "base_model" not in metadata_of(card) and "local folder" in card and str(saved) not in card
+    local.config._name_or_path = "someone/model"  # as `from_pretrained` leaves it
+    card = card_of(new_trainer(tmp_path / "b", local))
+    assert metadata_of(card)["base_model"] == "someone/model" and metadata_of(card)["base_model_relation"] == "finetune"
+    assert "[someone/model](https://huggingface.co/someone/model)" in card
+    config = local.config
+    card = card_of(new_trainer(tmp_path / "c", AutoModelForCausalLM.from_config(config)))
+    assert "base_model" not in metadata_of(card) and "without its weights" in card
+    assert is_repo_id("gpt2") and not is_repo_id("a/b/c") and not is_repo_id("x|y") and not is_repo_id(None)
+
+
+def test_a_config_file_is_not_taken_for_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.json").write_text("{}")
+    model = tiny_model()
+    model.config._name_or_path = "tiny.json"
+    card = card_of(new_trainer(tmp_path / "out", model))
+    assert "base_model" not in metadata_of(card) and "huggingface.co/tiny.json" not in card
+
+
+def test_weights_in_four_bits_are_counted_as_what_they_stand_for():
+    packed = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = types.SimpleNamespace(shape=torch.Size([4, 8]))
+    assert origins.count_parameters([packed, torch.nn.Parameter(torch.zeros(3))]) == 35
+
+
+def test_adapter_says_how_to_load_it(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    trainer = new_trainer(tmp_path / "out", peft.get_peft_model(tiny_model(), config), max_steps=6)
+    trainer.train()
+    trainer.save_model()  # PEFT writes a card of its own
+    card = card_of(trainer)
+    fields = metadata_of(card)
+    assert fields["library_name"] == "peft" and {"lora", "hf-hybrid"} <= set(fields["tags"])
+    assert "base_model" not in fields and "The base model is not on the Hub" in card
+    assert "PeftModel.from_pretrained(base" in section(card, "Usage") and "- peft " in section(card, "Versions")
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert f"{trainable:,} of them" in card
+
+
+@pytest.mark.parametrize("options", [{"direction": "auto"}, {"enable_predict": False}], ids=["auto", "off"])
+def test_a_lora_card_has_its_settings_and_nothing_of_leaps(monkeypatch, tmp_path, options):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # the command of the tests may say anything
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, r=4, lora_alpha=9, lora_dropout=0.05, use_rslora=True
+    )
+    defaults = dict.fromkeys(("warmup_phase_steps", "full_phase_steps", "correct_phase_steps", "max_predict_steps"))
+    options = {**defaults, "leap_worth": None, **options}
+    model, profiler = peft.get_peft_model(tiny_model(), config), MemoryProfilerCallback()
+    trainer = new_trainer(tmp_path / "out", model, callbacks=[profiler], max_steps=12, lr_rescue="off", **options)
+    trainer.train()
+    card = card_of(trainer)
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*)` \|$", section(card, "Adapter"), re.MULTILINE))
+    assert rows == {
+        "r": "4", "lora_alpha": "9", "lora_dropout": "0.05", "target_modules": "q_proj, v_proj", "use_rslora": "True",
+    }  # fmt: skip
+    assert "Training: 400 sequences of 32 tokens" in section(card, "Data")
+    words = body_of(card).split("## Citation")[0].lower()
+    words = words.replace("`enable_predict` | `false`", "")  # a setting that was made
+    assert re.findall(r".*(?:leap|predict|phase|warmup \||probe|correct|\broll).*", words) == []
+    assert re.search(r"^\| Train \| 12 \|", section(card, "Memory"), re.MULTILINE)
+
+
+def test_lengths_of_sequences_are_those_of_the_rows(tmp_path):
+    class Ragged(ByteText):
+        def __getitem__(self, index):
+            return {name: row[: 20 + index % 3] for name, row in super().__getitem__(index).items()}
+
+    trainer = new_trainer(tmp_path / "out", train_set=Ragged(9), enable_predict=False)
+    assert "Training: 9 sequences of 20 to 22 (in a sample of 9) tokens" in section(card_of(trainer), "Data")
+    trainer.args.max_length = 24  # of TRL's configs
+    assert "Training: 9 sequences of at most 24 tokens" in section(card_of(trainer), "Data")
+
+
+def test_licence_is_that_of_the_base_model(monkeypatch, saved, tmp_path):
+    stated = ModelCardData(license="other", license_name="gemma-like", x=1)
+    asked = []
+
+    def model_info(name, timeout):
+        asked.append(name)
+        if name == "someone/unreachable":
+            raise ConnectionError("no network")
+        return types.SimpleNamespace(card_data=stated if name == "someone/stated" else None)
+
+    assert license_of("someone/offline") == {}  # the tests run offline
+    monkeypatch.setattr(origins, "model_info", model_info)
+    model = LlamaForCausalLM.from_pretrained(saved)
+    model.config._name_or_path = "someone/stated"
+    trainer = new_trainer(tmp_path / "out", model)
+    fields = metadata_of(card_of(trainer))
+    assert (fields["license"], fields["license_name"]) == ("other", "gemma-like")
+    assert metadata_of(card_of(trainer, license="mit"))["license"] == "mit"
+    assert license_of("someone/silent") == {} and license_of("someone/unreachable") == {}
+    card_of(trainer)
+    assert asked.count("someone/stated") == 1  # not asked again for every checkpoint
+
+
+def test_dataset_is_named_only_where_its_id_is_certain(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--WizardLM--WizardLM_evol_instruct_70k").mkdir()
+
+    def origin(folder):
+        file = {"filename": f"/cache/{folder}/default/0.0.0/abc/data.arrow"}
+        return types.SimpleNamespace(cache_files=[file], config_name="default", split="train[:10%]")
+
+    def dataset(folder):
+        return data_facts(origin(folder))
+
+    found = dataset("WizardLM___wizard_lm_evol_instruct_70k")
+    assert (found["id"], found["split"]) == ("WizardLM/WizardLM_evol_instruct_70k", "train")
+    assert dataset("Salesforce___wikitext")["id"] == "Salesforce/wikitext"
+    assert dataset("Some___camel_case")["id"] is None and dataset("text")["id"] is None
+    assert data_facts(iter([]))["sequences"] is None
+
+
+def test_every_data_set_is_listed_with_its_source(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = ByteText(400)
+    data.cache_files = [{"filename": "/cache/Salesforce___wikitext/wikitext-2-raw-v1/0.0.0/abc/data.arrow"}]
+    data.config_name, data.split = "wikitext-2-raw-v1", "train"
+    trainer = new_trainer(tmp_path / "out", train_set=data, eval_dataset={"a|b": ByteText(8), "ok": ByteText(8)})
+    card = card_of(trainer)
+    source = "[Salesforce/wikitext](https://huggingface.co/datasets/Salesforce/wikitext)"
+    told = section(card, "Data")
+    assert (
+        f"- Training: 400 sequences of 32 tokens, from {source}, configuration `wikitext-2-raw-v1`, split `train`"
+        in told
+    )
+    assert "- Evaluation `ok`: 8 sequences of 32 tokens\n" in f"{told}\n" and metadata_of(card)["datasets"] == [
+        "Salesforce/wikitext"
+    ]
+
+
+def test_a_part_of_a_part_keeps_its_data_set():
+    subset = torch.utils.data.Subset
+    file = {"filename": "/cache/Salesforce___wikitext/default/0.0.0/abc/data.arrow"}
+    whole = types.SimpleNamespace(cache_files=[file], config_name="default", split="train")
+    found = data_facts(subset(subset(whole, [3, 4, 5]), [0, 2]))
+    assert (found["sequences"], found["id"], found["split"]) == (2, "Salesforce/wikitext", "train")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"language": ["English", "de"]}, "leaves out `English` of `language`"),
+        ({"license": "Apache 2.0"}, "leaves out `Apache 2.0` of `license`"),
+        ({"dataset_tags": "my data"}, "leaves out `my data` of `dataset_tags` and `dataset_name`"),
+        ({"dataset_name": ["./data/my_sft", "Salesforce/wikitext"]}, "leaves out `./data/my_sft` of"),
+        ({"dataset_name": str(TESTS), "dataset_tags": "data/pairs.jsonl"}, "leaves out `data/pairs.jsonl`, `tests` of"),
+        ({"dataset_name": "json"}, "leaves out `json` of"),
+        ({"dataset_name": "tests/report"}, "leaves out `tests/report` of"),  # an id in form, a folder in fact
+        ({"baseline": {"name": "x", "speed": 2}}, "`baseline` cannot hold `speed=2`"),
+        ({"baseline": {"name": "x", "eval_loss": "low"}}, "`baseline` cannot hold `eval_loss='low'`"),
+        ({"baseline": {"name": "x"}}, "`baseline` needs a `name` and at least one number"),
+        ({"baseline": object()}, "`baseline` must be a trained `Trainer`.*got `object`"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_left_out_with_one_warning(trained, caplog, monkeypatch, given, message):
+    monkeypatch.chdir(TESTS.parent)
+    card = card_of(trained, **given)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and re.search(message, warnings[0])
+    fields = metadata_of(card)
+    assert fields.get("datasets") == (["Salesforce/wikitext"] if "Salesforce/wikitext" in str(given) else None)
+    assert fields.get("language") == (["de"] if "language" in given else None) and "license" not in fields
+    assert str(TESTS) not in card and "Compared with" not in card
+
+
+def test_paths_in_the_place_of_names_do_not_reach_the_card(trained, saved):
+    card = card_of(trained, model_name=str(saved / "mine"), finetuned_from=str(saved))
+    assert metadata_of(card)["model_name"] == "mine" and "base_model" not in metadata_of(card)
+    assert "fine-tuned from weights in a local folder" in card and str(saved) not in card
+
+
+@pytest.mark.parametrize("damaged", ["README.md", "baseline.json", "folder"])
+def test_damaged_files_beside_the_model_do_not_stop_the_card(trained, damaged, monkeypatch, caplog):
+    folder = Path(trained.args.output_dir)
+    if damaged == "folder":
+        monkeypatch.setattr(trained.args, "output_dir", str(folder / "hybrid_log.jsonl"))  # no folder can be made there
+        trained.create_model_card()
+        assert "could not be written" in caplog.text
+        return
+    (folder / damaged).write_text("---\ntags: [a\n---\n" if damaged == "README.md" else "[1")
+    card_of(trained)
+    (folder / damaged).unlink()
+    assert any(record.levelname == "WARNING" and damaged[:4].lower() in record.getMessage().lower()
+               for record in caplog.records)  # fmt: skip
+
+
+def test_baseline_is_measured_kept_and_found_again(tmp_path, caplog):
+    trainer = new_trainer(tmp_path / "out")
+    trainer.train()
+    trainer.evaluate()
+    values = {"output_dir": str(tmp_path / "plain"), "max_steps": 3, "use_cpu": True, "report_to": "none"}
+    values |= {"gradient_accumulation_steps": 2, "save_strategy": "no", "disable_tqdm": True}
+    plain = Trainer(
+        tiny_model(), TrainingArguments(**values), train_dataset=ByteText(64), eval_dataset=ByteText(16, offset=500)
+    )
+    assert "Compared with" not in card_of(trainer, baseline=plain)
+    assert "without a finished training" in caplog.text
+    plain.train()
+    loss = plain.evaluate()["eval_loss"]
+    card = card_of(trainer, baseline=plain)
+    rows = section(card, "Results")
+    own = trainer.state.log_history[-1]["eval_loss"]
+    assert f"| evaluation loss | {own:.4f} | {loss:.4f} |" in rows
+    assert f"| backward passes | {trainer.hybrid_summary()['backward_passes']} | 6 |" in rows
+    assert section(card_of(trainer), "Results") == rows  # found as baseline.json
+    assert json.loads((tmp_path / "out" / "baseline.json").read_text())["name"] == "Trainer"
+
+
+# Command, secrets, paths, trackers.
+
+
+def test_command_has_no_secrets_and_no_home(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    argv = [
+        f"{tmp_path}/train.py", "--hub_token", "s3cret", "--api-key=s3cret", "--key", "0123456789abcdef", "--pad_token",
+        "<pad>", "--max_tokens", "5", "--data", "/home/alice/data set/x", "--out", f"{tmp_path}/out",
+        "--url", "https://bob:s3cret@host/x", "--config", '{"secret": "s3cret", "lr": "1"}', "--id", TOKEN,
+    ]  # fmt: skip
+    shown = command(("mytoken",), argv)
+    assert "s3cret" not in shown and TOKEN not in shown and "0123456789abcdef" not in shown and "alice" not in shown
+    assert shown.startswith("python train.py --hub_token REMOVED --api-key=REMOVED --key REMOVED --pad_token '<pad>'")
+    assert "--max_tokens 5" in shown and "--out out " in shown
+    assert "--data ~/'data set/x'" in shown  # a shell does not expand what is quoted
+    assert '"lr": "1"' in shown and '"secret": "REMOVED"' in shown
+    assert clean("/home/alicent/x") == "x" and clean(f"{tmp_path}") == "."
+    assert redact("a mytoken b", ["mytoken"]) == "a REMOVED b"
+
+
+def test_command_of_modules_and_notebooks(monkeypatch, tmp_path):
+    assert command(argv=["-c"]) is None and command(argv=["/x/ipykernel_launcher.py", "-f", "k.json"]) is None
+    monkeypatch.setattr(sys, "argv", ["/site/trl/cli.py", "sft"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trl.cli", "sft"], raising=False)
+    assert command() == "python -m trl.cli sft"
+    for module, shown in (("hf_hybrid", "hf-hybrid"), ("hf_hybrid.cli.run", "hf-hybrid train")):
+        monkeypatch.setattr(sys, "argv", ["/site/of_ours.py", "--max_steps", "2"])  # as launchers start processes
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module, *sys.argv[1:]], raising=False)
+        assert command() == f"{shown} --max_steps 2"
+    monkeypatch.setattr(sys, "argv", [str(Path(sys.executable).parent / "trl"), "sft", "-m", "gpt2"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *sys.argv], raising=False)
+    assert command() == "trl sft -m gpt2"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py"), "-m", "gpt2"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-X", "dev", "-u", *sys.argv], raising=False)
+    assert command() == "python train.py -m gpt2"
+    (tmp_path / "train").touch()  # a script without a suffix is not a command
+    assert command(argv=[str(tmp_path / "train"), "-m", "gpt2"]) == "python train -m gpt2"
+
+
+@pytest.mark.parametrize("name, secret", [("hub_token", True), ("pad_token", False), ("max_tokens", False),
+                                          ("api-key", True), ("keyboard", False), ("db.password", True)])  # fmt: skip
+def test_names_of_secrets(name, secret):
+    assert is_secret_name(name) is secret
+
+
+def test_trackers_in_use_are_linked(monkeypatch, trained):
+    run = types.SimpleNamespace(url="https://wandb.ai/me/run")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
+    space = types.SimpleNamespace(_space_id="me/space", project="p 1", name="r")
+    current = types.SimpleNamespace(current_run=types.SimpleNamespace(get=lambda: space))
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(context_vars=current))
+    address = "https://me-space.hf.space?project=p+1&runs=r&sidebar=collapsed"
+    assert tracker_links() == {"Weights & Biases": run.url, "Trackio": address}
+    card = card_of(trained)
+    assert f"trackio:{address}" in metadata_of(card)["tags"] and "(https://wandb.ai/me/run)" in card
+    monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
+    assert not any(tag.startswith("trackio:") for tag in metadata_of(card_of(trained))["tags"])
+
+
+def test_method_of_the_trainer_is_named_and_cited(tmp_path):
+    trainer = new_trainer(tmp_path / "out", max_steps=4)
+    trainer.train()
+    trainer.evaluate()
+    trainer._name = "DPO"
+    trainer._paper = {"title": "Direct {Preference}", "id": "2305.18290", "citation": "@inproceedings{x}"}
+    card = card_of(trainer)
+    assert "It was trained by DPO with" in card and "erplexity" not in section(card, "Results")
+    assert r"DPO: [Direct \{Preference\}](https://huggingface.co/papers/2305.18290)" in section(card, "Citation")
+    assert "```bibtex\n@inproceedings{x}\n```" in section(card, "Citation")
+    assert "@software{hf_hybrid" in section(card, "Citation")
+
+
+def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
+    cff = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
+    cited = section(card_of(trained), "Citation")
+    found = dict(re.findall(r'^  (\w+) += "\{?(.*?)\}?",?$', cited, re.MULTILINE))
+    assert found == {
+        "title": cff["title"], "author": cff["authors"][0]["name"], "license": cff["license"], "version": __version__,
+    }  # fmt: skip
+    assert re.search(r'^```bibtex\n@software\{hf_hybrid,\n(  \w+ += ".*",?\n){4}\}\n```$', cited, re.MULTILINE)
+    known = {reference["title"]: reference["url"] for reference in cff["references"]}
+    by_direction = {"orthogonal": ["Muon: An", "Muon is"], "gradient_memory": ["The AdEMAMix"], "none": []}
+    for direction, papers in by_direction.items():
+        trainer = new_trainer(tmp_path / direction, direction=direction)
+        trainer.train()
+        assert trainer.hybrid_summary()["leaps"]
+        links = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", section(card_of(trainer), "Citation"), re.MULTILINE))
+        assert links.items() <= known.items() and len(links) == len(papers)
+        assert all(title.startswith(start) for title, start in zip(links, papers))
+    trainer = new_trainer(tmp_path / "muon", optim="muon", enable_predict=False, max_steps=2)
+    trainer.train()
+    assert "Muon is Scalable" in section(card_of(trainer), "Citation")
+
+
+def test_hardware_names_the_accelerators(monkeypatch):
+    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = hardware("cuda", processes=4, devices=4)
+    assert found["Accelerator"] == "4 x NVIDIA H200, 140 GiB each" and found["Processes"] == "4"
+    assert hardware("mps", processes=1, devices=1)["Accelerator"] == "1 x mps"
+    assert "Accelerator" not in hardware("cpu", processes=1, devices=1)
+
+
+@pytest.mark.parametrize("path", sorted((TESTS.parent / "model_cards").glob("*.md")), ids=lambda path: path.stem)
+def test_cards_of_this_repository_are_what_its_commands_write(path):
+    commands = runpy.run_path(str(path.parent / "generate.py"))["COMMANDS"]
+    card = path.read_text(encoding="utf-8")
+    assert card_errors(card) == [] and f"python {commands[path.stem]}" in section(card, "Command")
+    assert "Written by `hf_hybrid`" in card and not re.search(r"/(?:home|root|work|tmp)/", card)
+
+
+def test_a_card_that_cannot_be_written_does_not_stop_the_training(tmp_path, monkeypatch, caplog):
+    trainer = new_trainer(tmp_path / "out", max_steps=6)
+    trainer.hub_model_id = "me/x"
+    monkeypatch.setattr(trainer, "hybrid_summary", lambda: 1 / 0)
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert "could not be written" in caplog.text and not (tmp_path / "out" / "README.md").exists()
+
+
+# Pushing, against a server on this machine.
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("hub")
+    started = [sys.executable, str(TESTS / "rig" / "hub_scenario.py"), str(folder)]
+    result = subprocess.run(started, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_what_was_pushed_loads_elsewhere(scenario):
+    push = scenario["push"]
+    assert push["equal"] and push["text"] == "A leap" and push["usage"] == "LlamaForCausalLM"
+    assert {"model.safetensors", "README.md", "config.json", "tokenizer.json"} <= set(push["files"])
+    whole = {f"last-checkpoint/hybrid_{name}" for name in ("state.safetensors", "manifest.json")}
+    assert whole <= set(push["files"])
+    assert push["multipart"] and push["messages"][-1] == "End of training"
+
+
+def test_private_is_passed_on(scenario):
+    assert scenario["push"]["private"] and scenario["push"]["create"]["visibility"] == "private"
+
+
+def test_every_push_holds_the_real_weights_of_its_step(scenario):
+    push, streamed = scenario["push"], scenario["streamed"]
+    assert push["weights"] == push["saved"] and len(push["weights"]) == 5
+    assert set(push["predicted"]) & {int(step) for step in push["weights"]}, "no push fell into Predict"
+    # Probes in int8 change nothing that is pushed, nor does streaming.
+    assert streamed["weights"] == streamed["resident"] and len(streamed["weights"]) == 4 and streamed["equal"]
+
+
+def test_cards_of_the_way_say_that_the_training_goes_on(scenario):
+    cards = dict(zip(scenario["push"]["messages"], scenario["push"]["cards"]))
+    half = cards["Training in progress, step 12"]
+    assert card_errors(half) == [] and "Training is not finished: 12 of 20 steps." in half
+    final = scenario["push"]["card"]
+    assert card_errors(final) == [] and "not finished" not in final
+    fields = metadata_of(final)
+    assert fields["license"] == "apache-2.0" and fields["model-index"][0]["results"]
+
+
+def test_shards_load_and_the_model_carries_the_tags(scenario):
+    sharded = scenario["sharded"]
+    assert sum(name.startswith("model-0000") for name in sharded["files"]) > 1
+    assert "model.safetensors.index.json" in sharded["files"] and "model.safetensors" not in sharded["files"]
+    assert sharded["equal"] and "hf-hybrid" in sharded["tags"]
+
+
+def test_adapter_is_pushed_with_its_base_and_licence(scenario):
+    card, fields = scenario["adapter"]["card"], metadata_of(scenario["adapter"]["card"])
+    assert card_errors(card) == [] and scenario["adapter"]["usage"] == "PeftModelForCausalLM"
+    assert fields["base_model"] == "tester/model" and fields["license"] == "apache-2.0"
+    assert fields["library_name"] == "peft" and "base_model:adapter:tester/model" in fields["tags"]
+    assert "adapter_model.safetensors" in scenario["adapter"]["files"]
+
+
+def test_failed_pushes_lose_nothing_and_say_so(scenario):
+    failing = scenario["failing"]
+    assert failing["steps"] == 20 and failing["equal"] and failing["on_server"] == [".gitattributes"]
+    assert {"README.md", "model.safetensors", "tokenizer.json", "checkpoint-20"} <= set(failing["files"])
+    assert failing["error"].startswith("HfHubHTTPError: Server error '500")
+    for messages in (failing["background"], failing["messages"]):
+        assert any("Pushing to `tester/failing` failed" in m and "hf upload" in m for m in messages)
+    assert failing["again"]
+
+
+def test_token_in_the_arguments_is_warned_of(scenario):
+    warned = [message for message in scenario["failing"]["background"] if "`hub_token` is part" in message]
+    assert len(warned) == 1 and scenario["failing"]["token_in_arguments"], (
+        "Trainer no longer writes it: drop the warning"
+    )
+
+
+def test_example_pushes_a_card_with_its_baseline(scenario):
+    card = scenario["example"]["card"]
+    assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"
+    assert "Compared with Trainer, one run each" in card and "| evaluation loss |" in card
+    assert "09_push_to_hub.py --repo_id tester/example" in section(card, "Command")

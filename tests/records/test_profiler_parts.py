@@ -1,0 +1,459 @@
+"""The profiler's parts against numbers known beforehand: a made-up device, allocator, driver, kernel and disk."""
+
+import gc
+import json
+import mmap
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, config_values, hybrid_config, tiny_model
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from hf_hybrid import HybridTrainer, machine
+from hf_hybrid.records import profiler as profiler_module
+from hf_hybrid.records.profiler import (
+    DeviceMemory,
+    DriverMemory,
+    HostMemory,
+    MemoryProbes,
+    MemoryProfilerCallback,
+    PhaseTotals,
+    RunTotals,
+    table,
+)
+
+MIB = 2**20
+
+
+# A device whose allocator can be told what it holds.
+
+
+class FakeDevice:
+    def __init__(self):
+        self.allocated = self.peak = 0
+
+    def hold(self, count):
+        self.allocated, self.peak = count, max(self.peak, count)
+
+    def read(self):
+        values = {"allocated": self.allocated, "peak_allocated": self.peak}
+        return {**values, "reserved": self.peak + 5 * MIB, "peak_reserved": self.peak + 5 * MIB}
+
+    def reset_peak(self):
+        self.peak = self.allocated
+
+
+class FakeDriver:
+    def read(self):
+        return {"used": 900 * MIB, "total": 1000 * MIB}
+
+
+class FakeSteps(TrainerCallback):
+    """
+    Moves the fake device's memory as a step does: up in forward, down to what is kept, up a little in the update.
+
+    Runs before the profiler, so that each moment is as it finds it.
+    """
+
+    KEPT, ACTIVATIONS, UPDATE = 100 * MIB, 60 * MIB, 70 * MIB
+
+    def __init__(self, device, extra=lambda step: 0):
+        self.device, self.extra = device, extra
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT + self.ACTIVATIONS + self.extra(state.global_step + 1))
+        self.device.hold(self.KEPT)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.device.hold(self.KEPT + self.UPDATE)
+        self.device.hold(self.KEPT)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    device = FakeDevice()
+
+    class Probes(MemoryProbes):
+        def __init__(self, _):
+            super().__init__(torch.device("cpu"))
+            self.device, self.driver = device, FakeDriver()
+
+    # What lives on the CPU is, for this test, on the device.
+    held_bytes = profiler_module.held_bytes
+
+    def on_device(*args):
+        found = held_bytes(*args)
+        for category, _, host in found.rows():
+            found._bytes[category, "device"], found._bytes[category, "host"] = host, 0
+        return found
+
+    monkeypatch.setattr(profiler_module, "MemoryProbes", Probes)
+    monkeypatch.setattr(profiler_module, "held_bytes", on_device)
+    return device
+
+
+def run(folder, *callbacks, **values):
+    args = TrainingArguments(**config_values(folder, **{"max_steps": 8, **values}))
+    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(400), callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+def lines(folder, name="steps.jsonl"):
+    return [json.loads(line) for line in (folder / "profile" / name).read_text().splitlines()]
+
+
+def test_on_a_device_the_categories_add_up_to_its_peak(tmp_path, fake):
+    profiler = MemoryProfilerCallback(account_every=1)
+    trainer = run(tmp_path, FakeSteps(fake), profiler)
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    counted = [r for r in lines(tmp_path) if r["held"] is not None]
+    assert len(counted) == 7
+    for record in counted:
+        held = {category: places["device"] for category, places in record["held"].items()}
+        assert held["weights"] == held["gradients"] == weights
+        assert held["activations"] == FakeSteps.ACTIVATIONS
+        assert record["measured"] == record["device"]["peak_allocated"] == FakeSteps.KEPT + FakeSteps.UPDATE
+        assert record["device"]["allocated"] == FakeSteps.KEPT
+        # What is allocated and no category's, and what the update needed above forward and backward.
+        outside = FakeSteps.KEPT - (sum(held.values()) - held["activations"])
+        assert record["unexplained"] == outside + FakeSteps.UPDATE - FakeSteps.ACTIVATIONS
+        assert sum(held.values()) + record["unexplained"] == record["measured"]
+        assert record["nvml"] == {"used": 900 * MIB, "total": 1000 * MIB}
+    summary = profiler.summary()
+    assert summary["peak"] == {
+        "bytes": FakeSteps.KEPT + FakeSteps.UPDATE,
+        "where": "device",
+        "step": 1,
+        "phase": "train",
+    }
+    accounted = summary["phases"]["train"]["accounted"]
+    assert sum(p["device"] for p in accounted["held"].values()) + accounted["unexplained"] == accounted["measured"]
+    assert summary["floor"]["bytes"] == summary["floor"]["device"] >= 4 * weights
+    assert summary["achieved_over_floor"] == pytest.approx(170 * MIB / summary["floor"]["bytes"])
+    logged = [e["logs"] for e in lines(tmp_path, "logs.jsonl") if "loss" in e["logs"]]
+    assert logged[-1]["memory/peak_device_gib"] == 170 / 1024 and logged[-1]["memory/allocated_gib"] == 100 / 1024
+    assert logged[-1]["memory/device_used_gib"] == 900 / 1024 and logged[-1]["memory/reserved_gib"] == 175 / 1024
+    text = str(profiler)
+    assert "torch's allocator" in text and "170 MiB" in text and "activations" in text and "900 MiB" in text
+
+
+def test_on_a_device_every_hybrid_phase_adds_up(tmp_path, fake):
+    profiler = MemoryProfilerCallback(account_every=1)
+    data = ByteText(400)
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=data, callbacks=[FakeSteps(fake)])
+    trainer.add_callback(profiler)
+    profiler.attach(trainer)
+    trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(FakeSteps))
+    trainer.train()
+    phases = profiler.summary()["phases"]
+    assert set(phases) == {"warmup", "full", "predict", "correct"}
+    for found in phases.values():
+        accounted = found["accounted"]
+        total = sum(places["device"] for places in accounted["held"].values())
+        assert total + accounted["unexplained"] == pytest.approx(accounted["measured"])
+        assert accounted["measured"] == found["peak_allocated"]["max"] == 170 * MIB
+
+
+def test_a_spike_is_told_once(tmp_path, fake, monkeypatch):
+    steps = {9, 10, 11, 14}
+    monkeypatch.setattr(PhaseTotals, "THRESHOLD", 0.5)
+    profiler = MemoryProfilerCallback(account_every=1000)
+    run(tmp_path, FakeSteps(fake, lambda step: 200 * MIB * (step in steps)), profiler, max_steps=16)
+    spikes = profiler.summary()["spikes"]
+    assert [(s["step"], s["where"], s["bytes"], s["usual"]) for s in spikes] == [
+        (9, "device", 360 * MIB, 170 * MIB),
+        (14, "device", 360 * MIB, 170 * MIB),
+    ]
+    counted = [r["step"] for r in lines(tmp_path) if r["held"] is not None]
+    assert counted == [2, 9, 14], "a spike is counted though it was not due"
+    assert "spike in step 14, train: 360 MiB, usually 170 MiB" in str(profiler)
+
+
+def test_a_spike_stands_out_from_the_steps_of_its_phase():
+    totals = RunTotals()
+    for step, peak in enumerate([100, 100, 100, 100, 100, 100, 109, 130], start=1):
+        totals.add(
+            {
+                "step": step,
+                "phase": "full",
+                "device": {"allocated": 90, "peak_allocated": peak, "reserved": 200},
+                "host": {"rss": 1, "peak_rss": 1, "pinned": 0},
+                "nvml": None,
+                "measured": peak,
+                "step_seconds": 0.5,
+                "held": None,
+            }
+        )
+    assert totals.spikes == [{"step": 8, "phase": "full", "where": "device", "bytes": 130, "usual": 100}]
+
+
+def test_tensors_are_counted_within_a_quarter_percent_of_the_time(tmp_path, monkeypatch):
+    """With a clock that the test moves: counting takes 1 s, a step 10 s."""
+    now = [0.0]
+    monkeypatch.setattr(profiler_module, "time", types.SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
+    held_bytes = profiler_module.held_bytes
+
+    def slow(*args):
+        now[0] += 1.0
+        return held_bytes(*args)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            now[0] += 10.0
+
+    monkeypatch.setattr(profiler_module, "held_bytes", slow)
+    profiler = MemoryProfilerCallback()
+    run(tmp_path, Steps(), profiler, max_steps=90)
+    counted = [r["step"] for r in lines(tmp_path) if r["held"] is not None]
+    assert counted == [2, 40, 80], "one second in four hundred"
+    assert profiler.own_seconds == pytest.approx(3.0)
+
+
+# Out of memory on CUDA.
+
+
+def test_the_allocator_is_heard_before_it_raises(tmp_path, fake, monkeypatch):
+    observers, dumped = [], []
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+
+    def dump(path):
+        dumped.append(path)
+        open(path, "wb").close()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+
+    class Full(TrainerCallback):
+        def __init__(self):
+            self.at = set()
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step in (3, 4, 5, 6) and state.global_step not in self.at:
+                self.at.add(state.global_step)
+                observers[0](0, 123, 1000, 7)
+                profiler.record_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+                observers[0](0, 456, 1000, 7)
+
+    profiler = MemoryProfilerCallback(memory_history=True)
+
+    def begin(self, args, state, control, **kwargs):
+        MemoryProfilerCallback.on_train_begin(self, args, state, control, **kwargs)
+        assert machine.listen(self._about_to_raise)
+
+    monkeypatch.setattr(profiler, "on_train_begin", types.MethodType(begin, profiler))
+    run(tmp_path, FakeSteps(fake), profiler, Full(), gradient_accumulation_steps=2)
+    assert len(observers) == 1, "torch cannot take an observer back: one for the process"
+    events = profiler.summary()["out_of_memory"]
+    assert [(e["step"], e["requested"], e["error"]) for e in events[:2]] == [
+        (4, 123, "CUDA out of memory."),
+        (4, 456, None),
+    ]
+    assert len(events) == 8
+    assert [path.split("oom-")[1] for path in dumped] == [f"{step}/cuda_snapshot.pickle" for step in (4, 5, 6)]
+    found = json.loads((tmp_path / "profile" / "oom-5" / "records.json").read_text())
+    assert [r["step"] for r in found["records"]] == [1, 2, 3, 4] and found["device"]["peak_allocated"] > 0
+    observers[0](0, 789, 1000, 7)
+    assert len(profiler.summary()["out_of_memory"]) == 8, "the training is over"
+
+
+def test_on_cuda_a_run_listens_and_records_history_while_it_lasts(tmp_path, monkeypatch):
+    """The hooks called by hand: no Trainer takes a GPU that is not there."""
+    stats = {name: {"all": {"current": 3, "peak": 4}} for name in ("allocated_bytes", "reserved_bytes")}
+    properties = types.SimpleNamespace(name="A GPU", total_memory=80, uuid="abc")
+    observers, history = [], []
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: history.append(kwargs))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    args = types.SimpleNamespace(output_dir=str(tmp_path), process_index=1, world_size=2, device=torch.device("cuda:0"))
+    state, model = TrainerState(max_steps=2), tiny_model()
+    profiler = MemoryProfilerCallback(memory_history=True)
+    profiler.on_train_begin(args, state, None, model=model, optimizer=None)
+    assert len(observers) == 1 and history == [{"max_entries": 100_000, "stacks": "python"}]
+    profiler.on_step_begin(args, state, None)
+    observers[0](0, 55, 80, 1)
+    profiler.on_pre_optimizer_step(args, state, None, model=model, optimizer=None)
+    profiler.on_optimizer_step(args, state, None)
+    state.global_step = 1
+    profiler.on_step_end(args, state, None)
+    profiler.on_train_end(args, state, None)
+    assert history[-1] == {"enabled": None}
+    (record,) = lines(tmp_path, "steps-rank1.jsonl")
+    assert record["device"] == {"allocated": 3, "peak_allocated": 4, "reserved": 3, "peak_reserved": 4}
+    assert record["nvml"] == {"used": 7, "total": 9} and record["measured"] == 4
+    folder = tmp_path / "profile" / "oom-1-rank1"
+    found = json.loads((folder / "records.json").read_text())
+    assert (found["step"], found["stage"], found["requested"]) == (1, "forward and backward", 55)
+    assert (folder / "cuda_snapshot.pickle").read_bytes() == b"snapshot"
+    assert not (tmp_path / "profile" / "run.json").exists(), "the first process writes it"
+
+
+def test_an_observer_that_fails_or_is_gone_does_not_hide_the_error(monkeypatch, caplog):
+    observers = []
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(machine, "_listener", None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+
+    class Listener:
+        def hear(self, requested):
+            raise OSError("disk full")
+
+    listener = Listener()
+    machine.listen(listener.hear)
+    observers[0](0, 1, 2, 3)
+    assert "disk full" in caplog.text
+    caplog.clear()
+    gone = Listener()
+    machine.listen(gone.hear)
+    del gone
+    gc.collect()
+    observers[0](0, 1, 2, 3)
+    assert not caplog.text
+
+
+def test_a_run_on_the_cpu_asks_for_no_driver(tmp_path, monkeypatch):
+    """Torch's build for CUDA raises an error on a machine without one, as many have that train on the CPU."""
+
+    def attach(observer):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(machine, "_attached", False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
+    profiler = MemoryProfilerCallback()
+    args = TrainingArguments(**config_values(tmp_path, max_steps=2))
+    trainer = Trainer(tiny_model(), args, train_dataset=ByteText(8), callbacks=[profiler])
+    trainer.train()
+    assert profiler.summary()["phases"]["train"]["records"] == 2
+
+
+# What is read.
+
+
+def test_the_allocator_is_read_in_one_call(monkeypatch):
+    stats = {
+        "allocated_bytes": {"all": {"current": 10, "peak": 20}},
+        "reserved_bytes": {"all": {"current": 30, "peak": 40}},
+    }
+    asked, reset = [], []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    memory = DeviceMemory(torch.device("cuda:1"))
+    assert memory.read() == {"allocated": 10, "peak_allocated": 20, "reserved": 30, "peak_reserved": 40}
+    memory.reset_peak()
+    assert asked == reset == [torch.device("cuda:1")]
+
+
+def fake_nvml(error=None):
+    class NVMLError(Exception):
+        pass
+
+    def handle(identity):
+        assert identity == "GPU-abc"
+        return "handle"
+
+    def info(found):
+        assert found == "handle"
+        if error:
+            raise NVMLError(error)
+        return types.SimpleNamespace(used=7, total=9)
+
+    return types.SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetMemoryInfo=info
+    )
+
+
+def test_the_driver_is_asked_for_the_device_by_its_identity(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="abc"))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    assert DriverMemory(torch.device("cuda:0")).read() == {"used": 7, "total": 9}
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("lost"))
+    assert DriverMemory(torch.device("cuda:0")).read() is None
+
+
+def test_without_a_driver_nothing_is_said_aloud(caplog):
+    caplog.set_level("DEBUG", logger="hf_hybrid")
+    driver = DriverMemory(torch.device("cuda:0"))  # there is none on the machines that run these tests
+    assert driver.read() is None
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+def touch(size):
+    """Memory of `size` bytes that no earlier test has left in the allocator's lists, each page of it written."""
+    memory = mmap.mmap(-1, size)
+    for page in range(0, size, mmap.PAGESIZE):
+        memory[page] = 1
+    return memory
+
+
+def test_the_peak_of_resident_memory(tmp_path):
+    memory = HostMemory()
+    memory.reset_peak()
+    before = memory.read()
+    touch(64 * MIB).close()
+    after = memory.read()
+    assert memory.peak_source in ("high-water mark", "sampled")
+    if memory.peak_source == "high-water mark":
+        assert after["peak_rss"] - before["rss"] > 56 * MIB, "though it is gone"
+        memory.reset_peak()
+        assert memory.read()["peak_rss"] < after["peak_rss"] - 40 * MIB
+
+
+def test_where_the_kernel_keeps_no_mark_the_peak_is_sampled(tmp_path):
+    memory = HostMemory(tmp_path)  # no /proc
+    assert memory.peak_source == "sampled"
+    memory.reset_peak()
+    before = memory.read()
+    ballast = touch(64 * MIB)
+    seen = memory.read()
+    ballast.close()
+    after = memory.read()
+    assert seen["rss"] - before["rss"] > 56 * MIB
+    assert after["peak_rss"] == seen["peak_rss"] == seen["rss"] > after["rss"]
+    memory.reset_peak()
+    assert memory.read()["peak_rss"] < seen["rss"]
+
+
+# What is written.
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
+    profiler = MemoryProfilerCallback()
+
+    class Break(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                profiler._log._files["steps.jsonl"] = types.SimpleNamespace(write=self.fail, close=lambda: None)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                profiler.record_out_of_memory(MemoryError("full"))
+
+        @staticmethod
+        def fail(line):
+            raise OSError(28, "No space left on device")
+
+    trainer = run(tmp_path, profiler, Break(), max_steps=6)
+    assert trainer.state.global_step == 6 and len(lines(tmp_path)) == 2
+    assert caplog.text.count("cannot be written") == 1
+    assert profiler.summary()["phases"]["train"]["records"] == 6
+
+
+def test_spread_and_empty_table():
+    totals = PhaseTotals()
+    for value in (3, 1, 2):
+        totals.add({"step_seconds": value, "host": {"rss": 1}, "step": 1, "phase": "train"})
+    assert totals.to_dict()["step_seconds"] == {"mean": 2, "max": 3, "min": 1}
+    assert table(MemoryProfilerCallback().summary()) == "Nothing was profiled yet."

@@ -1,0 +1,251 @@
+"""The divergence monitor: which losses and gradients alarm it, and what a training does then."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from conftest import ByteText, finite, hybrid_config, tiny_model
+from safetensors.torch import load_file
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.run.monitor import (
+    Action,
+    DivergenceMonitor,
+    Level,
+    TrainingDivergedError,
+    linear_trend,
+    robust_trend,
+)
+
+
+def monitor(**overrides):
+    return DivergenceMonitor(**{"threshold": 4.0, "max_bad_steps": 5, **overrides})
+
+
+def settled(steps=60, **overrides):
+    """A monitor that has watched a quiet run."""
+    rng, m = random.Random(0), monitor(**overrides)
+    for step in range(steps):
+        m.judge_gradients(1.0, rng.uniform(0.9, 1.1), leap_open=False)
+        verdict = m.judge_step(3.0 - 0.005 * step + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False)
+        assert verdict.level <= Level.CAUTION, verdict
+    return m
+
+
+def test_quiet_run_raises_no_alarm():
+    verdict = settled(400).judge_step(1.0, 1.0, predicted_loss=None, leap_open=False)
+    assert verdict.level <= Level.CAUTION and verdict.action is not Action.ROLL_BACK
+
+
+def test_loss_jump_after_a_leap_is_rolled_back():
+    verdict = settled().judge_step(3.5, 1.0, predicted_loss=2.7, leap_open=True)
+    assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.ROLL_BACK)
+    assert "standard deviations above its trend" in verdict.reason
+
+
+def test_loss_jump_without_a_leap_forces_real_steps():
+    verdict = settled().judge_step(3.5, 1.0, predicted_loss=None, leap_open=False)
+    assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.FORCE_FULL)
+
+
+def test_loss_below_its_trend_is_no_alarm():
+    assert settled().judge_step(1.0, 1.0, predicted_loss=None, leap_open=True).level is Level.NORMAL
+
+
+def test_exploding_and_vanishing_gradients():
+    m = settled()
+    assert m.judge_step(2.7, 200.0, predicted_loss=None, leap_open=False).level is Level.WARNING
+    assert m.judge_step(2.7, 1e-5, predicted_loss=None, leap_open=False).level is Level.WARNING
+    verdict = m.judge_gradients(2.7, 5000.0, leap_open=False)
+    assert (verdict.level, verdict.action) == (Level.CRITICAL, Action.SKIP_BATCH)
+    assert m.judge_gradients(2.7, 5000.0, leap_open=True).action is Action.ROLL_BACK
+
+
+def test_nan_ladder():
+    m = settled(max_bad_steps=5)
+    actions = [m.judge_gradients(math.nan, 1.0, leap_open=False).action for _ in range(5)]
+    assert actions == [
+        Action.SKIP_BATCH, Action.SKIP_BATCH, Action.RESET_PREDICTOR, Action.SKIP_BATCH, Action.ABORT
+    ]  # fmt: skip
+
+
+def test_nan_after_a_leap_suspects_the_leap():
+    m = settled()
+    assert [m.judge_gradients(1.0, math.inf, leap_open=True).action for _ in range(3)][-1] is Action.ROLL_BACK
+
+
+def test_one_good_step_ends_a_row_of_bad_ones():
+    m = settled(max_bad_steps=2)
+    for _ in range(10):
+        assert m.judge_gradients(math.nan, 1.0, leap_open=False).action is Action.SKIP_BATCH
+        assert m.judge_gradients(1.0, 1.0, leap_open=False).action is Action.NONE
+
+
+def test_three_warnings_in_a_row_are_critical():
+    m = settled()
+    levels = [m.judge_step(2.7, 200.0, predicted_loss=None, leap_open=False).level for _ in range(3)]
+    assert levels == [Level.WARNING, Level.WARNING, Level.CRITICAL]
+
+
+def test_forecasts_that_are_always_too_low_are_noticed():
+    m = settled()
+    levels = []
+    for _ in range(16):
+        levels.append(m.judge_step(2.7, 1.0, predicted_loss=2.0, leap_open=True).level)
+    assert levels[-1] is Level.WARNING
+
+
+def test_bouncing_loss_is_a_caution():
+    m = monitor()
+    for step in range(80):
+        verdict = m.judge_step(2.0 + 0.1 * (-1) ** step, 1.0, predicted_loss=None, leap_open=False)
+    assert (verdict.level, verdict.action) == (Level.CAUTION, Action.SHORTEN)
+
+
+def test_a_loss_that_grows_step_by_step_is_noticed():
+    """Its trend grows with it, so that no single loss stands out; leaps stay away until it is down or usual."""
+    m, rng, alarms = settled(), random.Random(1), []
+    for step in range(200):
+        loss = 2.7 * 1.02 ** min(step, 60) + rng.gauss(0, 0.02)
+        verdict = m.judge_step(loss, 1.0, predicted_loss=None, leap_open=False)
+        if verdict.level >= Level.WARNING and "when they were lowest" in verdict.reason:
+            assert verdict.action is Action.BACK_OFF
+            alarms.append(step)
+    assert 10 < alarms[0] < 40 and min(b - a for a, b in zip(alarms, alarms[1:])) == m.RISE_EVERY
+    for _ in range(5000):
+        verdict = m.judge_step(8.86 + rng.gauss(0, 0.02), 1.0, predicted_loss=None, leap_open=False)
+    assert verdict.level <= Level.CAUTION, "what stays is normal in the end"
+
+
+def test_a_resumed_watch_remembers_the_lowest_losses():
+    m, rng = settled(), random.Random(2)
+    again = monitor()
+    again.load_state_dict(json.loads(json.dumps(m.state_dict())))
+    for step in range(60):
+        loss = 2.7 * 1.02**step + rng.gauss(0, 0.02)
+        verdicts = [w.judge_step(loss, 1.0, predicted_loss=None, leap_open=False) for w in (m, again)]
+        assert verdicts[0] == verdicts[1]
+    assert m.best is not None and m.best == again.best
+
+
+def test_state_survives_json():
+    m = settled()
+    copy = monitor()
+    copy.load_state_dict(json.loads(json.dumps(m.state_dict())))
+    assert m.judge_step(3.5, 9.0, predicted_loss=2.0, leap_open=True) == copy.judge_step(
+        3.5, 9.0, predicted_loss=2.0, leap_open=True
+    )
+    assert m.state_dict() == copy.state_dict()
+
+
+def test_a_robust_trend_is_that_of_the_values_without_the_jumps_of_bad_leaps():
+    noise = [0.02 * math.sin(7.0 * step) for step in range(32)]
+    clean = [5.0 - 0.01 * step + noise[step] for step in range(32)]
+    hurt = [loss + (2.0 if step in (20, 21, 22, 26, 27) else 0.0) for step, loss in enumerate(clean)]
+    trend, deviation = robust_trend(clean)
+    assert trend == pytest.approx(5.0 - 0.01 * 32, abs=0.01) and deviation == pytest.approx(0.02, rel=0.5)
+    trend_hurt, deviation_hurt = robust_trend(hurt)
+    assert trend_hurt == pytest.approx(trend, abs=0.05) and deviation_hurt < 2 * deviation
+    assert linear_trend(hurt)[1] > 10 * deviation, "least squares take the jumps for noise"
+
+
+def test_linear_trend_continues_a_line():
+    trend, deviation = linear_trend([5.0 - 0.5 * step for step in range(10)])
+    assert abs(trend - 0.0) < 1e-9 and deviation < 1e-9
+
+
+# In whole trainings: bad luck is survived, and no checkpoint holds NaN.
+
+
+class Poisoned(tiny_model().__class__):
+    """A model whose loss is poisoned in chosen forward passes of training."""
+
+    poison: dict = {}
+    calls = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if self.training:
+            self.calls += 1
+            output.loss = output.loss * self.poison.get(self.calls, 1.0)
+        return output
+
+
+def poisoned(poison):
+    model = Poisoned(tiny_model().config)
+    model.load_state_dict(tiny_model().state_dict())
+    model.poison = poison
+    return model
+
+
+@pytest.mark.parametrize("call", [2, 12, 25])
+def test_a_nan_batch_is_skipped(tmp_path, call):
+    trainer = HybridTrainer(
+        poisoned({call: math.nan}),
+        hybrid_config(tmp_path, max_steps=40, remove_unused_columns=False),
+        train_dataset=ByteText(400),
+    )
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert finite(trainer.model) and summary["skipped_batches"] == 1
+    (event,) = [e for e in summary["divergence_events"] if "not finite" in e["reason"]]
+    assert (event["level"], event["action"]) == ("critical", "skip_batch")
+    last = [e["loss"] for e in trainer.state.log_history if "loss" in e][-1]
+    assert last < 5.0
+
+
+@pytest.mark.parametrize("factor, clip", [(1e6, 0.0), (math.inf, 1.0)])
+def test_a_poisoned_gradient_does_not_reach_weights_or_optimizer(tmp_path, factor, clip):
+    config = hybrid_config(tmp_path, max_steps=50, max_grad_norm=clip, remove_unused_columns=False)
+    trainer = HybridTrainer(poisoned({33: factor}), config, train_dataset=ByteText(400))
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    assert finite(trainer.model) and summary["skipped_batches"] == 1
+    largest = max(s["exp_avg_sq"].max().item() for s in trainer.optimizer.state_dict()["state"].values())
+    assert largest < 10.0
+
+
+def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):
+    config = hybrid_config(
+        tmp_path, max_steps=60, save_strategy="steps", save_steps=10, max_bad_steps=5, remove_unused_columns=False
+    )
+    trainer = HybridTrainer(poisoned({call: math.nan for call in range(20, 200)}), config, train_dataset=ByteText(400))
+    said = r"5 in a row.*in memory are those of the last good step.*last good checkpoint is `.*checkpoint-\d+`"
+    with pytest.raises(TrainingDivergedError, match=said):
+        trainer.train()
+    assert finite(trainer.model)
+    for file in tmp_path.glob("checkpoint-*/model.safetensors"):
+        assert all(torch.isfinite(t).all() for t in load_file(file).values())
+
+
+def test_nan_weights_are_never_saved(tmp_path):
+    config = hybrid_config(tmp_path, save_strategy="steps", save_steps=2)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400))
+    original = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        if trainer.state.global_step == 3:  # in Warmup: no leap to roll back
+            next(trainer.model.parameters()).data.fill_(math.nan)
+        return original(*args, **kwargs)
+
+    trainer.training_step = training_step
+    with pytest.raises(TrainingDivergedError, match="in memory hold NaN or infinite values.*checkpoint-2"):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_a_lasting_rise_of_the_loss_keeps_leaps_away(tmp_path, train_set, monkeypatch):
+    """Whatever the leaps of a direction do, a run that gets worse goes on without leaps that nobody looks at."""
+    rises = iter([(Level.NORMAL, "")] * 20 + [(Level.WARNING, "risen")] * 2)
+    monkeypatch.setattr(DivergenceMonitor, "_rise", lambda monitor: next(rises, (Level.NORMAL, "")))
+    config = hybrid_config(tmp_path, max_steps=60, probe_budget=0.0, leap_budget=100.0)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    events = [event for event in summary["divergence_events"] if event["reason"] == "risen"]
+    assert [event["action"] for event in events] == ["back_off"] * 2
+    made = [leap["step"] for leap in summary["leaps"]]
+    assert any(step < events[0]["step"] for step in made)
+    assert not any(step > events[-1]["step"] for step in made), "with no budget for a look there is none after that"

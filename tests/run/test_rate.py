@@ -1,0 +1,277 @@
+"""The rescue on made-up signals whose answer is known, and in real runs."""
+
+import copy
+import json
+import math
+import random
+
+import pytest
+import torch
+from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.run.rate import AccuracyWatch, AdapterRate, LearningRateRescue
+from hf_hybrid.setup import MAX_ADAPTER_RATE
+
+
+def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
+    """Cosine falls through zero where the log scale reaches `edge`; returns the scales on the way."""
+    rng, scales = random.Random(seed), []
+    for t in range(steps):
+        cosine = amplitude * math.tanh(edge - rescue.log_scale) + rng.gauss(0, noise)
+        rescue.observe(loss(t) + rng.gauss(0, 0.1), cosine if t else None)
+        scales.append(rescue.scale)
+    return scales
+
+
+@pytest.mark.parametrize("steps", [50, 150, 300, 1000])
+@pytest.mark.parametrize("edge", [2.0, 4.0])
+def test_finds_a_scale_near_the_edge(steps, edge):
+    for seed in range(5):
+        scales = play(LearningRateRescue(max_steps=steps, max_scale=512), steps, edge=edge, seed=seed)
+        assert edge - 1.6 < math.log(scales[-1]) < edge + 0.7
+
+
+@pytest.mark.parametrize("steps", [50, 300, 3000])
+def test_leaves_a_good_rate_alone(steps):
+    """At the edge, and beyond it, the cosine of the first steps is not clear: nothing ever moves far."""
+    for seed in range(5):
+        for edge in (0.0, -1.0):
+            rescue = LearningRateRescue(max_steps=steps, max_scale=512)
+            assert max(play(rescue, steps, edge=edge, seed=seed)) < 2.5
+
+
+def test_pure_noise_ends_at_one():
+    ends = [
+        play(LearningRateRescue(max_steps=300, max_scale=512), 300, edge=0, amplitude=0, noise=0.1, seed=seed)[-1]
+        for seed in range(20)
+    ]
+    assert sorted(ends)[17] < 1.5
+
+
+def test_is_bounded():
+    rescue = LearningRateRescue(max_steps=300, max_scale=8)
+    assert max(play(rescue, 300, edge=10)) <= 8.0 + 1e-9
+
+
+def test_instability_lowers_the_scale():
+    rescue = LearningRateRescue(max_steps=300, max_scale=512)
+    before = play(rescue, 120, edge=4.0)[-1]
+    after = play(rescue, 10, edge=4.0, loss=lambda t: 8.0)[-1]
+    assert after < before
+
+
+def test_back_off_is_a_quarter_at_most():
+    rescue = LearningRateRescue(max_steps=300, max_scale=512)
+    before = play(rescue, 120, edge=4.0)[-1]
+    rescue.back_off()
+    assert rescue.scale <= before / 4
+
+
+def accuracies(mean, count, *, pairs=8, seed=0):
+    """Of steps with so many preference pairs."""
+    rng = random.Random(seed)
+    return [sum(rng.random() < mean for _ in range(pairs)) / pairs for _ in range(count)]
+
+
+def test_a_fall_of_accuracy_is_noticed_and_chance_is_not():
+    noticed = {after: 0 for after in (0.9, 0.8, 0.5)}
+    for after in noticed:
+        for seed in range(100):
+            watch = AccuracyWatch()
+            steps = [*accuracies(0.8, 16, seed=seed), *accuracies(after, 8, seed=100 + seed)]
+            noticed[after] += [watch.fell(accuracy) for accuracy in steps][-1]
+    assert noticed[0.9] == 0 and noticed[0.8] <= 5 and noticed[0.5] >= 75
+    assert not any(AccuracyWatch().fell(None) for _ in range(40)), "no trainer but that of preferences has any"
+
+
+def test_a_scale_that_costs_accuracy_is_lowered(caplog):
+    """Loss and cosine are as good as before."""
+    with_fall, without = (LearningRateRescue(max_steps=300, max_scale=512) for _ in range(2))
+    rng = random.Random(0)
+    for t, accuracy in enumerate([*accuracies(0.9, 24), *accuracies(0.4, 16)]):
+        cosine, loss = 0.15 + rng.gauss(0, 0.02), 5.0 - 0.01 * t
+        with_fall.observe(loss, cosine, accuracy)
+        without.observe(loss, cosine, 0.9)
+    assert with_fall.holding and not without.holding and with_fall.scale < without.scale / 2
+    assert "Fewer preference pairs are ranked right" in caplog.text
+
+
+def test_state_survives_json():
+    a = LearningRateRescue(max_steps=100, max_scale=512)
+    play(a, 20, edge=4.0)
+    b = LearningRateRescue(max_steps=100, max_scale=512)
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert play(a, 60, edge=4.0, seed=3) == play(b, 60, edge=4.0, seed=3)
+
+
+def run(tmp_path, **overrides):
+    args = HybridConfig(**config_values(tmp_path, max_steps=80, **overrides))
+    trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(800), eval_dataset=ByteText(64, offset=900))
+    trainer.train()
+    return trainer, trainer.evaluate()["eval_loss"]
+
+
+def test_the_default_learning_rate_is_rescued(tmp_path):
+    rescued, loss = run(tmp_path / "a", learning_rate=5e-5)
+    _, left = run(tmp_path / "b", learning_rate=5e-5, lr_rescue="off")
+    summary = rescued.hybrid_summary()
+    assert summary["learning_rate_scale"] > 5
+    assert summary["learning_rate_scales"][0]["scale"] < summary["learning_rate_scale"]
+    assert loss < left - 0.5
+    # The rate that is logged is the one that was used.
+    entry = [e for e in rescued.state.log_history if "learning_rate" in e][60]
+    assert entry["learning_rate"] == pytest.approx(5e-5 * (1 - 60 / 80) * entry["hybrid/learning_rate_scale"], rel=0.1)
+
+
+def test_the_scheduler_never_sees_the_scale(tmp_path):
+    trainer, _ = run(tmp_path, learning_rate=5e-5, lr_scheduler_type="cosine")
+    assert trainer.lr_scheduler.base_lrs == [5e-5, 5e-5]
+    assert all(group["lr"] <= 5e-5 for group in trainer.optimizer.param_groups)
+
+
+# Adapters.
+
+
+@pytest.mark.parametrize("backs_off, scales", [(True, [2.5, 1.0, 1.0]), (False, [10.0] * 3)])
+def test_the_rate_of_adapters_is_reduced_after_harm_but_never_below_the_one_that_was_set(backs_off, scales):
+    """In DPO one pair that is ranked wrong stands out at any rate."""
+    rescue, seen = AdapterRate(10.0, backs_off=backs_off), []
+    for _ in range(3):
+        rescue.back_off()
+        seen.append(rescue.scale)
+    again = AdapterRate(10.0, backs_off=backs_off)
+    again.load_state_dict(json.loads(json.dumps(rescue.state_dict())))
+    assert seen == scales and again.scale == rescue.scale
+
+
+def adapters(model=None, **options):
+    torch.manual_seed(0)
+    config = {"r": 4, "lora_alpha": 128, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    return get_peft_model(model or tiny_model(hidden_size=64), LoraConfig(**config))
+
+
+def adapted(tmp_path, model=None, kind=HybridTrainer, keywords=None, **options):
+    values = config_values(tmp_path, **{"max_steps": 12, "logging_steps": 1, "learning_rate": 5e-5, **options})
+    args = (HybridConfig if kind is HybridTrainer else TrainingArguments)(**values)
+    data = {"train_dataset": ByteText(200), "eval_dataset": ByteText(64, offset=900)}
+    trainer = kind(model or adapters(), args, **data, **(keywords or {}))
+    trainer.train()
+    return trainer
+
+
+def rates(trainer):
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+RATE = 1e-3 * (32 / 128) * (576 / 64)
+
+
+@pytest.mark.parametrize("options, rate", [
+    ({}, RATE),
+    ({"r": 16}, RATE),
+    ({"use_dora": True}, RATE),
+    ({"lora_alpha": 64}, 2 * RATE),
+    ({"lora_alpha": 64, "use_rslora": True}, RATE),
+    ({"lora_alpha": 64, "alpha_pattern": {"q_proj": 256}}, RATE / 2),
+    ({"rank_pattern": {"q_proj": 8}}, RATE),
+    ({"lora_alpha": 1}, MAX_ADAPTER_RATE),
+])  # fmt: skip
+def test_adapters_have_the_rate_of_their_shape_from_the_first_step(options, rate, tmp_path, caplog):
+    trainer = adapted(tmp_path, adapters(**options))
+    assert rates(trainer) == pytest.approx([rate * (1 - step / 12) for step in range(12)])
+    summary = trainer.hybrid_summary()
+    assert summary["learning_rate_scale"] == pytest.approx(rate / 5e-5)
+    assert [entry["step"] for entry in summary["learning_rate_scales"]] == [1]
+    told = [r.getMessage() for r in caplog.records if "Adapters are trained" in r.getMessage()]
+    assert len(told) == 1 and f"a learning rate of {rate:.3g} in place of 5e-05" in told[0]
+    assert f"`lora_alpha={options.get('lora_alpha', 128)}`" in told[0] or len(options) == 2
+    assert trainer.lr_scheduler.base_lrs[0] == 5e-5 >= trainer.optimizer.param_groups[0]["lr"]
+
+
+def test_adapters_at_the_default_rate_train_as_plain_trainer_does_at_the_rate_of_the_rule(tmp_path):
+    start = adapters()
+    ours = adapted(tmp_path / "ours", copy.deepcopy(start), warmup_steps=4)
+    plain = adapted(tmp_path / "plain", copy.deepcopy(start), Trainer, warmup_steps=4, learning_rate=RATE)
+    left = adapted(tmp_path / "left", copy.deepcopy(start), warmup_steps=4, lr_rescue="off")
+    assert rates(ours) == pytest.approx(rates(plain)) and left.hybrid_summary()["learning_rate_scale"] == 1
+    found, other = (weights(trainer.model) for trainer in (ours, plain))
+    assert all(torch.allclose(found[name], other[name], atol=1e-5) for name in found)
+    assert ours.evaluate()["eval_loss"] < left.evaluate()["eval_loss"] - 0.1
+
+
+@pytest.mark.parametrize("options", [{"learning_rate": 2e-3}, {"lr_rescue": "off"}], ids=str)
+def test_a_rate_that_was_given_is_left_alone(options, tmp_path):
+    start = adapters()
+    ours = adapted(tmp_path / "ours", copy.deepcopy(start), **options)
+    plain = adapted(tmp_path / "plain", copy.deepcopy(start), Trainer, learning_rate=options.get("learning_rate", 5e-5))
+    assert rates(ours) == rates(plain)
+    assert_same_weights(weights(ours.model), weights(plain.model))
+
+
+def test_a_rate_above_that_of_the_rule_is_never_lowered(tmp_path, caplog):
+    trainer = adapted(tmp_path, learning_rate=5e-3, lr_rescue="on")
+    assert rates(trainer)[0] == 5e-3 and "Adapters are trained" not in caplog.text
+
+
+def with_a_group_of_its_own(model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW([{"params": parameters[:2], "lr": 1e-4}, {"params": parameters[2:], "lr": 1e-3}])
+
+
+@pytest.mark.parametrize("make, options, why", [
+    (lambda: adapters(init_lora_weights="gaussian"), {}, "`init_lora_weights=gaussian`"),
+    (lambda: adapters(modules_to_save=["lm_head"]), {}, "other weights are trained beside them"),
+    (lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])), {}, "`IA3`"),
+    (lambda: get_peft_model(tiny_model(), OFTConfig(target_modules=["q_proj"], oft_block_size=4)), {}, "`OFT`"),
+    (adapters, {"optim": "sgd"}, "the optimizer `SGD`"),
+    (adapters, {"optim": "muon"}, "the optimizer `MuonAdamW`"),
+    (adapters, {"label_smoothing_factor": 0.1}, "`label_smoothing_factor=0.1`"),
+    (adapters, {"optimizer": with_a_group_of_its_own}, "learning rates of its own"),
+    (adapters, {"loss": True}, "the loss of `compute_loss_func`"),
+])  # fmt: skip
+def test_adapters_that_are_not_known_train_at_the_rate_that_is_set(make, options, why, tmp_path, caplog):
+    model, keywords, options = make(), {}, dict(options)
+    if make_optimizer := options.pop("optimizer", None):
+        keywords["optimizers"] = (make_optimizer(model), None)
+    if options.pop("loss", False):
+        keywords["compute_loss_func"] = lambda outputs, labels, **kwargs: outputs.logits.square().mean()
+    trainer = adapted(tmp_path, model, keywords=keywords, max_steps=2, **options)
+    assert trainer.hybrid_summary()["learning_rate_scale"] == 1
+    assert rates(trainer)[0] == (1e-4 if make_optimizer else 5e-5)
+    told = [r.getMessage() for r in caplog.records if "Adapters are trained" in r.getMessage()]
+    assert len(told) == 1 and why in told[0]
+
+
+@pytest.mark.parametrize("options", [{"memory": "stream"}, {"direction": "orthogonal"}], ids=str)
+def test_streamed_and_leaping_adapters_have_that_rate(options, tmp_path):
+    assert rates(adapted(tmp_path, **options))[0] == pytest.approx(RATE)
+
+
+def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
+    """Also where it was reduced on the way."""
+    options = {"save_strategy": "steps", "save_steps": 6}
+
+    class Alarm(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                whole.run.rescue.back_off()
+
+    whole = HybridTrainer(
+        adapters(),
+        HybridConfig(**config_values(tmp_path, max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        train_dataset=ByteText(200),
+        callbacks=[Alarm()],
+    )
+    whole.train()
+    assert rates(whole)[4] == pytest.approx(RATE / 4 * (8 / 12))
+    resumed = HybridTrainer(
+        adapters(),
+        HybridConfig(**config_values(tmp_path / "b", max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        train_dataset=ByteText(200),
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert rates(resumed) == rates(whole) and resumed.hybrid_summary()["resumed"]["warnings"] == []
+    assert_same_weights(weights(resumed.model), weights(whole.model))
