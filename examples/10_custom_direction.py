@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
-from hf_hybrid import Direction, HybridConfig, HybridTrainer, PhasePlugin
+from hf_hybrid import Direction, HybridConfig, HybridTrainer, Part
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 
@@ -67,7 +67,7 @@ class Agreement(Direction):
             signs.zero_()
 
 
-class PhaseClock(PhasePlugin):
+class PhaseClock(Part):
     """Counts seconds and forward passes in each phase. Its `state_dict` is part of every checkpoint."""
 
     name = "phase_clock"

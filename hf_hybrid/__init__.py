@@ -26,7 +26,7 @@ _LAZY = {
     "HybridTrainerMixin": "hf_hybrid.trainer",
     "MemoryProfilerCallback": "hf_hybrid.records.profiler",
     "Phase": "hf_hybrid.part",
-    "PhasePlugin": "hf_hybrid.part",
+    "Part": "hf_hybrid.part",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
     "plan_memory": "hf_hybrid.plan.planner",
 }
@@ -41,7 +41,7 @@ __all__ = [
     "HybridTrainerMixin",
     "MemoryProfilerCallback",
     "Phase",
-    "PhasePlugin",
+    "Part",
     "UnrecoveredMemoryError",
     "plan_memory",
     "__version__",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig
     from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
-    from hf_hybrid.part import Phase, PhasePlugin
+    from hf_hybrid.part import Phase, Part
     from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback
     from hf_hybrid.records.summary import HybridSummary

@@ -1,11 +1,38 @@
-"""The four phases, their state machine, and plugins that follow them. Standard library only."""
+"""
+A run is a list of parts: this is the interface that all of them have.
+
+What a run does beside plain training is done by parts. The divergence monitor, the search of the learning rate, leaps,
+the forecast, the memory guard, shared prompts and exact skips are parts, and so is what a user passes in `parts=`. The
+run (run/run.py) holds the list in order. At each event of a step it calls those parts that have something to do then. It
+also collects their summaries, and their states for a checkpoint. What a run does not need is not in the list.
+
+A step, and the hooks that are called:
+
+    begin_step      the batches of the step are there; a part may leap, plan, or look at them
+    before_forward, after_backward      around the computation of each micro-batch
+    before_update   gradients are there and clipped; the monitor judges them first, and may withhold the update
+    after_update    the optimizer has stepped
+    end_step        look at what the step was
+    react           only if the monitor found something: answer its verdict
+    decide          choose what the next step will be
+
+A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in setup.py.
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_hybrid.run.monitor import Verdict
+    from hf_hybrid.run.record import Leap
+    from hf_hybrid.run.run import Run
 
 
 class Phase(str, enum.Enum):
@@ -25,37 +52,106 @@ class Phase(str, enum.Enum):
         return list(Phase).index(self)
 
 
-@dataclass(frozen=True)
-class PluginContext:
-    """The objects that a plugin may use. `optimizer` is the unwrapped optimizer, `model` the model as it is trained."""
-
-    model: Any
-    optimizer: Any
-    max_steps: int
-
-
-class PhasePlugin:
+@dataclass
+class Step:
     """
-    Base class of plugins. Override the hooks that you need; by default each does nothing.
+    The step under way.
 
-    Hooks run in the order of the list given to the trainer, except those that leave a state
-    (`after_backward`, `after_probe`, `on_train_end`), which run in reverse, so that plugins nest.
-    State returned by `state_dict` must be JSON values; it is saved with every checkpoint under `name`.
+    Attributes:
+        index (`int`): Its number, from 0.
+        phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
+        learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
+        batches (`Sequence`): The micro-batches. A predicted step trains on none of them.
+        losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
+        tokens (`int`): Of these micro-batches, on this process.
+        skipped (`int`): Micro-batches of a predicted step, which are not computed.
+        loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, and only
+            in a real step.
+        gradient_norm (`float`, *optional*): Before clipping; as `loss`.
+        accuracy (`float`, *optional*): Share of the preference pairs that are ranked right, where such are trained on.
+        leap (`Leap`, *optional*): The one that can still be undone.
+        withheld (`bool`): Whether the optimizer does not step, because the gradients cannot be used.
+        verdict (`Verdict`, *optional*): Of the divergence monitor, from its `end_step` on.
+        asks_save (`bool`): Whether a part asks for a checkpoint after this step.
+    """
+
+    index: int
+    phase: Phase | None = None
+    learning_rate: float = 0.0
+    batches: Sequence[Any] = ()
+    losses: list[torch.Tensor] = field(default_factory=list)
+    tokens: int = 0
+    skipped: int = 0
+    loss: float | None = None
+    gradient_norm: float | None = None
+    accuracy: float | None = None
+    leap: Leap | None = None
+    withheld: bool = False
+    verdict: Verdict | None = None
+    asks_save: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is a real step whose gradients were used."""
+        return self.loss is not None and not self.withheld
+
+
+class Part:
+    """
+    Base class of the parts of a run. Override the hooks that you need; by default each does nothing and costs nothing.
+
+    Hooks run in the order of the run's list, except those that leave a state (`after_backward`, `after_probe`, `end`),
+    which run in reverse, so that parts nest. What `state_dict` returns is saved with every checkpoint under `name`: JSON
+    values, and dictionaries of tensors. Parts of one run need different names.
     """
 
     name: str = ""
 
-    def on_train_begin(self, context: PluginContext) -> None:
-        """Called once, after the optimizer exists and before the first step."""
+    # The run.
 
-    def on_phase_change(self, old: Phase, new: Phase) -> None:
-        """Called when the next step belongs to `new`, before its data is fetched."""
+    def begin(self, run: Run) -> None:
+        """
+        Called once, when model and optimizer are ready and before the first step.
 
-    def before_forward(self, phase: Phase) -> None:
+        `run.model` is the model as it is trained, `run.optimizer` the unwrapped optimizer, `run.max_steps` the length.
+        """
+
+    def end(self) -> None:
+        """Called once, after the last step."""
+
+    # A step.
+
+    def begin_step(self, step: Step) -> None:
+        """Called when a step begins and its batches are fetched."""
+
+    def before_forward(self, phase: Phase | None) -> None:
         """Called before the forward pass of every micro-batch of a real step."""
 
-    def after_backward(self, phase: Phase) -> None:
+    def after_backward(self, phase: Phase | None) -> None:
         """Called after the backward pass of every micro-batch of a real step."""
+
+    def before_update(self, step: Step) -> None:
+        """Called in a real step between the clipping of the gradients and the optimizer's step."""
+
+    def after_update(self, step: Step, learning_rates: list[float]) -> None:
+        """Called after the optimizer stepped with these learning rates, one per parameter group."""
+
+    def end_step(self, step: Step) -> None:
+        """Called when the step is over."""
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        """Called when the divergence monitor found something, or the verdict on a leap undoes it."""
+
+    def decide(self, step: Step) -> None:
+        """Called last in a step, to choose what the next one will be."""
+
+    def log(self, step: int, logs: dict[str, Any]) -> None:
+        """Called with each entry of Trainer's log after `step` steps, before it is written; may change it."""
+
+    # Phases.
+
+    def on_phase_change(self, old: Phase, new: Phase) -> None:
+        """Called when the step that begins belongs to another phase than the last one."""
 
     def before_probe(self) -> None:
         """Called before a forward-only evaluation of a probe."""
@@ -63,58 +159,58 @@ class PhasePlugin:
     def after_probe(self) -> None:
         """Called after that evaluation. The training weights must be in place again."""
 
-    def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
+    def probe_losses(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap the function that returns the losses of a probe's batch, for example to measure its noise."""
         return evaluate
 
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 
-    def on_train_end(self) -> None:
-        """Called once, after the last step."""
+    # What remains of it.
+
+    def summary(self) -> dict[str, Any]:
+        """Return entries of `hybrid_summary()`, as plain values."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs. All processes call this. Inside a step: the state before the step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called after `on_train_begin`."""
+        """Restore what `state_dict` returned. Called after `begin`."""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Called before that with the states of all parts: a part may put others in its place."""
 
 
-_REVERSED = {"after_backward", "after_probe", "on_train_end"}
+REVERSED = {"after_backward", "after_probe", "end"}
+"""Hooks that leave a state."""
 
 
-class PluginList:
-    """The ordered plugins of a run."""
+def listening(parts: Sequence[Part], hook: str) -> list[Callable[..., Any]]:
+    """Return the methods for a hook of those parts that override it, in the order in which they are called."""
+    idle = getattr(Part, hook)
+    methods = [getattr(part, hook) for part in parts]
+    found = [method for method in methods if getattr(method, "__func__", method) is not idle]
+    return found[::-1] if hook in REVERSED else found
 
-    def __init__(self, plugins: Iterable[PhasePlugin] = ()):
-        self.plugins = list(plugins)
-        names = [self._key(plugin) for plugin in self.plugins]
-        for plugin, name in zip(self.plugins, names):
-            if not isinstance(plugin, PhasePlugin):
-                raise TypeError(
-                    f"`plugins` must hold `PhasePlugin` instances, got `{plugin!r}`. Subclass `hf_hybrid.PhasePlugin`."
-                )
-            if names.count(name) > 1:
-                raise ValueError(f"Two plugins are named `{name}`. Give each its own `name`; state is saved under it.")
 
-    @staticmethod
-    def _key(plugin: PhasePlugin) -> str:
-        return getattr(plugin, "name", "") or type(plugin).__name__
+def check_parts(parts: Sequence[Part]) -> None:
+    """
+    Refuse what is no part, and two parts of one name.
 
-    def listens(self, *hooks: str) -> bool:
-        """Whether any plugin does something at one of these hooks."""
-        idle = {getattr(PhasePlugin, hook) for hook in hooks}
-        methods = [getattr(plugin, hook) for plugin in self.plugins for hook in hooks]
-        return any(getattr(method, "__func__", method) not in idle for method in methods)
+    Raises:
+        TypeError, ValueError: The message says what to do.
+    """
+    for part in parts:
+        if not isinstance(part, Part):
+            raise TypeError(f"`parts` must hold instances of `hf_hybrid.Part`, got `{part!r}`. Subclass it.")
+    names = [name_of(part) for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"Two parts are named `{name}`. Give each its own `name`; state is saved under it.")
 
-    def call(self, hook: str, *args) -> None:
-        for plugin in reversed(self.plugins) if hook in _REVERSED else self.plugins:
-            getattr(plugin, hook)(*args)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {self._key(plugin): plugin.state_dict() for plugin in self.plugins}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for plugin in self.plugins:
-            if self._key(plugin) in state:
-                plugin.load_state_dict(state[self._key(plugin)])
+def name_of(part: Part) -> str:
+    """Return the name under which the state of a part is saved."""
+    return part.name or type(part).__name__

@@ -39,7 +39,7 @@ from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.files import write_json
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Phase, Part
 from hf_hybrid.streaming.activations import ActivationCheckpointing
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def device_probe(device: torch.device) -> MemoryProbe | None:
     return read
 
 
-class MemoryGuard(PhasePlugin):
+class MemoryGuard(Part):
     """
     Watches device memory at the end of every step. It warns early, cleans up, and asks for one checkpoint.
 
@@ -643,7 +643,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-class SmallerProbes(PhasePlugin):
+class SmallerProbes(Part):
     """
     Evaluates the batches of probes in smaller parts after an out-of-memory, for the rest of the run.
 

@@ -38,7 +38,7 @@ from hf_hybrid.machine import (
     workspace_bytes,
 )
 from hf_hybrid.optimizers import MuonAdamW, adapter_rate, is_adam, muon_groups, optimizer_name, split_parameters
-from hf_hybrid.part import PhasePlugin
+from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup, with_context
@@ -46,7 +46,7 @@ from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, parts_of
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import AdapterRate, LearningRateRescue
-from hf_hybrid.run.shards import Gathered, canonical, shards_of
+from hf_hybrid.run.weights import Gathered, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
@@ -773,7 +773,7 @@ AdamW's, but one for hidden matrices).
 """
 
 
-def build_plugins(trainer) -> list[PhasePlugin]:
+def build_plugins(trainer) -> list[Part]:
     """Build the plugins that the options ask for, for models that are not streamed."""
     options, plugins = trainer.hybrid_args, []
     if trainer.memory.streams:

@@ -50,7 +50,7 @@ from hf_hybrid.machine import (
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
+from hf_hybrid.part import Phase, Part, PluginContext, PluginList
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -149,7 +149,7 @@ class HybridTrainerMixin(PublishingMixin):
         probe_dataset (*optional*):
             Sequences that verify leaps, in the form of `train_dataset`. Without it, leaps are verified on the next
             training batches, before training uses them. Never pass the set that you report results on.
-        plugins (`list[PhasePlugin]`, *optional*):
+        plugins (`list[Part]`, *optional*):
             Parts that follow the phases.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
             Your own [`Direction`] in place of the option `direction`: the class, or a callable that makes one.
@@ -901,7 +901,7 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
         preprocess_logits_for_metrics: Callable | None = None,
         *,
         probe_dataset: Any = None,
-        plugins: Iterable[PhasePlugin] = (),
+        plugins: Iterable[Part] = (),
         direction: DirectionFactory | None = None,
         device_map: dict[str, int | str] | None = None,
         **kwargs,

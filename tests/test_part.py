@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 
-from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.leaps.phases import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
 from hf_hybrid.part import Phase
 
@@ -97,7 +97,7 @@ def test_lengths_below_one_are_refused(field):
 def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
     calls = []
 
-    class Plugin(PhasePlugin):
+    class Plugin(Part):
         def __init__(self, name):
             self.name, self.count = name, 0
 

@@ -10,7 +10,7 @@ from rig.fake_device import MESSAGE, FakeDevice, RowLimit, Witness
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
 from hf_hybrid.machine import RandomStates
@@ -292,7 +292,7 @@ def test_a_loss_that_nobody_can_divide_is_not_split(tmp_path):
 # Predict: leaps and probes.
 
 
-class WeightsAround(PhasePlugin):
+class WeightsAround(Part):
     """Whether weights changed between the end of a real step and the forward pass of the next real step."""
 
     def __init__(self):

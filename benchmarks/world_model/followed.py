@@ -42,7 +42,7 @@ from benchmarks.world_model.curves import STEPS as CURVE_STEPS
 from benchmarks.world_model.record import draw_policy, draw_settings
 from benchmarks.world_model.small_run import Course, DivergedError, Settings, Stretches, Training
 from benchmarks.world_model.storage import HELD_OUT_EVERY, RECORDINGS, write
-from hf_hybrid.part import PhasePlugin
+from hf_hybrid.part import Part
 from hf_hybrid.world_model.rssm import FEATURES
 
 FOLLOWED = RECORDINGS / "followed"
@@ -136,7 +136,7 @@ def tiny_run(kind: str, index: int, settings: Settings) -> FollowedRun:
     )
 
 
-class Replays(PhasePlugin):
+class Replays(Part):
     """Keeps what the world model of a trainer has observed, before the trainer forgets it."""
 
     def __init__(self):

@@ -44,7 +44,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_hybrid.files import write_json, write_note
-from hf_hybrid.run.shards import canonical
+from hf_hybrid.run.weights import canonical
 
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"

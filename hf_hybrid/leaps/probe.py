@@ -11,39 +11,56 @@ A probed leap is kept unless it is clearly worse, by a margin and two standard e
 leap that pays later looks neutral at first (short-horizon bias, Wu et al., 2018, arXiv 1803.02021).
 
 A preference loss can fall while fewer pairs are ranked right: pairs that are right already become more so, and outweigh
-others that turn wrong. Such losses come as [`PairLoss`], and a leap after which fewer pairs are right is not kept,
+others that turn wrong. [`Losses`] of pairs say which of them are right, and a leap after which fewer are is not kept,
 whatever its loss is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid.part import PluginList
 
-Losses = list[float]
-
-
-class PairLoss(float):
+@dataclass(frozen=True)
+class Losses:
     """
-    Loss of a preference pair, with whether the model ranks the pair right.
-
-    It is a number like the losses of other sequences, for everything that does not ask for `accuracy`.
+    Losses of some sequences.
 
     Attributes:
-        accuracy (`float`): 1 if the chosen completion has the higher reward, else 0.
+        values (`list[float]`): One per sequence (nats).
+        accuracies (`list[float]`, *optional*): One per preference pair, if the sequences are such: 1 if the chosen
+            completion has the higher reward, else 0.
     """
 
-    def __new__(cls, loss: float, accuracy: float):
-        pair = super().__new__(cls, loss)
-        pair.accuracy = accuracy
-        return pair
+    values: list[float]
+    accuracies: list[float] | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean loss."""
+        return sum(self.values) / len(self.values)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the pairs that are ranked right, or `None` if these are not losses of pairs."""
+        return sum(self.accuracies) / len(self.accuracies) if self.accuracies else None
+
+    def first(self, count: int) -> Losses:
+        """Return those of the first `count` sequences."""
+        return Losses(self.values[:count], None if self.accuracies is None else self.accuracies[:count])
+
+    @classmethod
+    def joined(cls, parts: Iterable[Losses]) -> Losses:
+        """Return the losses of several batches as one."""
+        parts = list(parts)
+        pairs = [part.accuracies for part in parts if part.accuracies is not None]
+        return cls([loss for part in parts for loss in part.values], sum(pairs, []) if pairs else None)
 
 
 # The comparison.
@@ -78,12 +95,6 @@ def paired_decrease(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 def is_clearly_worse(decrease: float, standard_error: float, *, margin: float, z: float) -> bool:
     """Whether the loss rose by more than `margin` (nats) and `z` standard errors."""
     return -decrease > margin + z * standard_error
-
-
-def accuracy_of(losses: Sequence[float]) -> float | None:
-    """Return the share of the preference pairs that are ranked right, or `None` if these are not losses of pairs."""
-    found = [loss.accuracy for loss in losses if isinstance(loss, PairLoss)]
-    return sum(found) / len(found) if found else None
 
 
 def costs_accuracy(before: float | None, after: float | None) -> bool:
@@ -178,7 +189,7 @@ class Probe:
 
     Args:
         source (`NextBatches` or `HeldOutBatches`): Where they come from.
-        evaluate (`Callable`): From `ProbeBatch.inputs` to one loss per sequence, without gradients.
+        evaluate (`Callable`): From `ProbeBatch.inputs` to their [`Losses`], without gradients.
         price (`float`): What one evaluation will about cost, in real steps; later it is what the last one cost.
     """
 
@@ -200,12 +211,12 @@ class Probe:
 
     def losses(self) -> Losses:
         """Return one loss per chosen sequence, at the current weights."""
-        losses: Losses = []
+        found = []
         for batch in self._current:
-            losses += self.evaluate(batch.inputs)[: batch.sequences]
+            found.append(self.evaluate(batch.inputs).first(batch.sequences))
             self.forward_passes += 1
             self.cost_steps += batch.cost
-        return losses
+        return Losses.joined(found)
 
     def state_dict(self) -> dict:
         counted = {name: getattr(self, name) for name in ("price", "forward_passes", "cost_steps")}
@@ -232,9 +243,8 @@ class SequenceLosses:
     TOLERANCE = 1e-2
     MOST_LOGIT_BYTES = 2**30
 
-    def __init__(self, trainer, plugins: PluginList):
+    def __init__(self, trainer):
         self.trainer = trainer
-        self.plugins = plugins
         self.from_logits: bool | None = None
 
     def held_out(self) -> list:
@@ -248,19 +258,19 @@ class SequenceLosses:
         """Sequences in a batch."""
         return _rows(batch)
 
-    def __call__(self, batch) -> list[float]:
+    def __call__(self, batch) -> Losses:
         trainer = self.trainer
         model = trainer.model
         was_training = model.training
         model.eval()
         try:
-            self.plugins.call("before_probe")
+            trainer.run.call("before_probe")
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 losses = self._losses(model, trainer._prepare_inputs(batch))
         finally:
-            self.plugins.call("after_probe")
+            trainer.run.call("after_probe")
             model.train(was_training)
-        return trainer.accelerator.gather(losses).float().tolist()
+        return Losses(trainer.accelerator.gather(losses).float().tolist())
 
     def _losses(self, model, inputs) -> torch.Tensor:
         if self.from_logits is not False and not self._too_many_logits(inputs):
@@ -286,10 +296,15 @@ class SequenceLosses:
     def _too_many_logits(self, inputs) -> bool:
         """Return the losses sequence by sequence, in chunks, for a vocabulary whose loss is computed in chunks."""
         labels = inputs.get("labels")
-        if not self.trainer.loss_in_chunks or labels is None:
+        if labels is None or labels.numel() * self._vocabulary * 4 <= self.MOST_LOGIT_BYTES:
             return False
-        config = self.trainer.model.config.get_text_config()
-        return labels.numel() * config.vocab_size * 4 > self.MOST_LOGIT_BYTES
+        return self.trainer.loss_in_chunks
+
+    @functools.cached_property
+    def _vocabulary(self) -> int:
+        config = getattr(self.trainer.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return getattr(config, "vocab_size", 0)
 
     def _on_all(self, holds: bool) -> bool:
         """Whether something holds on all processes: they must make the same forward passes, as FSDP2 joins them."""

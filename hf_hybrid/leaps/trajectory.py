@@ -23,7 +23,7 @@ is then one number, its gain. The copy of such weights to the device adds the di
 a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
 
 Weights may be spread over processes (FSDP2). Everything here then works on the rows that this process holds, and asks
-`shards` (shards.py) for what needs the others: sums over all weights, and whole tensors for a checkpoint.
+`shards` (run/weights.py) for what needs the others: sums over all weights, and whole tensors for a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,46 +31,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory, NoDirection
-from hf_hybrid.leaps.directions.preconditioners import keeps_last_step, last_step
-from hf_hybrid.run import sums
+from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
 from hf_hybrid.run.record import Leap
-from hf_hybrid.run.shards import shards_of
-
-
-class WeightStore(Protocol):
-    """
-    Interface to weights stored on another device than they compute on.
-
-    `holds` says whether copies of a parameter compute in its place. `settle` is called before weights or optimizer
-    states are read: it finishes updates that are under way. `changed` is called after weights were written, or after
-    the leap under test changed: copies made of them are out of date.
-    """
-
-    def holds(self, parameter: torch.nn.Parameter) -> bool: ...
-
-    def settle(self) -> None: ...
-
-    def changed(self) -> None: ...
-
-
-class InPlace:
-    """The [`WeightStore`] of weights that compute where they are stored."""
-
-    def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Never."""
-        return False
-
-    def settle(self) -> None:
-        """Do nothing, because no update is ever pending."""
-
-    def changed(self) -> None:
-        """Do nothing, because there are no copies."""
+from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
 
 
 class Trajectory:
@@ -81,49 +48,29 @@ class Trajectory:
     weights before the last leap, in the dtype of the weights.
 
     Args:
-        parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters.
-        optimizer (`torch.optim.Optimizer`): The optimizer that moves them, unwrapped.
+        weights (`TrainedWeights`): What moves.
         direction (`Callable[[DirectionContext], Direction]`): The class of the direction, or another callable that
             makes it.
         memory_steps (`int`): Length of the direction's averages in real steps.
         max_relative_norm (`float`): Cap of a leap's norm over the norm of the weights.
         matrices (`Collection[str]`): Names of the hidden matrices, for directions that treat them differently.
         host (`bool`): Keep the buffers in host memory, pinned where there is a GPU.
-        store (`WeightStore`): Where the weights are stored.
     """
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        weights: TrainedWeights,
         *,
         direction: DirectionFactory,
         memory_steps: int,
         max_relative_norm: float = 0.5,
         matrices: Collection[str] = (),
         host: bool = False,
-        store: WeightStore | None = None,
     ):
-        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]
-        self.names = [name for name, _ in moved]
-        self.shards = shards_of([parameter for _, parameter in moved])
-        self.parameters = self.shards.parameters
-        self.optimizer = optimizer
-        self.max_relative_norm = max_relative_norm
-        self.store: WeightStore = store or InPlace()
-        self.clock = Clock(lr_sums=[0.0] * len(optimizer.param_groups))
-        self.context = DirectionContext(
-            names=self.names,
-            shards=self.shards,
-            groups=[group_of[id(parameter)] for _, parameter in moved],
-            optimizer=optimizer,
-            memory_steps=memory_steps,
-            host=host,
-            clock=self.clock,
-            matrices=matrices,
-            settle=self.store.settle,
-        )
+        self.weights, self.shards, self.parameters = weights, weights.shards, weights.parameters
+        self.store, self.max_relative_norm = weights.store, max_relative_norm
+        self.clock = Clock(lr_sums=[0.0] * len(weights.optimizer.param_groups))
+        self.context = DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host, matrices=matrices)
         self.direction = direction(self.context)
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
@@ -152,36 +99,6 @@ class Trajectory:
         self.direction.observe_gradients()
 
     @torch.no_grad()
-    def step_cosine(self) -> float | None:
-        """
-        Return the cosine of the new gradient with Adam's last direction, or else with the slow memory.
-
-        It is positive if the last direction still leads downhill, and `None` if there is nothing to compare with. Call
-        this before [`observe_gradients`]. It synchronises with the host once.
-        """
-        dots, squares, gradients = [], [], []
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None or parameter.grad.is_sparse:
-                continue
-            followed = self._followed(index)
-            if followed is not None:
-                gradient = parameter.grad.to(followed.device, torch.float32)
-                dots.append(sums.dot(gradient, followed))
-                squares.append(sums.square(followed))
-                gradients.append(sums.square(gradient))
-        if not dots:
-            return None
-        dot, square, gradient = self.shards.totals([dots, squares, gradients]).tolist()
-        return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
-
-    def _followed(self, index: int) -> Tensor | None:
-        parameter = self.parameters[index]
-        followed = last_step(self.context.state(index), self.context.scratch(parameter, parameter.device))
-        if followed is None and self.clock.steps_seen:
-            return self.direction.predicted_gradient(index)
-        return followed
-
-    @torch.no_grad()
     def observe_step(self, learning_rates: list[float]) -> None:
         """Count a real step that was made with these learning rates, one per parameter group."""
         self.clock.steps_in_block += 1
@@ -191,15 +108,6 @@ class Trajectory:
         self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
-
-    @property
-    def optimizer_remembers(self) -> bool:
-        """Whether the optimizer keeps the last direction of every parameter, so that [`step_cosine`] needs no other."""
-        return all(keeps_last_step(self.context.state(index)) for index in range(len(self.parameters)))
-
-    def stand_still(self) -> None:
-        """Drop the direction with its buffers, because no leap will be made."""
-        self.direction = NoDirection(self.context)
 
     # A leap.
 
@@ -313,13 +221,13 @@ class Trajectory:
         squares, weights, linear = [], [], []
         for index, parameter in enumerate(self.parameters):
             delta = self._delta(index, gain)
-            weights.append(sums.square(parameter.detach()))
+            weights.append(sum_of_squares(parameter.detach()))
             if delta is None:
                 continue
             gradient = self.direction.predicted_gradient(index)
             if gradient is not None:
-                linear.append(-sums.dot(delta, gradient))
-            squares.append(sums.square(delta))
+                linear.append(-inner_product(delta, gradient))
+            squares.append(sum_of_squares(delta))
             if index in self._in_place:
                 _add(parameter, delta)
         square, weight, decrease = self.shards.totals([squares, weights, linear]).tolist()
@@ -348,51 +256,6 @@ class Trajectory:
         self.direction.reset()
         self.clock.steps_seen = 0
 
-    @torch.no_grad()
-    def gradient_statistics(self) -> dict[str, float]:
-        """
-        Return norms of the optimizer's state and the weights, with one host synchronisation. Gradients must be there.
-
-        Returns:
-            `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
-            `memory` (norm of the slow memory) and `alignment` (cosine of gradient and memory); 0 where unknown.
-        """
-        states = [self.context.state(index) for index in range(len(self.parameters))]
-        first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]
-        second = [s["exp_avg_sq"] for s in states if torch.is_tensor(s.get("exp_avg_sq"))]
-        count = max(sum(p.numel() for p in self.shards.originals), 1)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        memory = self.direction.buffers.get("memory", [])
-        means = [
-            sums.squares(p.detach() for p in self.parameters),
-            sums.squares(first),
-            [s.float().sum() for s in second],
-        ]
-        found = self.shards.totals([*means, sums.squares(memory), sums.squares(gradients), self._gradient_dot_memory()])
-        weight2, first2, second1 = (found[:3] / count).tolist()
-        memory2, gradient2, dot = found[3:].tolist()
-        return {
-            "first": math.sqrt(first2),
-            "second": math.sqrt(max(second1, 0.0)),
-            "weight": math.sqrt(weight2),
-            "memory": math.sqrt(memory2),
-            "alignment": dot / max(math.sqrt(memory2 * gradient2), 1e-20),
-        }
-
-    def _gradient_dot_memory(self) -> list[Tensor]:
-        dots = []
-        for index, parameter in enumerate(self.parameters):
-            predicted = self.direction.predicted_gradient(index)
-            if predicted is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-                dots.append(sums.dot(predicted, parameter.grad.to(predicted.device, torch.float32)))
-        return dots
-
-    @torch.no_grad()
-    def weights_are_finite(self) -> bool:
-        """One pass over the trainable weights, one host synchronisation."""
-        self.store.settle()
-        return bool(torch.isfinite(self.shards.totals([sums.squares(p.detach() for p in self.parameters)])))
-
     def _buffers(self) -> dict[str, list[Tensor]]:
         return {
             "memory": [],
@@ -418,11 +281,6 @@ class Trajectory:
         kinds = dict(self.direction.buffers)
         if self.open is not None:
             kinds["snapshot"] = self.snapshot
-        tensors = {
-            f"{kind}.{name}": self.shards.whole(index, tensor)
-            for kind, buffers in kinds.items()
-            for index, (name, tensor) in enumerate(zip(self.names, buffers))
-        }
         values = {
             "direction": self.direction.name,
             "direction_state": self.direction.state_dict(),
@@ -432,7 +290,7 @@ class Trajectory:
             "peak_rate": self.clock.peak_rate,
             "reach": self.reach,
         }
-        return tensors, values
+        return self.weights.whole(kinds), values
 
     @torch.no_grad()
     def load_state_dict(self, tensors: dict[str, Tensor], values: dict, leap: Leap | None = None) -> None:
@@ -443,21 +301,7 @@ class Trajectory:
         Raises:
             ValueError: If the parameters of the checkpoint are not those of the model.
         """
-        kinds: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            kind, name = key.split(".", 1)
-            kinds.setdefault(kind, {})[name] = tensor
-        for saved in kinds.values():
-            if set(saved) != set(self.names):
-                odd = sorted(set(saved) ^ set(self.names))[0]
-                raise ValueError(
-                    f"The hybrid state of the checkpoint belongs to other parameters (`{odd}` is only in one of them). "
-                    "Resume with the model, adapters and trainable layers of the run that wrote it."
-                )
-        in_order = {
-            kind: [self.shards.part(index, saved[name]) for index, name in enumerate(self.names)]
-            for kind, saved in kinds.items()
-        }
+        in_order = self.weights.in_order(tensors)
         snapshot = in_order.pop("snapshot", None)
         self.open = leap
         if leap is not None:

@@ -25,14 +25,18 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_hybrid.machine import copies_beside, host_tensor, wait_for
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +157,7 @@ class NoiseMeter:
         self.noises = [float(noise) for noise in state["noises"]]  # an infinity is saved as a string
 
 
-class Int8Predict(PhasePlugin):
+class Int8Predict(Part):
     """
     Forward-only probes with int8 weights in the layers' `nn.Linear` modules; training weights are never rounded.
 
@@ -195,8 +199,8 @@ class Int8Predict(PhasePlugin):
         self._parked: list[tuple[nn.Parameter, Tensor]] = []
         self._forced = False
 
-    def on_train_begin(self, context: PluginContext) -> None:
-        self._linears = layer_linears(context.model, self.min_features)
+    def begin(self, run: Run) -> None:
+        self._linears = layer_linears(run.model, self.min_features)
         if not self._linears and self.mode == "on":
             raise ValueError(
                 f'`Int8Predict(mode="on")` found no `nn.Linear` of at least `min_features={self.min_features}` in the '
@@ -212,7 +216,7 @@ class Int8Predict(PhasePlugin):
             if self.mode == "auto" and self.meter.measuring and self._linears:
                 self._forced = True
                 try:
-                    self.meter.add(id(batch), result, evaluate(batch))
+                    self.meter.add(id(batch), result.values, evaluate(batch).values)
                 finally:
                     self._forced = False
             return result
@@ -241,7 +245,7 @@ class Int8Predict(PhasePlugin):
         for device in {weight.device for weight, _ in coming if copies_beside(weight.device)}:
             wait_for(device)  # what is copied from is freed as this returns
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         self.after_probe()
         self._linears = []
 

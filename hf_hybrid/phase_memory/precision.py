@@ -19,12 +19,16 @@ import difflib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -122,7 +126,7 @@ def held_precision(model: nn.Module) -> str:
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
-def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = None) -> list[PhasePlugin]:
+def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = None) -> list[Part]:
     """
     The plugins that a request needs for a model whose layers are resident; none where nothing changes.
 
@@ -137,7 +141,7 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
             "`weight_precision`: `predict=int8` rounds the `nn.Linear` modules of the layers, and this model has none "
             "there. Leave it out."
         )
-    plugins: list[PhasePlugin] = []
+    plugins: list[Part] = []
     if any(precision != weights for precision in by_phase.values()):
         plugins.append(WeightPrecision(by_phase, autocast=autocast))
     if int8 != "off":
@@ -146,7 +150,7 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
     return plugins
 
 
-class WeightPrecision(PhasePlugin):
+class WeightPrecision(Part):
     """
     Runs chosen phases on low-precision working copies of the layers' `nn.Linear` weights.
 
@@ -170,12 +174,12 @@ class WeightPrecision(PhasePlugin):
         self._masters: list[tuple[nn.Linear, nn.Parameter]] = []
         self._window = ExitStack()
 
-    def on_train_begin(self, context: PluginContext) -> None:
+    def begin(self, run: Run) -> None:
         """
         Raises:
             ValueError: If a precision cannot be had with this model, this autocast or several processes.
         """
-        held = held_precision(context.model)
+        held = held_precision(run.model)
         chosen, _ = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
         if lower and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -184,7 +188,7 @@ class WeightPrecision(PhasePlugin):
                 "not reduced. Leave real phases at `auto` under several processes: autocast computes the same."
             )
         self._dtypes = {phase: DTYPES.get(precision) for phase, precision in chosen.items()}
-        self._linears = layer_linears(context.model)
+        self._linears = layer_linears(run.model)
 
     def after_backward(self, phase: Phase) -> None:
         self._close()
@@ -195,7 +199,7 @@ class WeightPrecision(PhasePlugin):
             copy = self._masters[0][0].weight
             self._window.enter_context(torch.autocast(copy.device.type, copy.dtype))
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         self._close()
         self._linears = []
 

@@ -24,15 +24,18 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.machine import host_tensor
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.low_bit import BLOCK, CHUNK, bitsandbytes_functional, clear_false_zeros_, dynamic_map
 from hf_hybrid.streaming.transfers import Fetched, Transfers, is_big
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 States = MutableMapping[Tensor, dict[str, Any]]
 
@@ -188,7 +191,7 @@ class _Drop(_Stay):
 _STRATEGIES = {"stay": _Stay, "host": _Host, "pinned": partial(_Host, pinned=True), "8bit": _EightBit, "drop": _Drop}
 
 
-class OptimizerStatePlacement(PhasePlugin):
+class OptimizerStatePlacement(Part):
     """
     Puts optimizer states elsewhere while steps are predicted, which need none.
 
@@ -216,9 +219,9 @@ class OptimizerStatePlacement(PhasePlugin):
         self._strategy = _STRATEGIES[placement]()
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def on_train_begin(self, context: PluginContext) -> None:
+    def begin(self, run: Run) -> None:
         self.before_export()  # of a run that ended in an exception
-        self._optimizer = context.optimizer
+        self._optimizer = run.optimizer
         self._strategy = _STRATEGIES[self.placement]()
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
@@ -234,7 +237,7 @@ class OptimizerStatePlacement(PhasePlugin):
         self._come_home()
         self._strategy.wait()
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         self.before_export()
         self._optimizer, self._strategy = None, _STRATEGIES[self.placement]()
 

@@ -18,10 +18,19 @@ last good checkpoint. A loss that a rolled-back leap caused never becomes part o
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_hybrid.part import Part, Phase, Step
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 class Level(enum.IntEnum):
@@ -75,16 +84,18 @@ class TrainingDivergedError(RuntimeError):
     """Training cannot go on. The message says what happened and where the last good checkpoint is."""
 
 
-class DivergenceMonitor:
+class DivergenceMonitor(Part):
     """
     Judges the gradients of every real step before they are used ([`judge_gradients`]) and its loss after it
-    ([`judge_step`]). Thresholds are relative to what this run does normally.
+    ([`judge_step`]). Thresholds are relative to what this run does normally. In Warmup it withholds gradients that are
+    not finite and is silent otherwise, because Warmup follows plain `Trainer` to the last bit.
 
     Args:
         threshold (`float`): Deviation of the loss from its trend, in standard deviations, that is a warning.
         max_bad_steps (`int`): Non-finite steps in a row after which training is aborted.
     """
 
+    name = "monitor"
     MIN_HISTORY = 20
     """Steps before relative thresholds mean anything."""
     EXPLODING = 100.0
@@ -109,6 +120,49 @@ class DivergenceMonitor:
         self.best: tuple[float, float] | None = None
         """Lowest mean of a window of losses so far, and the deviation around its trend."""
         self.steps_since_rise = self.RISE_EVERY
+
+    # As a part of a run.
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+
+    def before_update(self, step: Step) -> None:
+        verdict = self.judge_gradients(step.loss, step.gradient_norm, leap_open=step.leap is not None)
+        if step.phase is Phase.WARMUP and math.isfinite(step.loss) and math.isfinite(step.gradient_norm):
+            return
+        if verdict.action is not Action.NONE:
+            step.withheld = True
+            self.run.record.skipped_batches += 1
+            self.run.react(verdict)
+
+    def end_step(self, step: Step) -> None:
+        step.verdict = NORMAL
+        if step.counts:
+            forecast = None if step.leap is None else step.leap.forecast
+            found = self.judge_step(
+                step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=step.leap is not None
+            )
+            step.verdict = NORMAL if step.phase is Phase.WARMUP else found
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        """Write the verdict down, and raise an error if training cannot go on."""
+        event = {
+            "step": step.index,
+            "phase": step.phase.value,
+            "level": verdict.level.name.lower(),
+            "reason": verdict.reason,
+            "action": verdict.action.value,
+        }
+        self.run.record.add_event(event)
+        self.run.write({"step": step.index + 1, "event": event})
+        if verdict.level >= Level.WARNING:
+            logger.warning("Step %d: %s; %s.", step.index, verdict.reason, verdict.action.value.replace("_", " "))
+        if verdict.action is Action.ABORT:
+            raise TrainingDivergedError(f"Training diverged at step {step.index}: {verdict.reason}.")
+        if verdict.action is Action.ROLL_BACK:
+            self.errors.clear()
+
+    # The judgements.
 
     def judge_gradients(self, loss: float, norm: float, *, leap_open: bool) -> Verdict:
         """Judge before the optimizer's step. `leap_open`: a leap was made that can still be rolled back."""

@@ -21,6 +21,18 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_hybrid.part import Part, Step
+from hf_hybrid.run.monitor import Action, Level, Verdict
+from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +106,48 @@ class AccuracyWatch:
         self.now = []
 
 
-class LearningRateRescue:
+class RateScale(Part):
+    """
+    Base class of the parts that scale the learning rate. The trainer applies `run.rate_scale` in each real step.
+
+    Attributes:
+        scale (`float`): Factor on the scheduled learning rate.
+    """
+
+    name = "rate"
+    scale: float
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+        run.rate_scale = self.scale
+
+    def end_step(self, step: Step) -> None:
+        if step.loss is not None:
+            self.learn(step)
+            self.run.rate_scale = self.scale
+            self.run.record.add_scale(step.index + 1, self.scale)
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        if verdict.level is Level.CRITICAL and verdict.action is not Action.SKIP_BATCH:
+            self.back_off()
+            self.run.rate_scale = self.scale
+
+    def learn(self, step: Step) -> None:
+        """Move the scale after a real step."""
+
+    def back_off(self) -> None:
+        """Reduce the scale, after training went badly wrong."""
+        raise NotImplementedError
+
+    def log(self, step: int, logs: dict[str, Any]) -> None:
+        if "loss" in logs:
+            logs["hybrid/learning_rate_scale"] = self.run.rate_scale
+
+    def summary(self) -> dict[str, Any]:
+        return {"learning_rate_scale": self.scale}
+
+
+class LearningRateRescue(RateScale):
     """
     A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
 
@@ -103,6 +156,7 @@ class LearningRateRescue:
     Args:
         max_steps (`int`): Length of the run; the search is to take a small part of it.
         max_scale (`float`): Upper bound of the scale; 1 is the lower one.
+        cosine (`StepCosine`, *optional*): Measures the signal in each real step.
     """
 
     GROWTH, MIN_GROWTH, MAX_GROWTH = 2.5, 0.03, 0.25
@@ -124,11 +178,11 @@ class LearningRateRescue:
     SPIKE = 2.5
     """Deviations of the smoothed loss above its best that count as instability."""
     COOLDOWN = 20
-    needs_cosine = True
-    """It follows the cosine to the end of the run."""
 
-    def __init__(self, *, max_steps: int, max_scale: float):
-        self.max_steps = max_steps
+    def __init__(self, *, max_steps: int, max_scale: float, cosine: StepCosine | None = None):
+        self.max_steps, self.cosine = max_steps, cosine
+        self.seen: float | None = None
+        """Cosine of the real step under way."""
         self.max_log = math.log(max_scale)
         self.growth = min(self.MAX_GROWTH, max(self.MIN_GROWTH, self.GROWTH / math.sqrt(max_steps)))
         self.patience = 3 + round(math.sqrt(max_steps) / 3)
@@ -146,6 +200,18 @@ class LearningRateRescue:
     def scale(self) -> float:
         """Factor on the scheduled learning rate, in `[1, max_scale]`."""
         return math.exp(self.log_scale)
+
+    def before_update(self, step: Step) -> None:
+        self.seen = None
+        if step.withheld or self.cosine is None:
+            return
+        try:
+            self.seen = self.cosine.measure()
+        except Exception as error:
+            self.run.survive(error, "search of the learning rate missed a gradient")
+
+    def learn(self, step: Step) -> None:
+        self.observe(math.inf if step.withheld else step.loss, self.seen, step.accuracy)
 
     def observe(self, loss: float, cosine: float | None, accuracy: float | None = None) -> None:
         """
@@ -251,11 +317,65 @@ class LearningRateRescue:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
         vars(self.watch).update(state["watch"])
+        self.run.rate_scale = self.scale
 
 
-class AdapterRate:
+class GradientAverage(Protocol):
+    """What [`StepCosine`] asks for the average gradient of a parameter: a direction of leaps, for example."""
+
+    def predicted_gradient(self, index: int) -> Tensor | None: ...
+
+
+def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
+    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` for other optimizers."""
+    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+    if not (torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape):
+        return None
+    return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
+
+
+class StepCosine:
     """
-    The rescue of adapters: a factor on the scheduled learning rate that is known before the first step.
+    The cosine of a fresh gradient with the direction of the optimizer's last step.
+
+    Adam keeps that direction in its state. Other optimizers do not, and an average of the gradients takes its place.
+
+    Args:
+        weights (`TrainedWeights`): With their gradients and the optimizer's states.
+        average (`GradientAverage`, *optional*): Asked for parameters of which the optimizer keeps no last direction.
+    """
+
+    def __init__(self, weights: TrainedWeights, average: GradientAverage | None = None):
+        self.weights, self.average = weights, average
+
+    @torch.no_grad()
+    def measure(self) -> float | None:
+        """
+        Return the cosine, with one synchronisation with the host. It is positive if the last direction still leads
+        downhill, and `None` if there is nothing to compare with.
+        """
+        weights = self.weights
+        dots, squares, gradients = [], [], []
+        for index, parameter in enumerate(weights.parameters):
+            if parameter.grad is None or parameter.grad.is_sparse:
+                continue
+            followed = last_step(weights.state(index), weights.scratch(parameter, parameter.device))
+            if followed is None and self.average is not None:
+                followed = self.average.predicted_gradient(index)
+            if followed is not None:
+                gradient = parameter.grad.to(followed.device, torch.float32)
+                dots.append(inner_product(gradient, followed))
+                squares.append(sum_of_squares(followed))
+                gradients.append(sum_of_squares(gradient))
+        if not dots:
+            return None
+        dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()
+        return dot / math.sqrt(square * gradient) if square > 0 and gradient > 0 else None
+
+
+class AdapterRate(RateScale):
+    """
+    The rate of adapters: a factor on the scheduled learning rate that is known before the first step.
 
     After training went badly wrong it is reduced to a quarter. Preferences are the exception: where nearly all pairs
     are ranked right, a batch with one that is not has a loss far above the trend, at any rate.
@@ -264,9 +384,6 @@ class AdapterRate:
         scale (`float`): The factor; it is never reduced below 1.
         backs_off (`bool`): Whether a loss far above the trend is a sign of a rate that is too high.
     """
-
-    needs_cosine = False
-    """It follows nothing."""
 
     def __init__(self, scale: float, *, backs_off: bool):
         self.scale, self.backs_off = scale, backs_off
@@ -280,4 +397,4 @@ class AdapterRate:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict) -> None:
-        self.scale = state["scale"]
+        self.run.rate_scale = self.scale = state["scale"]

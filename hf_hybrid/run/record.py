@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from hf_hybrid.part import Phase
+from hf_hybrid.part import Phase, Step
 
 MOST_LEAPS, MOST_EVENTS = 100, 20
 """Leaps, and events and changes of the scale, that a record keeps: the last ones."""
@@ -55,6 +55,7 @@ class Leap:
         under_test (`bool`): Whether the leap is being tried right now, between its snapshot and its verdict.
         forecast, deviation (`float`): Loss that the trend before the leap forecast, and the deviation around the trend.
         losses (`list[float]`): Training losses since the leap.
+        rate (`float`): Its gain times the learning rates of the real steps before it, added up.
     """
 
     step: int
@@ -82,10 +83,11 @@ class Leap:
     forecast: float | None = None
     deviation: float = 0.0
     losses: list[float] = field(default_factory=list)
+    rate: float = 0.0
 
     def summary(self) -> dict:
         """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
-        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
+        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses", "rate")
         return {name: _finite(value) for name, value in asdict(self).items() if name not in inner}
 
 
@@ -121,8 +123,12 @@ class RunRecord:
     """The last `MOST_EVENTS`."""
     learning_rate_scales: list[dict] = field(default_factory=list)
     """The last `MOST_EVENTS` changes: `step` and `scale`."""
-    displacement_residuals: dict[str, dict] = field(default_factory=dict)
-    """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
+
+    def count(self, step: Step) -> None:
+        """Count a step that is over."""
+        self.steps_by_phase[step.phase.value] += 1
+        self.backward_passes += len(step.losses)
+        self.backward_passes_avoided += step.skipped
 
     def add_leap(self, leap: Leap) -> None:
         """Count a leap and keep it. The oldest one goes, whose verdict was final long ago, and stays counted."""

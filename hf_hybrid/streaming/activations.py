@@ -23,20 +23,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
-class ActivationCheckpointing(PhasePlugin):
+class ActivationCheckpointing(Part):
     """
     Checkpoints the activations of every layer in the given phases, and in no others.
 
@@ -70,10 +73,10 @@ class ActivationCheckpointing(PhasePlugin):
         self._boundaries: BoundaryOffload | None = None
         self._on = False
 
-    def on_train_begin(self, context: PluginContext) -> None:
-        self.on_train_end()  # of a run that ended in an exception
-        boundaries = BoundaryOffload(context.model, min_bytes=self.min_bytes) if self.offload else None
-        for model in _checkpointable(context.model):
+    def begin(self, run: Run) -> None:
+        self.end()  # of a run that ended in an exception
+        boundaries = BoundaryOffload(run.model, min_bytes=self.min_bytes) if self.offload else None
+        for model in _checkpointable(run.model):
             for module in _switches(model):
                 self._before.append((module, {name: vars(module)[name] for name in _SETTING if name in vars(module)}))
             _enable(model)
@@ -96,7 +99,7 @@ class ActivationCheckpointing(PhasePlugin):
                 module.gradient_checkpointing = on
             self._on = on
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         if self._boundaries is not None:
             self._boundaries.__exit__()
             self._boundaries = None

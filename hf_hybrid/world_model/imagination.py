@@ -26,17 +26,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.gains import GainPlanner, Stretch
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import SCORED
+from hf_hybrid.world_model.observer import LearningPlanner, Stretch
 
 
-class ImaginedGain(GainPlanner):
+class ImaginedGain(LearningPlanner):
     """
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 
     `rate_at` gives the learning rate at a progress of the run, over its peak; `stretch_share` is the length of a
-    stretch as a share of the run. See [`GainPlanner`] for the others.
+    stretch as a share of the run. See [`~hf_hybrid.leaps.gains.GainPlanner`] for the others.
     """
 
     MULTIPLES = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -151,13 +151,11 @@ class ImaginedGain(GainPlanner):
             "errors": {k: dict(zip(names, found)) for k, found in errors.items() if found is not None},
         }
 
-    def tensors(self) -> dict[str, Tensor]:
-        return self.dynamics.state_dict()[0]
-
     def state_dict(self) -> dict:
-        return {**self._values(), "choices": list(self.choices), "dynamics": self.dynamics.state_dict()[1]}
+        tensors, dynamics = self.dynamics.state_dict()
+        return {**self._values(), "choices": list(self.choices), "dynamics": dynamics, "tensors": tensors}
 
-    def load_state_dict(self, tensors: dict, state: dict) -> None:
+    def load_state_dict(self, state: dict) -> None:
         vars(self).update({name: state[name] for name in self._values()})
         self.choices = list(state["choices"])
-        self.dynamics.load_state_dict(tensors, state["dynamics"])
+        self.dynamics.load_state_dict(state["tensors"], state["dynamics"])

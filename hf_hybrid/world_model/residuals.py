@@ -1,5 +1,5 @@
 """
-Compare a leap with the real steps after it.
+Compare a leap with the real steps after it: [`LeapResiduals`], a part that the core does not need.
 
 Two comparisons, made in Correct and written down for every leap. The displacement: did the real steps go on along the
 leap (`cosine` near 1) or take it back (below 0), and how far did they go per unit of learning rate (`norm_ratio`)? The
@@ -18,11 +18,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.run.shards import Whole
+from hf_hybrid.leaps.leap import LeapObserver, Leaps
+from hf_hybrid.part import Step
+from hf_hybrid.run.record import Leap
+from hf_hybrid.run.weights import TrainedWeights
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 
 def group_of(name: str) -> str:
@@ -105,16 +112,17 @@ class GainCorrection:
         self.slopes = {group: list(state["slopes"].get(group, [0.0, 0.0])) for group in self.slopes}
 
 
-class DisplacementResiduals:
+class LeapComparison:
     """
     Watches one leap at a time: [`leap_made`], [`observe_gradients`] at every real step of Correct, then [`judge`].
 
     Args:
-        names (`Sequence[str]`), shards (`Whole`): The trainable parameters.
+        weights (`TrainedWeights`): What leaps move.
     """
 
-    def __init__(self, names: Sequence[str], shards: Whole):
-        self.names, self.shards = list(names), shards
+    def __init__(self, weights: TrainedWeights):
+        names = weights.names
+        self.weights, self.shards = weights, weights.shards
         self.groups = list(dict.fromkeys(group_of(name) for name in names))
         self._members = {group: [i for i, name in enumerate(names) if group_of(name) == group] for group in self.groups}
         self.leap: list[Tensor] = []
@@ -216,28 +224,99 @@ class DisplacementResiduals:
         self.leap, self.start, self.gradients, self.gradient_steps = [], [], [], 0
         self.slopes_before = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return tensors by name, for a checkpoint inside a Correct phase. All processes must call this."""
-        kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
-        found = {
-            f"{kind}.{name}": self.shards.whole(index, tensor)
-            for kind, values in kinds.items()
-            for index, (name, tensor) in enumerate(zip(self.names, values))
-        }
-        return found if self.slopes_before is None else {**found, "slopes_before": self.slopes_before}
-
     def state_dict(self) -> dict:
-        return {"gradient_steps": self.gradient_steps, "leap_rate": self.leap_rate}
+        """Plain values, and tensors for a checkpoint inside a Correct phase. All processes must call this."""
+        kinds = {"leap": self.leap, "start": self.start, "gradients": self.gradients}
+        slopes = None if self.slopes_before is None else self.slopes_before.tolist()
+        values = {"gradient_steps": self.gradient_steps, "leap_rate": self.leap_rate, "slopes_before": slopes}
+        return {**values, "tensors": self.weights.whole(kinds)}
 
-    def load_state_dict(self, tensors: dict[str, Tensor], state: dict) -> None:
-        """Restore what `tensors` and `state_dict` returned."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
+        saved = self.weights.in_order(state["tensors"])
         for kind in ("leap", "start", "gradients"):
-            saved = [tensors.get(f"{kind}.{name}") for name in self.names]
-            found = [
-                self.shards.part(index, tensor).to(self.shards.parameters[index].device, copy=True)
-                for index, tensor in enumerate(saved)
-                if tensor is not None
-            ]
-            setattr(self, kind, found if len(found) == len(self.names) else [])
-        self.slopes_before = tensors.get("slopes_before")
+            pairs = zip(saved.get(kind, []), self.shards.parameters)
+            setattr(self, kind, [tensor.to(parameter.device, copy=True) for tensor, parameter in pairs])
+        slopes = state["slopes_before"]
+        self.slopes_before = None if slopes is None else torch.tensor(slopes)
         self.gradient_steps, self.leap_rate = state["gradient_steps"], state["leap_rate"]
+
+
+class LeapResiduals(LeapObserver):
+    """
+    Writes down, for every leap that stays, how it compares with the real steps after it; may correct later gains.
+
+    Pass one in `parts=` to watch, or set `correct_gain=True` to let what was seen change the gain of each group of
+    parameters. `hybrid_summary()["displacement_residuals"]` has the means by group.
+
+    Args:
+        correct_gain (`bool`): Whether later leaps are corrected.
+    """
+
+    name = "leap_residuals"
+
+    def __init__(self, correct_gain: bool = False):
+        self.correct_gain = correct_gain
+        self.comparison: LeapComparison | None = None
+        self.correction: GainCorrection | None = None
+        self.means: dict[str, dict] = {}
+        """By group of parameters: `leaps` judged, and the means of `cosine` and `norm_ratio` over them."""
+
+    def begin(self, run: Run) -> None:
+        self.run, self.means = run, {}
+        self.comparison = LeapComparison(run.weights)
+        self.correction = GainCorrection(self.comparison.groups) if self.correct_gain else None
+
+    def before_update(self, step: Step) -> None:
+        if step.leap is not None and not step.withheld:
+            try:
+                self.comparison.observe_gradients()
+            except Exception as error:
+                self.run.survive(error, "residuals missed a gradient")
+
+    def before_leap(self, leaps: Leaps, leap: Leap) -> None:
+        if self.correction is not None:
+            names = leaps.trajectory.weights.names
+            leaps.trajectory.gain_factors = [self.correction.factor(group_of(name)) for name in names]
+
+    def leap_written(self, leaps: Leaps, leap: Leap) -> None:
+        trajectory = leaps.trajectory
+        self.comparison.leap_made(leap.rate, trajectory.snapshot, trajectory.predicted_gradients())
+
+    def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
+        try:
+            leaps.trajectory.store.settle()
+            whole, groups = self.comparison.judge(leaps.trajectory.clock.lr_sum)
+            if whole is not None:
+                leap.cosine, leap.norm_ratio = whole.cosine, whole.norm_ratio
+                self._add(groups)
+                if self.correction is not None:
+                    self.correction.learn(groups)
+        except Exception as error:
+            self.run.survive(error, "residuals missed a leap")
+            self.comparison.clear()
+
+    def _add(self, groups: dict[str, GroupResidual]) -> None:
+        """Add the residual of one leap to the means by group of parameters."""
+        for group, residual in groups.items():
+            mean = self.means.setdefault(group, {"leaps": 0, "cosine": 0.0, "norm_ratio": 0.0})
+            mean["leaps"] += 1
+            for name in ("cosine", "norm_ratio"):
+                mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
+
+    def leaps_rejected(self, leaps: Leaps, leap: Leap | None) -> None:
+        if leap is not None:
+            self.comparison.clear()
+
+    def summary(self) -> dict[str, Any]:
+        return {"displacement_residuals": self.means}
+
+    def state_dict(self) -> dict[str, Any]:
+        correction = None if self.correction is None else self.correction.state_dict()
+        return {"comparison": self.comparison.state_dict(), "correction": correction, "means": self.means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.comparison.load_state_dict(state["comparison"])
+        if self.correction is not None and state["correction"] is not None:
+            self.correction.load_state_dict(state["correction"])
+        self.means = {group: dict(mean) for group, mean in state["means"].items()}

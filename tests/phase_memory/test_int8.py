@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
+from hf_hybrid.part import Phase, Part, PluginContext, PluginList
 from hf_hybrid.phase_memory.int8 import (
     Int8Predict,
     NoiseMeter,
@@ -217,7 +217,7 @@ def test_failing_probe_restores(tmp_path):
     assert not quantised(model)
 
 
-class Witness(PhasePlugin):
+class Witness(Part):
     """Stands around Int8Predict: sees the weights before and after each probe."""
 
     def __init__(self):
@@ -240,7 +240,7 @@ class Witness(PhasePlugin):
 def run(folder, plugin, **overrides):
     witness = Witness()
 
-    class Inside(PhasePlugin):
+    class Inside(Part):
         def before_probe(self):
             witness.quantised += len(quantised(witness.model)) > 0
 

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.part import Phase, PhasePlugin, PluginContext, PluginList
+from hf_hybrid.part import Phase, Part, PluginContext, PluginList
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phase_memory.precision import (
     WeightPrecision,
@@ -111,7 +111,7 @@ def test_held_precision():
         precision_plugins("bf16", model, autocast="bf16")
 
 
-class Spy(PhasePlugin):
+class Spy(Part):
     """Inside the window: notes what the modules hold when a pass begins, and what the optimizer finds after it."""
 
     def __init__(self):

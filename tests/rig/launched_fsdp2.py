@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.run.shards import canonical
+from hf_hybrid.run.weights import canonical
 from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too

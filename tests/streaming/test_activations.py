@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.part import Phase, PluginContext
 from hf_hybrid.phase_memory import activations
 from hf_hybrid.plan.setups import checkpointing_option
@@ -138,7 +138,7 @@ def test_the_measure_counts_each_storage_once_and_sees_keyword_arguments_of_chec
     assert saved_for_backward(linear, with_weights_brought_in) == made
 
 
-class Watch(PhasePlugin):
+class Watch(Part):
     """Where the run is, and how many tensors autograd was given to save during probes."""
 
     def __init__(self):
@@ -217,7 +217,7 @@ def test_it_is_on_in_the_phases_named_and_off_in_the_others(tmp_path):
     model = deep_model(num_hidden_layers=2)
     seen = {}
 
-    class Look(PhasePlugin):
+    class Look(Part):
         def before_forward(self, phase):
             seen.setdefault(phase, set()).update(switched_on(model))
 
@@ -252,7 +252,7 @@ def test_a_run_that_failed_leaves_nothing_for_the_next_one(tmp_path):
     model = deep_model(num_hidden_layers=2)
     plugin = ActivationCheckpointing(offload=True, min_bytes=0)
 
-    class Fails(PhasePlugin):
+    class Fails(Part):
         def after_backward(self, phase):
             raise KeyError("mine")
 
@@ -455,7 +455,7 @@ def test_wrong_checkpoint_phase(tmp_path, train_set):
         HybridTrainer(tiny_model(), config, train_dataset=train_set)
 
 
-class WatchCheckpointing(PhasePlugin):
+class WatchCheckpointing(Part):
     def __init__(self, model):
         self.model, self.seen = model, {}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_hybrid.run.shards import Whole
+from hf_hybrid.run.weights import Whole
 from hf_hybrid.world_model.residuals import (
     DisplacementResiduals,
     GainCorrection,

@@ -4,7 +4,7 @@ import json
 
 from conftest import ByteText, hybrid_config, tiny_model
 
-from hf_hybrid import HybridTrainer, PhasePlugin
+from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.part import Phase
 from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
 
@@ -61,7 +61,7 @@ def test_state_survives_json():
     assert observer.features == copy.features
 
 
-class Watcher(PhasePlugin):
+class Watcher(Part):
     name = "watcher"
 
     def __init__(self):

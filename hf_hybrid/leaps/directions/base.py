@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
-from hf_hybrid.run.shards import Whole
+from hf_hybrid.run.weights import TrainedWeights
 
 
 @dataclass
@@ -63,10 +63,9 @@ class Clock:
         return self.lr_sum / self.peak_rate if self.peak_rate > 0 else 0.0
 
 
-@dataclass
-class DirectionContext:
+class DirectionContext(TrainedWeights):
     """
-    Arguments of a direction: the trainable parameters, their optimizer, and the place of its buffers.
+    Arguments of a direction: the trainable weights, their optimizer, and the place of its buffers.
 
     Attributes:
         names (`list[str]`): Names of the parameters in the model.
@@ -83,28 +82,20 @@ class DirectionContext:
             weights or optimizer states; in [`Direction.prepare`] and [`Direction.displacement`] this has been done.
     """
 
-    names: list[str]
-    shards: Whole
-    groups: list[int]
-    optimizer: torch.optim.Optimizer
-    memory_steps: int
-    host: bool
-    clock: Clock
-    matrices: Collection[str] = ()
-    settle: Callable[[], None] = lambda: None
-    _scratches: dict[torch.device, Tensor] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        return self.shards.parameters
-
-    def group(self, index: int) -> dict[str, Any]:
-        """The parameter group of a parameter."""
-        return self.optimizer.param_groups[self.groups[index]]
-
-    def state(self, index: int) -> Mapping[str, Any]:
-        """The optimizer's state of a parameter; empty before its first update."""
-        return self.shards.local(self.optimizer.state.get(self.shards.originals[index], {}))
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        clock: Clock,
+        *,
+        memory_steps: int,
+        host: bool = False,
+        matrices: Collection[str] = (),
+    ):
+        self.names, self.shards, self.parameters = weights.names, weights.shards, weights.parameters
+        self.groups, self.optimizer, self.store = weights.groups, weights.optimizer, weights.store
+        self._scratches = weights._scratches
+        self.clock, self.memory_steps, self.host, self.matrices = clock, memory_steps, host, matrices
+        self.settle = weights.store.settle
 
     def lr_sum(self, index: int) -> float:
         """Sum of a parameter's learning rates since the last leap."""
@@ -141,18 +132,6 @@ class DirectionContext:
     def device_of(self, parameter: Tensor) -> torch.device:
         """Where the buffers of a parameter live."""
         return torch.device("cpu") if self.host else parameter.device
-
-    def scratch(self, like: Tensor, device: torch.device) -> Tensor:
-        """A view of one fp32 buffer per device that all parameters share; it lasts until the next call."""
-        if device not in self._scratches:
-            # Allocated once: a new tensor per parameter costs more than the arithmetic on it.
-            size = max(parameter.numel() for parameter in self.parameters)
-            self._scratches[device] = torch.empty(size, dtype=torch.float32, device=device)
-        return self._scratches[device][: like.numel()].view(like.shape)
-
-    def scratches(self) -> list[Tensor]:
-        """The scratch buffers made so far."""
-        return list(self._scratches.values())
 
 
 DirectionFactory = Callable[[DirectionContext], "Direction"]

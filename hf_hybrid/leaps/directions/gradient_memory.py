@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
 from hf_hybrid.leaps.directions.preconditioners import Preconditioner, muon, orthogonalisation_flops, preconditioner_of
-from hf_hybrid.run import sums
+from hf_hybrid.run.weights import sum_of_squares
 
 
 class GradientMemory(Direction):
@@ -111,9 +111,9 @@ class GradientMemory(Direction):
         for index in sampled:
             then = self.buffers["sample"][index]
             now = shards.sample(index, context.parameters[index]).to(then.device, torch.float32)
-            moved.append([sums.square(now - then)] if then.numel() else [])
+            moved.append([sum_of_squares(now - then)] if then.numel() else [])
             counts.append([torch.tensor(float(then.numel()))])
-            norms.append([sums.square(self.buffers["memory"][index])])
+            norms.append([sum_of_squares(self.buffers["memory"][index])])
         self._scales = {}
         if sampled:
             found = shards.totals([*moved, *counts, *norms]).view(3, -1).T.tolist()

@@ -140,19 +140,5 @@ def preconditioner_of(
     return adam if is_whole and "step" in state and "betas" in group else None
 
 
-def keeps_last_step(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is Adam's, of which [`last_step`] can be read."""
-    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-    return torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape
-
-
-def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
-    """Direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`; `None` for other optimizers."""
-    if not keeps_last_step(state):
-        return None
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
-
-
 def _as_number(value: Any) -> float:
     return value.item() if torch.is_tensor(value) else float(value)

@@ -1,10 +1,18 @@
 """
-Parameters that are spread over processes, as FSDP2 (torch's `fully_shard`) leaves them.
+The trained weights of a run: where they are stored, which rows of them this process holds, and sums over all of them.
 
-FSDP2 cuts every parameter, its gradient and its optimizer states along the first dimension. Each process holds some
-rows of each (a `DTensor`, placed as `Shard(0)`) and gathers a layer's weights only while the layer computes. A leap
-fits this well. Most of its arithmetic is elementwise: averages, preconditioners, snapshots and the move itself need
-nothing but the rows that a process holds. Three things need the other processes:
+Everything in this package that reads or moves weights, gradients or optimizer states goes through [`TrainedWeights`].
+It names them, and finds the optimizer's group and state of each. Three questions are answered by objects of their own.
+
+Where are they stored? Mostly where they compute ([`InPlace`]). Streamed layers are stored on the host, and copies of
+them compute on the device. Modules of FSDP2 compute with weights that they gathered ([`Gathered`]). A [`WeightStore`]
+is told before weights are read and after they were written.
+
+Which part of them is here? All of it with one process, and under DDP ([`Whole`]). FSDP2 (torch's `fully_shard`) cuts
+every parameter, its gradient and its optimizer states along the first dimension, and each process holds some rows of
+each ([`Shards`]: a `DTensor`, placed as `Shard(0)`). Most arithmetic of a leap is elementwise: averages,
+preconditioners, snapshots and the move itself need nothing but the rows that a process holds. Three things need the
+other processes:
 
 1. Sums. The norm of a leap, its cap, the predicted fall of the loss and the cosines are sums over all weights.
    [`Shards.totals`] adds up any number of them with one all-reduce. Every process gets the same bits, so all processes
@@ -18,8 +26,6 @@ nothing but the rows that a process holds. Three things need the other processes
    head do). The next pass would use these old weights and miss the leap, silently. Therefore [`Gathered`] makes every
    module drop them whenever a leap has written weights.
 
-[`Whole`] has the same methods for parameters that a process has whole, where there is nothing to send.
-
 Checkpoints hold whole tensors, whatever the number of processes. So a run can be resumed on another number.
 """
 
@@ -27,18 +33,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import LeapObstacleError
-from hf_hybrid.run import sums
 
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
 
 Task = tuple[Any, torch.Size, Tensor]
+
+
+# Sums over many tensors, with a single synchronisation and without temporaries of their size.
+
+
+def sums_of_squares(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sum of the squares of each tensor that is not sparse."""
+    return [sum_of_squares(t) for t in tensors if not t.is_sparse]
+
+
+def inner_product(first: Tensor, second: Tensor) -> Tensor:
+    """Inner product of two tensors of one shape."""
+    return torch.dot(first.reshape(-1), second.reshape(-1))
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Sum of the squares of the elements of one tensor, in fp32."""
+    flat = tensor.float().reshape(-1)
+    return torch.dot(flat, flat)  # several times faster than a norm on the CPU, and without a temporary
+
+
+def gather(scalars: list[Tensor]) -> Tensor:
+    """Stack scalars into a vector on their device, or on the host if there are several, with one transfer of each."""
+    places: dict[torch.device, list[int]] = {}
+    for place, scalar in enumerate(scalars):
+        places.setdefault(scalar.device, []).append(place)
+    if len(places) == 1:
+        return torch.stack([scalar.float() for scalar in scalars])
+    gathered = torch.empty(len(scalars))
+    for of_device in places.values():
+        gathered[of_device] = torch.stack([scalars[place].float() for place in of_device]).cpu()
+    return gathered
+
+
+def totals(lists: list[list[Tensor]]) -> Tensor:
+    """Return the sum of each list of scalars, 0 for an empty list. All scalars of a device travel together."""
+    together = gather([scalar for scalars in lists for scalar in scalars] or [torch.zeros(())]).cpu()
+    return torch.stack([part.sum() for part in together[: sum(map(len, lists))].split([*map(len, lists)])])
+
+
+# Which part of the weights is here.
 
 
 def canonical(name: str) -> str:
@@ -86,7 +132,7 @@ class Whole:
 
     def totals(self, lists: list[list[Tensor]]) -> Tensor:
         """Return the sum of each list of scalars over all processes, on the host; 0 for an empty list."""
-        return sums.totals(lists)
+        return totals(lists)
 
     def stride(self, index: int) -> int:
         """Return the distance between elements of [`sample`] in the flat parameter."""
@@ -155,7 +201,7 @@ class Shards(Whole):
         return {name: value.to_local() if _is_spread(value) else value for name, value in state.items()}
 
     def totals(self, lists: list[list[Tensor]]) -> Tensor:
-        found = sums.totals(lists).to(self._device, torch.float64)
+        found = totals(lists).to(self._device, torch.float64)
         self._distributed.all_reduce(found, group=self._group)
         return found.float().cpu()
 
@@ -266,9 +312,42 @@ class _Parts(Sequence):
         return part
 
 
+# Where they are stored.
+
+
+class WeightStore(Protocol):
+    """
+    Interface to weights stored on another device than they compute on.
+
+    `holds` says whether copies of a parameter compute in its place. `settle` is called before weights or optimizer
+    states are read: it finishes updates that are under way. `changed` is called after weights were written, or after
+    the leap under test changed: copies made of them are out of date.
+    """
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool: ...
+
+    def settle(self) -> None: ...
+
+    def changed(self) -> None: ...
+
+
+class InPlace:
+    """The [`WeightStore`] of weights that compute where they are stored."""
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool:
+        """Never."""
+        return False
+
+    def settle(self) -> None:
+        """Do nothing, because no update is ever pending."""
+
+    def changed(self) -> None:
+        """Do nothing, because there are no copies."""
+
+
 class Gathered:
     """
-    The [`~hf_hybrid.leaps.trajectory.WeightStore`] of FSDP2, whose modules compute with weights that they gathered.
+    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered.
 
     Args:
         model (`torch.nn.Module`): The sharded model.
@@ -291,3 +370,101 @@ class Gathered:
         """Make all modules gather their weights anew before they compute."""
         for module in self._modules:
             module.reshard()
+
+
+# All of it.
+
+
+class TrainedWeights:
+    """
+    The trainable weights of a run, with the optimizer that moves them.
+
+    Args:
+        parameters (`Iterable[tuple[str, torch.nn.Parameter]]`): Named trainable parameters. Those that the optimizer
+            does not move are left out.
+        optimizer (`torch.optim.Optimizer`): Unwrapped.
+        store (`WeightStore`, *optional*): Where they are stored. Default: where they compute.
+
+    Attributes:
+        names (`list[str]`): Names in the model; every `index` counts in this list.
+        shards (`Whole`): The parameters. It finds what lies on other processes.
+        parameters (`Sequence[torch.Tensor]`): What this process holds of each, with its gradient.
+        groups (`list[int]`): Index of each parameter's group in `optimizer.param_groups`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        store: WeightStore | None = None,
+    ):
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        moved = [(name, parameter) for name, parameter in parameters if id(parameter) in group_of]
+        self.names = [name for name, _ in moved]
+        self.shards = shards_of([parameter for _, parameter in moved])
+        self.parameters = self.shards.parameters
+        self.groups = [group_of[id(parameter)] for _, parameter in moved]
+        self.optimizer = optimizer
+        self.store: WeightStore = store or InPlace()
+        self._scratches: dict[torch.device, Tensor] = {}
+
+    def group(self, index: int) -> dict[str, Any]:
+        """The parameter group of a parameter."""
+        return self.optimizer.param_groups[self.groups[index]]
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter; empty before its first update."""
+        return self.shards.local(self.optimizer.state.get(self.shards.originals[index], {}))
+
+    def scratch(self, like: Tensor, device: torch.device) -> Tensor:
+        """A view of one fp32 buffer per device that all parameters share; it lasts until the next call."""
+        if device not in self._scratches:
+            # Allocated once: a new tensor per parameter costs more than the arithmetic on it.
+            size = max(parameter.numel() for parameter in self.parameters)
+            self._scratches[device] = torch.empty(size, dtype=torch.float32, device=device)
+        return self._scratches[device][: like.numel()].view(like.shape)
+
+    def scratches(self) -> list[Tensor]:
+        """The scratch buffers made so far."""
+        return list(self._scratches.values())
+
+    def whole(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """
+        Return whole tensors for a checkpoint, keyed `kind.parameter`, from lists with one per parameter or none. All
+        processes must call this. Where they share the weights, the first one gets the tensors.
+        """
+        return {
+            f"{kind}.{name}": self.shards.whole(index, tensor)
+            for kind, tensors in kinds.items()
+            for index, (name, tensor) in enumerate(zip(self.names, tensors))
+        }
+
+    def in_order(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """
+        Return this process's parts of what [`whole`] returned, by kind.
+
+        Raises:
+            ValueError: If the parameters of the checkpoint are not those of the model.
+        """
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, name = key.split(".", 1)
+            kinds.setdefault(kind, {})[name] = tensor
+        for saved in kinds.values():
+            if set(saved) != set(self.names):
+                odd = sorted(set(saved) ^ set(self.names))[0]
+                raise ValueError(
+                    f"The hybrid state of the checkpoint belongs to other parameters (`{odd}` is only in one of them). "
+                    "Resume with the model, adapters and trainable layers of the run that wrote it."
+                )
+        return {
+            kind: [self.shards.part(index, saved[name]) for index, name in enumerate(self.names)]
+            for kind, saved in kinds.items()
+        }
+
+    @torch.no_grad()
+    def are_finite(self) -> bool:
+        """Whether no weight is NaN or infinite: one pass over them, and one host synchronisation."""
+        self.store.settle()
+        found = self.shards.totals([sums_of_squares(parameter.detach() for parameter in self.parameters)])
+        return bool(torch.isfinite(found))

@@ -1,4 +1,4 @@
-"""`hf_hybrid/run/shards.py`: under FSDP2 a run on several processes is the run of one with the same global batch."""
+"""`hf_hybrid/run/weights.py`: under FSDP2 a run on several processes is the run of one with the same global batch."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.optimizers import split_parameters
-from hf_hybrid.run.shards import SAMPLE, Shards, Whole, shards_of
+from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
 from hf_hybrid.setup import MAX_ADAPTER_RATE
 
 TESTS = Path(__file__).parents[1]

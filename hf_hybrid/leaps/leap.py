@@ -1,0 +1,808 @@
+"""
+Leaps: when one is made, how far it goes, and whether it stays.
+
+The idea. Much of what an optimizer will do in the next few steps can be predicted from what it just did. So the run
+alternates real steps with *leaps*: the weights jump along a predicted displacement (directions/ predicts it,
+trajectory.py applies it). A leap that helps is *worth* some real steps, and the run skips as many: no forward pass, no
+backward pass, but the schedule, logging, evaluation and saving go on. A leap that hurts is undone bit for bit.
+
+The course of things:
+
+    Warmup   real steps; the direction and the monitor gather statistics
+    Full     real steps; at the end of a block a leap may be due
+    Predict  the leap is made, and the steps that it is worth are skipped
+    Correct  real steps at the new point; then the leap is accepted or rolled back -> Predict or Full
+
+How far a leap goes is the planner's business (gains.py): a constant gain by default, a bandit, or a world model that
+imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and whole
+steps are redeemed.
+
+How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
+(probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
+after which fewer preference pairs are ranked right, is tried at a quarter, a sixteenth and a 64th until neither holds,
+and then undone. Few leaps need a probe: a budget bounds what probes cost. Every leap is watched in Correct, where the
+divergence monitor (run/monitor.py) compares the training loss with the trend before the leap, and the snapshot is there
+until then. Where Correct could not tell, because there are too few losses for a trend, every leap is probed.
+
+What was refused is learnt from (`Trust`): later leaps are not longer than what a probe accepted, and are probed until
+one is accepted as it was asked for. A run in which leaps do not help uses up a small budget and then makes none.
+
+Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
+pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made there, nor
+with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). Whether a language model is
+pretrained shows in the very first training loss, so that until then [`FirstLoss`] stands in the place of the leaps. A
+run without leaps has no part of this module.
+
+[`Leaps`] is a part of the run (part.py). All its decisions follow from state that is saved, so that a resumed run takes
+the same ones, and from numbers that are equal on all processes. From the top of this file: the phases, what holds the
+next leap back, the leaps, and the two parts that take their place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
+from hf_hybrid.leaps.trajectory import Trajectory
+from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.run.monitor import (
+    FORECAST_WINDOW,
+    MIN_FORECAST,
+    NORMAL,
+    Action,
+    DivergenceMonitor,
+    Level,
+    Verdict,
+    robust_trend,
+)
+from hf_hybrid.run.record import Leap
+from hf_hybrid.run.run import NO_LEAPS
+from hf_hybrid.run.weights import TrainedWeights
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
+
+logger = logging.getLogger(__name__)
+
+# The phases.
+
+LEGAL_TRANSITIONS = {
+    Phase.WARMUP: {Phase.FULL},
+    Phase.FULL: {Phase.PREDICT},
+    Phase.PREDICT: {Phase.CORRECT, Phase.FULL},
+    Phase.CORRECT: {Phase.PREDICT, Phase.FULL},
+}
+
+
+@dataclass(frozen=True)
+class PhaseLengths:
+    """Lengths of the phases in steps. `max_predict` is the largest worth of one leap."""
+
+    warmup: int
+    full: int
+    correct: int
+    max_predict: int
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = 0 if name == "warmup" else 1
+            if value < least:
+                raise ValueError(f"`PhaseLengths.{name}` must be at least {least}, got {value}.")
+
+
+class PhaseController:
+    """
+    Decides the phase of the next step, without tensors, clock or randomness.
+
+    Call [`finish_step`] after every step. If it returns `PREDICT`, a leap is pending. Make it before the next step, and
+    report it with [`leap_kept`] or [`leap_rejected`].
+    """
+
+    MAX_CONSECUTIVE_LEAPS = 5
+    """Leaps that may follow each other without a Full block in between."""
+
+    def __init__(self, lengths: PhaseLengths):
+        self.lengths = lengths
+        self.phase = Phase.WARMUP if lengths.warmup > 0 else Phase.FULL
+        self.remaining = lengths.warmup or lengths.full
+        self.steps_in_phase = 0
+        self.consecutive_leaps = 0
+        self.leap_due = False
+
+    def finish_step(self, *, leap_allowed: bool) -> Phase:
+        """
+        Count the step that just ended and choose the phase of the next one.
+
+        Args:
+            leap_allowed (`bool`): `False` while rejected leaps back off or nothing could be gained.
+        """
+        self.remaining -= 1
+        self.steps_in_phase += 1
+        if self.remaining > 0:
+            return self.phase
+        if self.phase is Phase.PREDICT:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        elif self.phase is Phase.WARMUP:
+            self._enter(Phase.FULL, self.lengths.full)
+        else:
+            self._leap_or_full(leap_allowed)
+        return self.phase
+
+    def _leap_or_full(self, leap: bool) -> None:
+        if self.phase is Phase.CORRECT and self.consecutive_leaps >= self.MAX_CONSECUTIVE_LEAPS:
+            leap = False
+        if leap:
+            self.consecutive_leaps += 1
+            self._enter(Phase.PREDICT, 0)
+            self.leap_due = True
+        else:
+            self.consecutive_leaps = 0
+            self._enter(Phase.FULL, self.lengths.full)
+
+    def leap_kept(self, horizon: int) -> Phase:
+        """Record that the pending leap stays. The next `horizon` steps are predicted (0: Correct follows at once)."""
+        self.leap_due = False
+        if horizon > 0:
+            self.remaining = min(horizon, self.lengths.max_predict)
+        else:
+            self._enter(Phase.CORRECT, self.lengths.correct)
+        return self.phase
+
+    def leap_rejected(self, full_steps: int | None = None) -> Phase:
+        """Record that the pending leap was undone. Real steps follow."""
+        self.force_full(full_steps)
+        return self.phase
+
+    def force_full(self, steps: int | None = None) -> None:
+        """Go on with real steps. Warmup is never cut short."""
+        self.leap_due = False
+        self.consecutive_leaps = 0
+        if self.phase is Phase.WARMUP:
+            return
+        length = max(steps or self.lengths.full, 1)
+        if self.phase is Phase.FULL:
+            self.remaining = max(self.remaining, length)
+        else:
+            self._enter(Phase.FULL, length)
+
+    def _enter(self, phase: Phase, length: int) -> None:
+        if phase is not self.phase and phase not in LEGAL_TRANSITIONS[self.phase]:
+            raise RuntimeError(f"Illegal phase transition from `{self.phase.value}` to `{phase.value}`.")
+        self.phase, self.remaining, self.steps_in_phase = phase, length, 0
+
+    def state_dict(self) -> dict:
+        return {
+            "phase": self.phase.value,
+            "remaining": self.remaining,
+            "steps_in_phase": self.steps_in_phase,
+            "consecutive_leaps": self.consecutive_leaps,
+            "leap_due": self.leap_due,
+            "lengths": asdict(self.lengths),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.phase = Phase(state["phase"])
+        self.remaining = state["remaining"]
+        self.steps_in_phase = state["steps_in_phase"]
+        self.consecutive_leaps = state["consecutive_leaps"]
+        self.leap_due = state["leap_due"]
+
+
+# What holds the next leap back.
+
+
+@dataclass
+class Trust:
+    """
+    Decides whether to leap, how far, and whether to probe, from the results of earlier leaps. It handles plain numbers
+    only.
+
+    1. Length. A leap's length is counted in real steps at the peak of the learning rate. A probe that accepts a shorter
+       leap than was asked for limits later leaps to that length (`proven`), one that refuses every length to a quarter,
+       and a roll-back to a half of what was undone. Later probes ask for `RAISE` times as much: at once as long as that
+       is below the length that was refused last, and then after 4, 8, 16, ... kept leaps.
+    2. Probation. No leap goes unprobed after one that was refused, shortened or rolled back, until a probe accepts a
+       leap as it was asked for.
+    3. Back-off. After a rejection no leap is made for 1, 2, 4, ... blocks of real steps.
+    4. Level, a factor on every gain. A caution of the divergence monitor and a lasting rise of the loss halve it, and
+       each kept leap raises it by a tenth, up to 1.
+
+    What probes cost is bounded in two ways. The probes of a run in which leaps do well are spread over it and cost
+    `probe_budget` at most. Where every leap needs one, those that are kept pay for theirs out of what they are worth,
+    and those that are refused may cost `REFUSALS` times the budget, a tenth of which each kept leap forgives. After
+    that no leap is made that needs a probe.
+
+    Args:
+        probe_budget (`float`): Share of the run's compute for probes.
+        max_steps (`int`): Length of the run.
+    """
+
+    probe_budget: float
+    max_steps: int
+    rejections_in_a_row: int = 0
+    blocks_to_skip: int = 0
+    probes_made: int = 0
+    level: float = 1.0
+    proven: float = math.inf
+    """The longest leap that a probe accepted since one was refused; infinite if none was."""
+    refused: float = math.inf
+    """Length of the leap that was refused last."""
+    refusals: int = 0
+    kept_since: int = 0
+    """Leaps that were kept since the last refusal."""
+    on_probation: bool = False
+    refused_cost: float = 0.0
+    """What probes cost that refused or shortened a leap, in real steps, as far as kept leaps have not forgiven it."""
+
+    RAISE = 2.0
+    REFUSALS, FORGIVES = 2.0, 0.9
+    LOWEST_LEVEL = 1.0 / 64.0
+
+    def allows_leap(self, step: int, probe: Probe | None = None, *, must_probe: bool) -> bool:
+        """Return whether a leap may be made, and count down the blocks of the back-off. Call this once per block."""
+        if self.blocks_to_skip > 0:
+            self.blocks_to_skip -= 1
+            return False
+        return not must_probe or self.probe_is_due(probe, step, must_probe=True)
+
+    def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
+        """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
+        whole = self.probe_budget * self.max_steps
+        if self.probes_made == 0:
+            return True
+        if must_probe:
+            return self.refused_cost + 2 * probe.price <= self.REFUSALS * whole
+        return probe.cost_steps + 3 * probe.price <= whole * min(step / self.max_steps + 0.1, 1.0)
+
+    def wants_more(self, length: float) -> bool:
+        """Whether it is time to try a leap of this length, which is longer than what was proven."""
+        if self.on_probation or length <= self.proven:
+            return False
+        return self.RAISE * self.proven < self.refused or self.kept_since >= 2 ** (self.refusals + 1)
+
+    def longest(self, *, probed: bool) -> float:
+        """Return the length of the longest leap that may be made now."""
+        return self.proven * (self.RAISE if probed and self.wants_more(math.inf) else 1.0)
+
+    def leap_was_probed(self, asked: float, accepted: float, cost: float) -> None:
+        """
+        Learn from a probe.
+
+        Args:
+            asked (`float`), accepted (`float`): Length of the leap, and the one that the probe accepted: the same, a
+                lower one, or 0.
+            cost (`float`): Of the probe, in real steps.
+        """
+        self.probes_made += 1
+        self.on_probation = accepted < asked
+        if self.on_probation:
+            self.refused_cost += cost
+            self._refuse(asked, allowed=accepted or asked / 4)
+        else:
+            self.proven = max(accepted, self.proven)
+
+    def leap_was_kept(self, *, probed: bool) -> None:
+        if probed:
+            self.rejections_in_a_row = 0
+        self.kept_since += 1
+        self.refused_cost *= self.FORGIVES
+        self.level = min(1.0, self.level * 1.1)
+
+    def leap_was_rejected(self) -> None:
+        self.rejections_in_a_row += 1
+        self.blocks_to_skip = 2 ** min(self.rejections_in_a_row - 1, 10)
+        self.on_probation = True
+
+    def leap_was_rolled_back(self, length: float) -> None:
+        """Learn that a leap of this length did harm which no probe saw."""
+        self.leap_was_rejected()
+        self._refuse(length, allowed=length / 2)
+
+    def _refuse(self, length: float, *, allowed: float) -> None:
+        self.refused, self.proven = length, min(allowed, self.proven)
+        self.refusals, self.kept_since = self.refusals + 1, 0
+
+    def shorten(self) -> None:
+        """Halve later leaps, until kept leaps raise the level again."""
+        self.level = max(self.level / 2, self.LOWEST_LEVEL)
+
+    def state_dict(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("probe_budget", "max_steps")}
+
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state, proven=float(state["proven"]), refused=float(state["refused"]))
+
+
+# The leaps.
+
+
+class LeapObserver(Part):
+    """
+    A part that also follows each leap. Optional rooms observe leaps with it: residuals, and the signals of planners.
+    """
+
+    def before_leap(self, leaps: Leaps, leap: Leap) -> None:
+        """Called when a leap is about to be made."""
+
+    def leap_written(self, leaps: Leaps, leap: Leap) -> None:
+        """Called when it is written into the weights. It is still undone if this raises an exception."""
+
+    def leap_tried(self, leaps: Leaps, leap: Leap) -> None:
+        """Called when its probe is over and the weights are final until Correct."""
+
+    def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
+        """Called at the end of Correct when the leap stays, before the way back is closed."""
+
+    def leaps_rejected(self, leaps: Leaps, leap: Leap | None) -> None:
+        """Called when a leap was undone, or when leaps back off without one (`None`)."""
+
+
+class Leaps(Part):
+    """
+    Makes the leaps of a run. The module's docstring describes the course of things.
+
+    Args:
+        controller (`PhaseController`), trajectory (`Trajectory`), gains (`GainPlanner`), trust (`Trust`): The phases,
+            the weights, how far leaps go, what holds them back.
+        monitor (`DivergenceMonitor`): The part of the run that judges its losses.
+        probe (`Probe`, *optional*): Without it no leap is probed.
+        leap_budget (`float`): Arithmetic that leaps may cost, as a share of that of the real steps. The same holds for
+            the bytes that processes send.
+        cost_of_step (`Callable[[int], tuple[float, float]]`): From the tokens of a real step on this process to its
+            floating-point operations on one process, and the bytes that all processes together send.
+        skip_from (`int`): No step before this one is skipped, whatever leaps are worth.
+        observers (`Sequence[LeapObserver]`): Parts that follow each leap. They stand in the run's list too.
+    """
+
+    name = "leaps"
+    MARGIN, Z = 1.0, 2.0
+    """A probed leap may raise the loss by `MARGIN` real steps' worth of progress and `Z` standard errors."""
+    SHORTER = (1 / 4, 1 / 16, 1 / 64)
+    """Shares of a probed leap that is clearly worse that are tried before it is undone."""
+
+    def __init__(
+        self,
+        *,
+        controller: PhaseController,
+        trajectory: Trajectory,
+        gains: GainPlanner,
+        trust: Trust,
+        monitor: DivergenceMonitor,
+        probe: Probe | None,
+        leap_budget: float,
+        cost_of_step: Callable[[int], tuple[float, float]],
+        skip_from: int = 0,
+        observers: Sequence[LeapObserver] = (),
+    ):
+        self.controller, self.trajectory, self.gains, self.trust = controller, trajectory, gains, trust
+        self.monitor, self.probe, self.leap_budget, self.cost_of_step = monitor, probe, leap_budget, cost_of_step
+        self.skip_from, self.observers = skip_from, list(observers)
+        self.credit = 0.0
+        self.leap_cost: float | None = None
+        """
+        Arithmetic of a leap in real steps, or the bytes that it sends if these are more; `None` until the first step
+        was counted.
+        """
+        self.leap_seconds = self.probe_seconds = 0.0
+
+    def begin(self, run: Run) -> None:
+        self.run, self.max_steps, self.record = run, run.max_steps, run.record
+
+    # Before a step.
+
+    def begin_step(self, step: Step) -> None:
+        """Make the leap that is due, and say which phase the step belongs to."""
+        if self.controller.leap_due:
+            self._begin_leap(step.index)
+        step.phase, step.leap = self.controller.phase, self.trajectory.open
+
+    def _begin_leap(self, step: int) -> None:
+        # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
+        started, probed, formed = time.perf_counter(), self.probe_seconds, self.trajectory.formed
+        leap = Leap(step, real_steps=self.trajectory.clock.steps_in_block)
+        try:
+            self._leap(leap)
+        except Exception as error:
+            self.run.survive(error, "leap undone")  # the trial has put the weights back
+            self._reject(leap)
+        self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
+        self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
+
+    def _leap(self, leap: Leap) -> None:
+        """Make one leap as a transaction: plan it, try it, probe it if a probe is due, then keep or undo it."""
+        trajectory, trust = self.trajectory, self.trust
+        gain = self._gain(leap)
+        if gain <= 0:
+            self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
+            return
+        length = gain * trajectory.clock.full_rate_steps
+        needed = self.must_probe or (self.probe is not None and trust.wants_more(length))
+        due = self.probe is not None and trust.probe_is_due(self.probe, leap.step, must_probe=needed)
+        probed = due and self.probe.choose()
+        if self.must_probe and not probed:
+            self.controller.leap_rejected()  # the epoch ends: too few sequences come next
+            return
+        gain *= min(1.0, trust.longest(probed=probed) / length)
+        with trajectory.trial(leap):
+            if probed:
+                self._probe(leap, gain)
+            else:
+                trajectory.leap(gain)
+            if leap.verdict != "rejected":
+                self._keep(leap)
+        # Nothing from here on can fail: the books are kept after the weights.
+        self.record.add_leap(leap)
+        if leap.verdict == "rejected":
+            self._reject(leap)
+            self._write(leap.step, leap)
+        else:
+            self.credit += leap.worth
+            self.credit -= leap.horizon
+            self.controller.leap_kept(leap.horizon)
+        self._tell("leap_tried", leap)
+
+    def _gain(self, leap: Leap) -> float:
+        """Return the gain that is wanted, or 0 if no leap can be made."""
+        trajectory, lengths = self.trajectory, self.controller.lengths
+        if not trajectory.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+            return 0.0
+        trajectory.clock.progress = leap.step / self.max_steps
+        self._tell("before_leap", leap)
+        # A block that grew long during a back-off must not become one long leap.
+        longest = max(lengths.full + lengths.correct, self.shortest_block)
+        gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
+        return gain * min(1.0, longest / leap.real_steps)
+
+    @property
+    def must_probe(self) -> bool:
+        """
+        Whether no leap may be made without a probe: while leaps are on probation, and until there are enough losses to
+        forecast those after a leap, by which Correct tells whether it hurt.
+        """
+        uncertain = self.trust.on_probation or len(self._recent_losses()) < MIN_FORECAST
+        return self.probe is not None and uncertain
+
+    def _probe(self, leap: Leap, gain: float) -> None:
+        """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
+        probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
+        before = self._evaluate()
+        if sum(loss != 0.0 for loss in before.values) < MIN_SEQUENCES:
+            self.trajectory.leap(gain)
+            accepted = 1.0
+        else:
+            accepted = self._compare(leap, gain, before)
+        leap.probe_cost_steps = probe.cost_steps - spent
+        asked = leap.length / accepted if accepted else leap.length
+        self.trust.leap_was_probed(asked, asked * accepted, leap.probe_cost_steps)
+        self.record.forward_only_passes += probe.forward_passes - passes
+        self.record.probe_cost_steps += leap.probe_cost_steps
+
+    def _compare(self, leap: Leap, gain: float, before: Losses) -> float:
+        """Keep the leap, shorten it until it is not worse, or reject it. Return the share of it that is accepted."""
+        accepted, slope = 1.0, self.slope
+        leap.loss_before, leap.accuracy_before = before.mean, before.accuracy
+        self._look(leap, gain, before)
+        leap.verdict = "kept"
+        if is_clearly_worse(leap.decrease, leap.standard_error, margin=self.MARGIN * slope, z=self.Z):
+            leap.worse_in = "loss"
+        elif costs_accuracy(leap.accuracy_before, leap.accuracy_after):
+            leap.worse_in = "accuracy"
+        if leap.worse_in is not None:
+            refused = replace(leap)
+            for accepted in self.SHORTER:
+                self._look(leap, refused.gain * accepted, before)
+                worse = is_clearly_worse(leap.decrease, leap.standard_error, margin=0.0, z=1.0)
+                if not worse and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
+                    leap.verdict = "shrunk"
+                    break
+            else:  # what is written down is the leap that was asked for
+                vars(leap).update(vars(refused), verdict="rejected")
+                accepted = 0.0
+        if slope > 0:
+            leap.e = leap.decrease / slope
+        return accepted
+
+    def _look(self, leap: Leap, gain: float, before: Losses) -> None:
+        self.trajectory.leap(gain)
+        after = self._evaluate()
+        leap.loss_after, leap.accuracy_after = after.mean, after.accuracy
+        leap.decrease, leap.standard_error = paired_decrease(before.values, after.values)
+
+    def _evaluate(self) -> Losses:
+        started = time.perf_counter()
+        losses = self.probe.losses()
+        self.probe_seconds += time.perf_counter() - started
+        return losses
+
+    def _keep(self, leap: Leap) -> None:
+        """Inside the trial, write the leap for good, and remember the values that Correct compares with."""
+        room = min(self.controller.lengths.max_predict, self.max_steps - leap.step - 1)
+        worth = self.gains.worth_of(leap.gain, leap.real_steps) if leap.step >= self.skip_from else 0.0
+        leap.worth = max(worth - leap.probe_cost_steps, 0.0)
+        leap.horizon = min(int(self.credit + leap.worth), room)
+        losses = self._recent_losses()
+        if len(losses) >= MIN_FORECAST:
+            leap.forecast, leap.deviation = robust_trend(losses)
+        leap.rate = leap.gain * self.trajectory.clock.lr_sum
+        self.trajectory.keep()
+        self._tell("leap_written", leap)
+
+    def _reject(self, leap: Leap | None) -> None:
+        self.trust.leap_was_rejected()
+        self.controller.leap_rejected()
+        self._tell("leaps_rejected", leap)
+
+    def _tell(self, event: str, leap: Leap | None) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(self, leap)
+
+    def _recent_losses(self) -> list[float]:
+        return list(self.monitor.losses)[-FORECAST_WINDOW:]
+
+    @property
+    def slope(self) -> float:
+        """Return the recent fall of the training loss per real step; 0 if it does not fall or is unknown."""
+        losses = self._recent_losses()
+        if len(losses) < 4:
+            return 0.0
+        now, _ = robust_trend(losses)
+        return max((statistics.median(losses) - now) / ((len(losses) + 1) / 2), 0.0)
+
+    @property
+    def shortest_block(self) -> int:
+        """Return the real steps between leaps that keep the cost of leaps within `leap_budget`."""
+        return max(1, math.ceil((self.leap_cost or 0.0) / self.leap_budget - 1e-9))
+
+    # Within a real step.
+
+    def before_update(self, step: Step) -> None:
+        """Show the direction gradients that are used."""
+        if self.leap_cost is None:
+            self._learn_cost(step.tokens)
+        if step.withheld:
+            return
+        try:
+            self.trajectory.observe_gradients()
+        except Exception as error:
+            self.run.survive(error, "predictor missed a gradient")
+
+    def _learn_cost(self, tokens: int) -> None:
+        """Compare the cost of a leap with that of the first real step."""
+        direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(tokens)
+        costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
+        self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
+
+    def after_update(self, step: Step, learning_rates: list[float]) -> None:
+        self.trajectory.observe_step(learning_rates)
+
+    # After a step.
+
+    def end_step(self, step: Step) -> None:
+        if step.counts and step.leap is not None:
+            step.leap.losses.append(step.loss)
+
+    def decide(self, step: Step) -> None:
+        """Decide the phase of the next step, and judge the leap whose Correct is over."""
+        block_ends = self.controller.remaining <= 1 and self.controller.phase is not Phase.PREDICT
+        allowed = block_ends and self._may_leap(step.index + 1)
+        self.controller.finish_step(leap_allowed=allowed)
+        # The controller has left Correct: the leap is judged now, while its snapshot is still there.
+        leap, phase = self.trajectory.open, self.controller.phase
+        if step.phase is Phase.CORRECT and phase is not Phase.CORRECT and leap is not None:
+            verdict = self._judge(leap)
+            if verdict.action is Action.NONE:
+                self._write(step.index, leap)
+            else:
+                self.run.react(verdict)
+
+    def _may_leap(self, step: int) -> bool:
+        if self.trajectory.clock.steps_in_block < self.shortest_block or self.gains.peak <= 0:
+            return False
+        return self.trust.allows_leap(step, self.probe, must_probe=self.must_probe)
+
+    def _judge(self, leap: Leap) -> Verdict:
+        """Judge the leap at the end of Correct: accept it and learn from it, or return why it must be undone."""
+        if not leap.losses:
+            # Every step since the leap was skipped: the snapshot may be the only good weights there are.
+            return Verdict(Level.CRITICAL, "no finite loss since the leap", Action.ROLL_BACK)
+        if leap.forecast is not None:
+            leap.forecast_error = sum(leap.losses) / len(leap.losses) - leap.forecast
+            verdict = self.monitor.judge_leap(leap.losses, leap.forecast, leap.deviation)
+            if verdict.action is Action.ROLL_BACK:
+                return verdict
+        self._tell("leap_accepted", leap)
+        self.trajectory.accept()
+        self.trust.leap_was_kept(probed=leap.loss_before is not None)
+        return NORMAL
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        action = verdict.action
+        if action is Action.SHORTEN:
+            self.trust.shorten()
+        if action is Action.BACK_OFF:
+            self.trust.leap_was_rejected()
+            self.trust.shorten()
+            self._tell("leaps_rejected", None)
+        if action in (Action.FORCE_FULL, Action.BACK_OFF, Action.ROLL_BACK, Action.RESET_PREDICTOR):
+            self.controller.force_full(2 * self.controller.lengths.full)
+        if action is Action.ROLL_BACK:
+            self._roll_back(step)
+        if action is Action.RESET_PREDICTOR:
+            self.trajectory.reset_memory()
+
+    def _roll_back(self, step: Step) -> None:
+        """Undo the open leap, exactly."""
+        leap, step.leap = self.trajectory.open, None
+        self.trajectory.roll_back()
+        self.record.roll_backs += 1
+        leap.verdict = "rolled_back"
+        self.trust.leap_was_rolled_back(leap.length)
+        self.credit -= leap.worth  # its credit is taken back
+        self._tell("leaps_rejected", leap)
+        self._write(step.index, leap)
+
+    # Reports.
+
+    def _write(self, step: int, leap: Leap) -> None:
+        """Write what became of a leap. `step` (0-based) is the one in which that was decided."""
+        self.run.write({"step": step + 1, "leap": leap.summary()})
+
+    def end(self) -> None:
+        """A leap that is still open stays."""
+        if self.trajectory.open is not None:
+            self._write(self.run.steps_done - 1, self.trajectory.open)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "direction": self.trajectory.direction.name,
+            "planner": self.gains.summary(),
+            "buffer_bytes": self.trajectory.bytes_held(),
+            "bytes_sent": self.trajectory.shards.bytes_sent,
+        }
+
+    def log(self, step: int, logs: dict[str, Any]) -> None:
+        """Add the values of the phases as numbers, which all trackers accept."""
+        record, last = self.record, self.record.leaps[-1] if self.record.leaps else None
+        if "loss" in logs:
+            logs["hybrid/phase"] = (self.run.last_phase or self.controller.phase).index
+            logs["hybrid/predicted_steps"] = record.steps_by_phase[Phase.PREDICT.value]
+            logs["hybrid/backward_passes"] = record.backward_passes
+            logs["hybrid/forward_only_passes"] = record.forward_only_passes
+            logs["hybrid/leaps"] = record.leaps_made
+            logs["hybrid/leap_gain"] = last.gain if last else 0.0
+            logs["hybrid/leap_relative_norm"] = last.relative_norm if last else 0.0
+            logs["hybrid/credit"] = self.credit
+            logs["hybrid/learning_rate_scale"] = self.run.rate_scale
+        if "train_runtime" in logs:
+            # The metrics of the whole run; seconds are of this start, as `train_runtime` is.
+            logs["hybrid_backward_passes"] = record.backward_passes
+            logs["hybrid_backward_passes_avoided"] = record.backward_passes_avoided
+            logs["hybrid_leaps"] = record.leaps_made
+            logs["hybrid_leap_runtime"] = round(self.leap_seconds, 4)
+            logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors, trajectory = self.trajectory.state_dict()
+        opened = self.trajectory.open
+        return {
+            "tensors": tensors,
+            "trajectory": trajectory,
+            "controller": self.controller.state_dict(),
+            "trust": self.trust.state_dict(),
+            "probe": None if self.probe is None else self.probe.state_dict(),
+            "gains": self.gains.state_dict(),
+            "credit": self.credit,
+            "leap_cost": self.leap_cost,
+            "open_leap": None if opened is None else self.record.leaps.index(opened),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what [`state_dict`] returned, after the run restored its record."""
+        self.controller.load_state_dict(state["controller"])
+        self.trust.load_state_dict(state["trust"])
+        if self.probe is not None and state["probe"] is not None:
+            self.probe.load_state_dict(state["probe"])
+        if state["gains"] is not None:
+            self.gains.load_state_dict(state["gains"])
+        self.credit, self.leap_cost = state["credit"], state["leap_cost"]
+        leap = None if state["open_leap"] is None else self.record.leaps[state["open_leap"]]
+        self.trajectory.load_state_dict(state["tensors"], state["trajectory"], leap)
+
+
+# In the place of leaps.
+
+
+class FirstLoss(Part):
+    """
+    Waits for the first training loss, which tells whether the model is pretrained, and then leaves the run.
+
+    A model that is not gets the parts of leaps in this place, before the first gradient is shown to anybody.
+
+    Args:
+        pretrained_below (`float`): The model counts as pretrained below this loss.
+        build_leaps (`Callable[[], Sequence[Part]]`): Makes the parts of leaps.
+        build_others (`Callable[[], Sequence[Part]]`): Makes the parts of a run without leaps.
+    """
+
+    name = "first_loss"
+
+    def __init__(
+        self,
+        pretrained_below: float,
+        build_leaps: Callable[[], Sequence[Part]],
+        build_others: Callable[[], Sequence[Part]],
+    ):
+        self.pretrained_below, self.build_leaps, self.build_others = pretrained_below, build_leaps, build_others
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+
+    def before_update(self, step: Step) -> None:
+        if not math.isfinite(step.loss):
+            return
+        if step.loss < self.pretrained_below:
+            self.run.no_leaps = f"the model is pretrained (first training loss {step.loss:.3g})"
+            logger.warning(NO_LEAPS, self.run.no_leaps)
+        for part in self._make_room():
+            part.before_update(step)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        if Leaps.name in state or state["run"]["no_leaps"] is not None:
+            self.run.no_leaps = state["run"]["no_leaps"]
+            self._make_room()
+
+    def _make_room(self) -> Sequence[Part]:
+        parts = self.build_leaps() if self.run.no_leaps is None else self.build_others()
+        self.run.replace(self, parts)
+        return parts
+
+
+class GradientAverage(Part):
+    """
+    The average gradient of a run without leaps, if the search of the learning rate asks for it.
+
+    Args:
+        weights (`TrainedWeights`), direction (`Callable[[DirectionContext], Direction]`), memory_steps (`int`), host
+            (`bool`): As [`Trajectory`] takes them.
+    """
+
+    name = "gradient_average"
+
+    def __init__(self, weights: TrainedWeights, direction: DirectionFactory, *, memory_steps: int, host: bool):
+        self.weights, self.clock = weights, Clock()
+        self.direction: Direction = direction(
+            DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host)
+        )
+
+    def before_update(self, step: Step) -> None:
+        if not step.withheld:
+            self.clock.steps_seen += 1
+            self.direction.observe_gradients()
+
+    def react(self, step: Step, verdict: Verdict) -> None:
+        if verdict.action is Action.RESET_PREDICTOR:
+            self.direction.reset()
+            self.clock.steps_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "direction": self.direction.name,
+            "direction_state": self.direction.state_dict(),
+            "steps_seen": self.clock.steps_seen,
+            "tensors": self.weights.whole(self.direction.buffers),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock.steps_seen = state["steps_seen"]
+        if state["direction"] == self.direction.name:
+            self.direction.load_state_dict(self.weights.in_order(state["tensors"]), state["direction_state"])

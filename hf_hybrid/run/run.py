@@ -1,0 +1,389 @@
+"""
+A run from its first step to its last: the list of its parts, the step under way, and the batches.
+
+The trainer calls `begin`, then for each step `begin_step`, `count` for each micro-batch, `before_update` and
+`after_update` around the optimizer, and `end_step`; in the end `end`. The run calls the parts (part.py explains the
+hooks), keeps the record (record.py), and corrects Trainer's log for steps that were skipped.
+
+The order of the list matters in two places. The monitor comes first: it judges the gradients before anybody uses them.
+What scales the learning rate comes before the leaps, because it compares a gradient with what was known before it.
+
+A run without phases (`enable_predict=False`) has parts too, the memory guard for example. Its monitor is missing, its
+steps have no phase, and it leaves Trainer's log and batches alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import skip_first_batches
+
+from hf_hybrid.part import Part, Phase, Step, listening, name_of
+from hf_hybrid.run.monitor import Action, Verdict
+from hf_hybrid.run.record import RunRecord
+from hf_hybrid.run.weights import TrainedWeights
+
+NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
+
+
+def survive_nothing(error: Exception, otherwise: str) -> None:
+    """Raise `error`. A trainer with out-of-memory recovery passes its own function, which does `otherwise` instead."""
+    raise error
+
+
+class Run:
+    """
+    One run: its parts in order, the step under way, and the record.
+
+    Args:
+        parts (`Sequence[Part]`): In the order in which they are called.
+        warmup (`int`, *optional*): Steps of Warmup. `None` for a run without phases.
+        model (`torch.nn.Module`), optimizer (`torch.optim.Optimizer`): As it is trained; unwrapped.
+        weights (`TrainedWeights`, *optional*): What the optimizer moves. `None` in a run without phases.
+        feed (`BatchFeed`, *optional*): The batches. `None`: they are Trainer's.
+        max_steps (`int`): Length of the run.
+        no_leaps (`str`, *optional*): Why no leaps are made, if that is known.
+        survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
+            raises it unless it is an out-of-memory; the text says what is lost.
+        write (`Callable[[dict], None]`): Takes what became of each leap and each event of the monitor: `step` (the one
+            under way, 1-based), and `leap` or `event`.
+
+    Attributes:
+        step (`Step`, *optional*): The step under way; `None` between steps.
+        rate_scale (`float`): Factor on the learning rate of the next real step.
+        no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
+        later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part] = (),
+        *,
+        warmup: int | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        weights: TrainedWeights | None = None,
+        feed: BatchFeed | None = None,
+        max_steps: int = 0,
+        no_leaps: str | None = None,
+        survive: Callable[[Exception, str], None] = survive_nothing,
+        write: Callable[[dict], None] = lambda entry: None,
+    ):
+        self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
+        self.max_steps, self.no_leaps, self.survive, self.write = max_steps, no_leaps, survive, write
+        self.record = RunRecord()
+        self.logged, self.trained = LoggedSteps(), LoggedSteps()
+        self.step: Step | None = None
+        self.last_phase: Phase | None = None
+        self.last_loss: float | None = None
+        """Training loss of the last real step whose gradients were used; `None` before the first."""
+        self.steps_done = 0
+        self.rate_scale = 1.0
+        self.learning_rate = 0.0
+        """The scheduled one of the last step."""
+        self.later: list[Callable[[], Any]] = []
+        self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
+        self._ended: dict[str, Any] | None = None
+        self._began_at = time.perf_counter()
+        self.parts: list[Part] = []
+        self.set_parts(parts)
+
+    def set_parts(self, parts: Sequence[Part]) -> None:
+        """Replace the list of parts. A hook is then called for those alone that do something in it."""
+        self.parts = list(parts)
+        self._hooks = {hook: listening(self.parts, hook) for hook in vars(Part) if not hook.startswith("_")}
+
+    def replace(self, part: Part, others: Sequence[Part]) -> None:
+        """Put other parts in the place of one, and begin them."""
+        place = self.parts.index(part)
+        self.set_parts([*self.parts[:place], *others, *self.parts[place + 1 :]])
+        for other in others:
+            other.begin(self)
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of the parts."""
+        for method in self._hooks[hook]:
+            method(*args)
+
+    def listens(self, *hooks: str) -> bool:
+        """Whether any part does something at one of these hooks."""
+        return any(self._hooks[hook] for hook in hooks)
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether training goes in phases, with leaps or without."""
+        return self.warmup is not None
+
+    @property
+    def phase(self) -> Phase | None:
+        """Phase of the step under way, or of the last one; `None` without phases and before the first."""
+        return self.last_phase if self.step is None else self.step.phase
+
+    # The course of a run.
+
+    def begin(self) -> None:
+        """Begin all parts."""
+        self.call("begin", self)
+
+    def begin_step(self, index: int, batches: Sequence[Any] = (), learning_rate: float = 0.0) -> Step:
+        """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
+        self._began_at = time.perf_counter()
+        self.step = step = Step(index, learning_rate=learning_rate, batches=batches)
+        self.learning_rate = learning_rate
+        if self.warmup is not None:
+            step.phase = Phase.WARMUP if index < self.warmup else Phase.FULL
+        for method in self._hooks["begin_step"]:
+            method(step)
+        # After the leap, which may be worth no step, and which needs what parts put away in Predict.
+        if step.phase is not self._announced and step.phase is not None:
+            old, self._announced = self._announced, step.phase
+            self.call("on_phase_change", old, step.phase)
+        return step
+
+    def count(self, inputs: dict, loss: torch.Tensor) -> None:
+        """Count one micro-batch whose gradients are computed; `loss` is its share of the loss of the step."""
+        if self.step is not None:
+            self.step.losses.append(loss)
+            self.step.tokens += tokens_of(inputs)
+        while self.later:
+            self.later.pop(0)()
+
+    def before_update(self, loss: float, gradient_norm: float, accuracy: float | None = None) -> bool:
+        """
+        Show the parts loss and gradients of the real step, the monitor first.
+
+        `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
+
+        Returns whether the optimizer may step. If not, the caller must drop the gradients.
+
+        Raises:
+            TrainingDivergedError: If the monitor's action is to abort.
+        """
+        step = self.step
+        step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
+        for method in self._hooks["before_update"]:
+            method(step)
+        return not step.withheld
+
+    def after_update(self, learning_rates: list[float]) -> None:
+        """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
+        for method in self._hooks["after_update"]:
+            method(self.step, learning_rates)
+
+    def react(self, verdict: Verdict) -> None:
+        """Carry out the action of a verdict. The monitor writes it down, and raises an error if it is the last one."""
+        for method in self._hooks["react"]:
+            method(self.step, verdict)
+
+    def end_step(self) -> Step:
+        """Close the step, and let the parts decide what comes next. Return the step that ended."""
+        step = self.step
+        if self.feed is not None:
+            self.feed.close()
+        for method in self._hooks["end_step"]:
+            method(step)
+        phase = step.phase
+        if phase is not None:
+            if step.counts:
+                self.last_loss = step.loss
+            # Not before the step ends: a checkpoint inside it is resumed at its beginning.
+            self.record.count(step)
+            if step.verdict is not None and step.verdict.action is not Action.NONE:
+                self.react(step.verdict)
+        for method in self._hooks["decide"]:
+            method(step)
+        if phase is not None:
+            self.record.seconds_by_phase[phase.value] += time.perf_counter() - self._began_at
+            real, finite = phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
+            for steps in (self.logged, self.trained):
+                steps.count(real=real, finite=real and finite)
+        self.last_phase, self.step, self.steps_done = phase, None, step.index + 1
+        return step
+
+    def end(self) -> None:
+        """End the run. Its parts are released, and the summary stays."""
+        self.call("end")
+        self._ended = self.summary()
+        self.set_parts(())
+        self.model = self.optimizer = self.weights = self.feed = self.step = self.last_phase = None
+        self.warmup, self.later = None, []
+
+    # Reports.
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run so far as plain values; see [`RunRecord`]."""
+        if self._ended is not None:
+            return self._ended
+        found: dict[str, Any] = {**self.record.summary(), "no_leaps": self.no_leaps}
+        for part in self.parts:
+            found.update(part.summary())
+        return found
+
+    def amend_logs(self, step: int, logs: dict[str, Any]) -> None:
+        """Correct Trainer's log entry, whose means count skipped steps as zeros, and let the parts add to it."""
+        if self.has_phases:
+            if "loss" in logs:
+                self.logged.correct_mean(logs, "loss")
+                logs["learning_rate"] = self.learning_rate * self.rate_scale
+                if not self.logged.last_was_real:
+                    logs.pop("grad_norm", None)
+                self.logged = LoggedSteps()
+            self.trained.correct_mean(logs, "train_loss")
+        for method in self._hooks["log"]:
+            method(step, logs)
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """
+        Return what a resumed run goes on from, bit for bit: JSON values and dictionaries of tensors. All processes must
+        call this. Empty if no part has a state and there are no phases.
+        """
+        found = {name_of(part): state for part in self.parts if (state := part.state_dict())}
+        if self.has_phases:
+            found["run"] = {
+                "announced": self._announced.value,
+                "no_leaps": self.no_leaps,
+                "last_loss": self.last_loss,
+                "record": self.record.state_dict(),
+            }
+            found["feed"] = self.feed.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what [`state_dict`] returned. A part that is not in it starts anew."""
+        own = state.get("run")
+        if own is not None and self.has_phases:
+            self._announced, self.last_loss = Phase(own["announced"]), own["last_loss"]
+            self.record.load_state_dict(own["record"])
+        self.call("resume", state)
+        for part in list(self.parts):
+            if name_of(part) in state:
+                part.load_state_dict(state[name_of(part)])
+
+
+# Log entries.
+
+
+@dataclass
+class LoggedSteps:
+    """
+    Steps since the last log entry, to correct means that count skipped steps as zeros.
+
+    Attributes:
+        real (`int`), finite (`int`), total (`int`): Steps that were not skipped, those of them whose loss was finite,
+            and all steps.
+    """
+
+    real: int = 0
+    finite: int = 0
+    total: int = 0
+    last_was_real: bool = True
+
+    def count(self, *, real: bool, finite: bool) -> None:
+        """Count one step, which has a finite loss or none."""
+        self.real += real
+        self.finite += finite
+        self.total += 1
+        self.last_was_real = real
+
+    def correct_mean(self, logs: dict, key: str) -> None:
+        """
+        Turn the mean over all steps into the mean over the real ones. Drop it if no step had a finite loss: `Trainer`
+        logs zero then, unless `logging_nan_inf_filter=False`.
+        """
+        if key not in logs:
+            return
+        if self.finite:
+            logs[key] *= self.total / self.real
+        elif self.total and math.isfinite(logs[key]):
+            del logs[key]
+
+
+# Batches.
+
+
+class BatchFeed:
+    """
+    Hands out the batches of an epoch, in the order of `Trainer`'s own loader, of which some are fetched early.
+
+    A batch stays in the queue until the step that trains on it is over. So a probe may look at the next ones, a skipped
+    step, which trains on none, shows the next ones to subclasses, and a checkpoint that is saved inside a step counts
+    that step's batches as not trained on yet.
+
+    `Trainer` counts batches by steps when it resumes inside an epoch, and would skip those that were never trained on.
+    The feed remembers how many were, and then reads from an iterator of its own.
+    """
+
+    def __init__(self):
+        self.epoch = 0
+        self.trained = 0
+        """Batches of this epoch that steps were made with."""
+        self.begun = False
+        """Whether a step of this epoch is over; it may have been skipped."""
+        self._queue: list = []
+        self._under_way = 0
+        self._source: Iterator | None = None
+
+    def enter(self, epoch: int) -> None:
+        """Begin epoch `epoch`, or continue it after a resume."""
+        if epoch != self.epoch:
+            self.epoch, self.trained, self.begun = epoch, 0, False
+        self._queue, self._under_way, self._source = [], 0, None
+
+    def read(self, dataloader) -> None:
+        """Read the epoch after the batches that were trained on, with an iterator of our own."""
+        own = skip_first_batches(dataloader, self.trained)
+        for part in (own, getattr(getattr(own, "batch_sampler", None), "batch_sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
+        self._source = iter(own)
+        # Starting to iterate draws from the global generator, whose state Trainer restores before the first step: that
+        # has to be over by then, also where the first steps take no batch.
+        self.peek(1)
+
+    def open(self, epoch_iterator: Iterator) -> None:
+        """
+        Read the next batches, from `Trainer`'s iterator of the epoch unless [`read`] made one of our own.
+
+        A window that a stream ended in the middle of was trained on, though no step came of it.
+        """
+        if self._under_way:
+            self.close()
+        if self._source is None:
+            self._source = epoch_iterator
+
+    def peek(self, count: int) -> list:
+        """Return the next `count` batches, or as many as the epoch still has, and leave them in the queue."""
+        self._queue.extend(itertools.islice(self._source, max(count - len(self._queue), 0)))
+        return self._queue[:count]
+
+    def begin(self, count: int) -> None:
+        """A step trains on the next `count` batches."""
+        self._under_way = count
+
+    def close(self) -> None:
+        """The step is over."""
+        del self._queue[: self._under_way]
+        self.trained += self._under_way
+        self._under_way, self.begun = 0, True
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "trained": self.trained, "begun": self.begun}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.trained, self.begun = state["epoch"], state["trained"], state["begun"]
+
+
+def tokens_of(inputs: dict) -> int:
+    """Return the tokens in a batch: the elements of `input_ids`, or of the tensor that replaces it."""
+    found = inputs.get("input_ids")
+    if found is None:
+        found = next((value for value in inputs.values() if getattr(value, "ndim", 0) >= 2), None)
+    return 0 if found is None else found.shape[0] * found.shape[1]
