@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig
     from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
-    from hf_hybrid.part import Phase, Part
+    from hf_hybrid.part import Part, Phase
     from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback
     from hf_hybrid.records.summary import HybridSummary

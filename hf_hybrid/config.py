@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
+from hf_hybrid.files import load_room
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.phase_memory.precision import parse_precision
 
 CONFIG_NAME = "hybrid_config.json"
 
@@ -273,7 +273,8 @@ def _check_memory_options(optim: str, options: HybridArguments) -> None:
             "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
-        parse_precision(options.weight_precision)
+        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
+        room.parse_precision(options.weight_precision)
     if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
         raise ValueError(
             f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "

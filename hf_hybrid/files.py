@@ -1,13 +1,15 @@
-"""Writing small files so that neither a reader nor a crash finds half of one. Standard library only."""
+"""Files: small ones, written so that neither a reader nor a crash finds half of one, and optional modules."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
 import os
 import secrets
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -53,3 +55,39 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
+
+
+BASE_NAME = "hybrid_base.json"
+"""Beside adapters that were trained over a quantised base: how it was quantised. peft does not save this."""
+
+
+def note_base(model: Any, folder: str | Path) -> None:
+    """Write down how the base of adapters is quantised while they train; if it is not, remove an older note."""
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(model, "peft_config") and quantization is not None:
+        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        write_json(Path(folder, BASE_NAME), {"quantization_config": values})
+    else:
+        Path(folder, BASE_NAME).unlink(missing_ok=True)
+
+
+def load_room(name: str, asked_by: str) -> ModuleType:
+    """
+    Import a module of a room that the rest of the package works without, because an option asks for it.
+
+    Args:
+        name (`str`): Of the module in this package: `world_model.observer`.
+        asked_by (`str`): The option and its value, for the message.
+
+    Raises:
+        ValueError: If the installation lacks the room.
+    """
+    try:
+        return importlib.import_module(f"hf_hybrid.{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("hf_hybrid."):
+            raise
+        raise ValueError(
+            f"`{asked_by}` needs `{error.name}`, which this installation lacks. Install hf_hybrid whole, or leave the "
+            "option out."
+        ) from None

@@ -243,6 +243,11 @@ def _muon_step(update: Tensor, group: dict[str, Any]) -> Tensor:
     return matrix.detach()
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT's adapters were added to a model, which is not wrapped for several processes."""
+    return hasattr(model, "peft_config")
+
+
 def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     """
     Split the trainable parameters into those of Muon and those of AdamW.
@@ -329,7 +334,7 @@ def muon_groups(
         lr_scale (`float`): Muon's learning rate over `lr`.
     """
     matrices, rest = split_parameters(model)
-    rate_scale = 1.0 if hasattr(model, "peft_config") else RATE_SCALE
+    rate_scale = 1.0 if has_adapters(model) else RATE_SCALE
     logger.info(
         "Muon trains %d matrices (%d weights), AdamW the other %d parameters (%d weights), at %g times the rate.",
         len(matrices),

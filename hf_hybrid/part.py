@@ -3,8 +3,8 @@ A run is a list of parts: this is the interface that all of them have.
 
 What a run does beside plain training is done by parts. The divergence monitor, the search of the learning rate, leaps,
 the forecast, the memory guard, shared prompts and exact skips are parts, and so is what a user passes in `parts=`. The
-run (run/run.py) holds the list in order. At each event of a step it calls those parts that have something to do then. It
-also collects their summaries, and their states for a checkpoint. What a run does not need is not in the list.
+run (run/run.py) holds the list in order. At each event of a step it calls those parts that have something to do then.
+It also collects their summaries, and their states for a checkpoint. What a run does not need is not in the list.
 
 A step, and the hooks that are called:
 
@@ -62,6 +62,7 @@ class Step:
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
         batches (`Sequence`): The micro-batches. A predicted step trains on none of them.
+        items (`Any`): Items of the step by which losses are normalised; `None` where they are means.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
         skipped (`int`): Micro-batches of a predicted step, which are not computed.
@@ -79,6 +80,7 @@ class Step:
     phase: Phase | None = None
     learning_rate: float = 0.0
     batches: Sequence[Any] = ()
+    items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0
     skipped: int = 0
@@ -101,8 +103,8 @@ class Part:
     Base class of the parts of a run. Override the hooks that you need; by default each does nothing and costs nothing.
 
     Hooks run in the order of the run's list, except those that leave a state (`after_backward`, `after_probe`, `end`),
-    which run in reverse, so that parts nest. What `state_dict` returns is saved with every checkpoint under `name`: JSON
-    values, and dictionaries of tensors. Parts of one run need different names.
+    which run in reverse, so that parts nest. What `state_dict` returns is saved with every checkpoint under `name`:
+    JSON values and tensors, nested as it likes. Parts of one run need different names.
     """
 
     name: str = ""
@@ -171,6 +173,10 @@ class Part:
     def summary(self) -> dict[str, Any]:
         """Return entries of `hybrid_summary()`, as plain values."""
         return {}
+
+    def tensors_held(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that this part holds between steps beside model and optimizer, for memory reports."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs. All processes call this. Inside a step: the state before the step."""

@@ -23,28 +23,28 @@ With several processes nothing is tried again, because the others would wait for
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
-from hf_hybrid.files import write_json
+from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.part import Phase, Part
+from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.streaming.activations import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
-RECOVERY_NAME = "out_of_memory.json"
 MAX_EVENTS = 1000
 GIB = 2**30
 
@@ -152,14 +152,16 @@ class MemoryGuard(Part):
         if self.probe is not None:
             logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
 
+    def end_step(self, step: Step) -> None:
+        if self.probe is not None:
+            step.asks_save |= self.after_step(step.index + 1)
+
     def after_step(self, step: int) -> bool:
         """
         Read the memory after step `step` (1-based number of steps done).
 
         Returns whether a checkpoint should be written now.
         """
-        if self.probe is None:
-            return False
         used, total = self.probe()
         share, save, text = used / total, False, self._describe(used, total)
         logger.debug("Step %d ends with %s.", step, text)
@@ -262,6 +264,11 @@ def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
         return [batch]
 
 
+def first_part(batch: Any, most: int, blocks: int = 1) -> Any:
+    """Return the first `most` sequences of a batch, or all of it if it cannot be split."""
+    return parts_of(batch, most, blocks)[0]
+
+
 # Recovery.
 
 PAIRED = ("DPOTrainer", "RewardTrainer")
@@ -282,7 +289,7 @@ class MemoryPolicy:
     walk_by_micro_batch: bool = False
 
 
-class OutOfMemoryRecovery:
+class OutOfMemoryRecovery(Part):
     """
     Computes the micro-batches of every window, in parts no larger than what fits.
 
@@ -290,6 +297,8 @@ class OutOfMemoryRecovery:
         trainer: The trainer of the run. Read: its arguments, model, callbacks and `memory`; written:
             `current_gradient_accumulation_steps`, by which `Trainer` divides losses that are means.
     """
+
+    name = "out_of_memory"
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -314,18 +323,13 @@ class OutOfMemoryRecovery:
         self.stepping = False
         """Whether the optimizer's step is under way."""
 
-    def begin(self, context: PluginContext) -> None:
-        """Apply the measures of a checkpoint, when the model is ready to run."""
-        memory = self.trainer.memory
-        if self.policy.activation_checkpointing and not memory.streams:
-            self._checkpoint_activations(context)
-        if self.policy.walk_by_micro_batch:
-            memory.walk_by_micro_batch()
+    def begin(self, run: Run) -> None:
+        self.run = run
 
     def end(self) -> None:
         """Restore the model's settings and release all batches."""
         if self._checkpointing is not None:
-            self._checkpointing.on_train_end()
+            self._checkpointing.end()
             self._checkpointing = None
         self._batches, self._returned, self._random = [], [], None
 
@@ -510,9 +514,7 @@ class OutOfMemoryRecovery:
             self._warn("windows are walked micro-batch by micro-batch from here on, not layer by layer")
         elif self._can_checkpoint():
             self.policy.activation_checkpointing = True
-            state = self.trainer.state
-            context = PluginContext(self.trainer.model_wrapped, self.trainer.optimizer, state.max_steps)
-            self._checkpoint_activations(context)
+            self._checkpoint_activations()
             self.note("activation checkpointing", before=size, after=size)
             self._warn("activations are checkpointed from here on")
         else:
@@ -549,13 +551,13 @@ class OutOfMemoryRecovery:
         on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         return bool(getattr(model, "supports_gradient_checkpointing", False)) and not on
 
-    def _checkpoint_activations(self, context: PluginContext) -> None:
-        own = [part for part in self.trainer.plugins.plugins if isinstance(part, ActivationCheckpointing)]
+    def _checkpoint_activations(self) -> None:
+        own = [part for part in self.trainer.parts if isinstance(part, ActivationCheckpointing)]
         if own:  # it switches by phase already: from now on in every one
             own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
         else:
             self._checkpointing = ActivationCheckpointing()
-            self._checkpointing.on_train_begin(context)
+            self._checkpointing.begin(self.run)
 
     def _give_up(self, size: int, obstacle: str | None) -> None:
         """Save the state after the last step, and stop. Every gradient of the window is gone by now."""
@@ -620,23 +622,32 @@ class OutOfMemoryRecovery:
         }
         return [name for name, possible in choices.items() if possible]
 
-    # Saving.
+    # As a part of the run.
 
-    def save(self, folder: str | Path) -> None:
-        """Write the measures in use beside the checkpoint, if there are any."""
-        if self.events:
-            write_json(Path(folder) / RECOVERY_NAME, {"policy": asdict(self.policy), "events": self.events})
+    def begin_step(self, step: Step) -> None:
+        if step.phase is not Phase.PREDICT:
+            self.begin_window(list(step.batches), step.items)
 
-    def load(self, folder: str | Path) -> None:
-        """Read the measures for the run that resumes from the checkpoint."""
-        path = Path(folder) / RECOVERY_NAME
-        if not path.is_file():
+    def end_step(self, step: Step) -> None:
+        self.begin_window([])
+
+    def summary(self) -> dict[str, Any]:
+        return {"out_of_memory": list(self.events)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": asdict(self.policy), "events": self.events} if self.events else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the measures of the run that is resumed."""
+        self.events = list(state["events"])
+        if not self.retries:
             return
-        values = json.loads(path.read_text(encoding="utf-8"))
-        self.events = list(values["events"])
-        if self.retries:
-            self.policy = MemoryPolicy(**values["policy"])
-            logger.warning("`%s` ran out of memory before, and resumes with what fitted: %s.", folder, self.policy)
+        self.policy = MemoryPolicy(**state["policy"])
+        logger.warning("The run ran out of memory before, and resumes with what fitted: %s.", self.policy)
+        if self.policy.activation_checkpointing and not self.trainer.memory.streams:
+            self._checkpoint_activations()
+        if self.policy.walk_by_micro_batch:
+            self.trainer.memory.walk_by_micro_batch()
 
 
 def _first_line(error: Exception) -> str:
@@ -657,14 +668,14 @@ class SmallerProbes(Part):
         self.recovery = recovery
         self.most: int | None = None
 
-    def probe_losses(self, evaluate: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-        def in_parts(batch: Any) -> list[float]:
+    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
+        def in_parts(batch: Any) -> Losses:
             while True:
                 try:
                     if self.most is None:
                         return evaluate(batch)
                     parts = parts_of(batch, self.most, self.recovery.blocks)
-                    return [loss for part in parts for loss in evaluate(part)]
+                    return Losses.joined(evaluate(part) for part in parts)
                 except Exception as error:
                     self.recovery.catch(error)
                 free_memory()
@@ -686,7 +697,7 @@ class SmallerProbes(Part):
         self.recovery.note("split probes", before=size, after=self.most)
         logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, self.most)
 
-    def on_train_begin(self, context: PluginContext) -> None:
+    def begin(self, run: Run) -> None:
         self.most = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """
 Build the parts of a run from its options. Besides `config.py`, which checks options, only this module reads them.
 
-`build_memory` decides where weights live, `build_optimizer` makes the optimizer, `build_plugins` the parts that follow
-the phases, and `build_run` the run with leaps. The parts take plain values and know neither options nor trainer.
+`build_memory` decides where weights live, `build_optimizer` makes the optimizer, and `build_run` the run: the list of
+its parts, in order. The parts take plain values and know neither options nor trainer. Rooms that not every run needs
+(`world_model`, `phase_memory`) are loaded here, when an option asks for them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -22,12 +22,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.files import load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
-from hf_hybrid.leaps.directions.base import DirectionFactory, NoDirection, direction_class
-from hf_hybrid.leaps.gains import BanditGain, GainPlanner
-from hf_hybrid.leaps.phases import PhaseController, PhaseLengths
+from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.leap import (
+    FirstLoss,
+    GradientAverage,
+    LeapObserver,
+    Leaps,
+    PhaseController,
+    PhaseLengths,
+    Trust,
+)
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, ProbeBatch, SequenceLosses
-from hf_hybrid.leaps.run import NO_LEAPS, BatchFeed, LeapRun, StretchCounter, Trust
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.machine import (
     LeapObstacleError,
@@ -37,29 +45,38 @@ from hf_hybrid.machine import (
     sharding_of,
     workspace_bytes,
 )
-from hf_hybrid.optimizers import MuonAdamW, adapter_rate, is_adam, muon_groups, optimizer_name, split_parameters
+from hf_hybrid.optimizers import (
+    MuonAdamW,
+    adapter_rate,
+    has_adapters,
+    is_adam,
+    muon_groups,
+    optimizer_name,
+    split_parameters,
+)
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.recovery import UnrecoveredMemoryError, parts_of
+from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
+from hf_hybrid.run.forecast import Forecast
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import AdapterRate, LearningRateRescue
-from hf_hybrid.run.weights import Gathered, canonical, shards_of
+from hf_hybrid.run.rate import AdapterRate, LearningRateRescue, RateScale, StepCosine, rate_at
+from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
+from hf_hybrid.run.weights import Gathered, TrainedWeights, canonical, shards_of
+from hf_hybrid.streaming.activations import ActivationCheckpointing
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
-from hf_hybrid.world_model.signals import SignalObserver
 
 logger = logging.getLogger(__name__)
 
 STRETCH_STEPS, MOST_STRETCHES = 10, 300
 """Real steps that planners learn from at a time, and about how many such stretches a run has at most."""
-START_WEIGHTS = Path(__file__).parent / "world_model" / "rssm_start.safetensors"
 SKIP_FROM = 50
 """
 The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
@@ -80,25 +97,62 @@ the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, 
 # The run.
 
 
-def build_run(trainer) -> LeapRun:
+def build_run(trainer) -> Run:
     """
-    Build the run with leaps that `trainer` is about to start; its buffers go to the host if they do not fit.
+    Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
+
+    The parts that every training of this trainer has (`trainer.parts`) come last. Without phases there are no others.
 
     Raises:
         LeapObstacleError: If leaps cannot work with the optimizer, or with how the weights are sharded.
         ValueError: If `probe_dataset` gives fewer than two sequences, or no label.
-        UnrecoveredMemoryError: If the buffers do not fit on the host either.
+        UnrecoveredMemoryError: If buffers do not fit on the host either.
     """
+    options, max_steps = trainer.hybrid_args, trainer.state.max_steps
+    common = {"model": trainer.model_wrapped, "max_steps": max_steps, "survive": trainer.recovery.survive}
+    common["write"] = trainer.log_file.add
+    if not trainer.has_phases:
+        return Run(trainer.parts, optimizer=trainer.optimizer, no_leaps=trainer.obstacle, **common)
+    weights, feed, no_leaps = _weights(trainer), BatchFeed(), why_no_leaps(trainer)
+    monitor = DivergenceMonitor(options.preset_value("divergence_threshold"), options.max_bad_steps)
+    rate, first = _rate(trainer, weights), pretrained_below(trainer)
+    average = functools.partial(_average_parts, trainer, weights, rate)
+    if no_leaps is not None:
+        following = average()
+    else:
+        probe = _probe(trainer, feed)
+        leaps = functools.partial(_leap_parts, trainer, weights, monitor, rate, probe)
+        following = [FirstLoss(first, leaps, average)] if first > 0 else leaps()
+    forecast = [Forecast(trainer.lr_scheduler, trainer.state.log_history)] if options.forecast else []
+    return Run(
+        [monitor, *([] if rate is None else [rate]), *following, *forecast, *trainer.parts],
+        warmup=phase_lengths(options, max_steps).warmup,
+        optimizer=weights.optimizer,
+        weights=weights,
+        feed=feed,
+        no_leaps=no_leaps,
+        **common,
+    )
+
+
+def _weights(trainer) -> TrainedWeights:
+    memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
+    named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
+    return TrainedWeights(named, _unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
+
+
+def _with_room(trainer, build: Callable[[], list[Part]]) -> list[Part]:
+    """Build parts that have buffers of the size of the weights: on the host, if they do not fit on the device."""
     recovery, options = trainer.recovery, trainer.hybrid_args
     try:
-        return _build_run(trainer)
+        return build()
     except Exception as error:
         recovery.catch(error)
     if options.buffers_device != "cpu":
         options.buffers_device = "cpu"
         recovery.note("buffers on the host")
         try:
-            return _build_run(trainer)
+            return build()
         except Exception as error:
             recovery.catch(error)
     raise UnrecoveredMemoryError(
@@ -106,73 +160,114 @@ def build_run(trainer) -> LeapRun:
     )
 
 
-def tell_of_no_leaps(trainer) -> None:
-    """Say why no leaps are made, if nobody chose that."""
-    why = why_no_leaps(trainer)
-    if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
-        logger.warning(NO_LEAPS, why)
+def _leap_parts(
+    trainer, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
+) -> list[Part]:
+    """Build the parts of a run with leaps: the leaps, and whatever observes them."""
+    return _with_room(trainer, lambda: _build_leaps(trainer, weights, monitor, rate, probe))
 
 
-def _build_run(trainer) -> LeapRun:
-    args, options, max_steps = trainer.args, trainer.hybrid_args, trainer.state.max_steps
-    trajectory, stride = _trajectory(trainer), max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
-    feed = BatchFeed()
-    return LeapRun(
+def _build_leaps(
+    trainer, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
+) -> list[Part]:
+    options, max_steps = trainer.hybrid_args, trainer.state.max_steps
+    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
+    direction = direction_of(trainer, matrices)
+    trajectory = Trajectory(
+        weights,
+        direction=direction,
+        matrices=matrices,
+        memory_steps=leap_memory_steps(options, max_steps, direction_class(direction).memory_steps),
+        host=options.buffers_device == "cpu",
+    )
+    trainer.memory.overlay(trajectory.displaced)
+    if isinstance(rate, LearningRateRescue):
+        rate.cosine.average = trajectory.direction
+    before: list[Part] = []
+    if options.correct_gain:
+        before.append(load_room("world_model.residuals", "correct_gain=True").LeapResiduals(correct_gain=True))
+    gains, after = _planner(trainer, trajectory)
+    observers = [part for part in (*before, *after, *trainer.parts) if isinstance(part, LeapObserver)]
+    leaps = Leaps(
         controller=PhaseController(phase_lengths(options, max_steps)),
         trajectory=trajectory,
-        gains=_gain_planner(trainer, stride, trajectory),
+        gains=gains,
         trust=Trust(options.probe_budget, max_steps),
-        monitor=DivergenceMonitor(options.preset_value("divergence_threshold"), options.max_bad_steps),
-        signals=SignalObserver(),
-        probe=_probe(trainer, feed),
-        feed=feed,
-        rescue=_rescue(trainer),
-        no_leaps=why_no_leaps(trainer),
-        pretrained_below=pretrained_below(trainer),
-        stretches=StretchCounter(stride),
-        skip_from=SKIP_FROM if leaps_are_automatic(trainer) else 0,
+        monitor=monitor,
+        probe=probe,
         leap_budget=options.leap_budget,
-        correct_gain=options.correct_gain,
-        max_steps=max_steps,
-        max_grad_norm=args.max_grad_norm,
-        on_phase_change=functools.partial(trainer.plugins.call, "on_phase_change"),
-        survive=trainer.recovery.survive,
-        log=trainer.log_file.add,
+        cost_of_step=functools.partial(_cost_of_step, trainer),
+        skip_from=SKIP_FROM if leaps_are_automatic(trainer) else 0,
+        observers=observers,
     )
+    return [*before, leaps, *after]
 
 
-def _gain_planner(trainer, stride: int, trajectory: Trajectory) -> GainPlanner:
+def _planner(trainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
+    """Return the planner of the gain, and the part that shows it the run, if it learns."""
     options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
     values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
-    if options.planner == "bandit":
-        return BanditGain(*values)
     if options.planner == "schedule":
-        return GainPlanner(*values)
-    from hf_hybrid.world_model.dynamics import DynamicsModel
-    from hf_hybrid.world_model.imagination import ImaginedGain
-
-    if not START_WEIGHTS.is_file():
-        raise ValueError(
-            f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
-            "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
+        return GainPlanner(*values), []
+    asked = f"planner={options.planner}"
+    stride = max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
+    if options.planner == "bandit":
+        planner = load_room("world_model.bandit", asked).BanditGain(*values)
+    else:
+        planner = load_room("world_model.imagination", asked).imagined_gain(
+            values,
+            device=trainer.args.device,
+            seed=trainer.args.seed,
+            factor_at=rate_at(trainer.lr_scheduler),
+            max_steps=max_steps,
+            stride=stride,
         )
-    dynamics = DynamicsModel(START_WEIGHTS, device=trainer.args.device, seed=trainer.args.seed)
-    return ImaginedGain(*values, dynamics=dynamics, rate_at=scheduled_rate(trainer), stretch_share=stride / max_steps)
+    observer = load_room("world_model.observer", asked).PlannerObserver
+    return planner, [observer(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
 
 
-def scheduled_rate(trainer) -> Callable[[float], float]:
+def _cost_of_step(trainer, tokens: int) -> tuple[float, float]:
     """
-    Return the scheduled learning rate at a progress of the run, divided by its peak.
-
-    A scheduler that depends on more than the step is treated as a linear decay to zero.
+    Return the floating-point operations of a step with so many tokens on this process, as the mean over all processes,
+    because every process must decide alike; and the bytes that all processes together send at most under FSDP2: the
+    weights before each forward and each backward pass, and the gradients once.
     """
-    max_steps = trainer.state.max_steps
-    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-    functions = getattr(scheduler, "lr_lambdas", None)
-    if not functions:
-        return lambda progress: 1.0 - progress
-    peak = max(functions[0](round(step * max_steps / 100)) for step in range(101))
-    return lambda progress: functions[0](round(progress * max_steps)) / peak if peak > 0 else 0.0
+    accelerator, count = trainer.accelerator, torch.tensor(float(tokens))
+    if accelerator.num_processes > 1:
+        count = accelerator.reduce(count.to(trainer.args.device), reduction="mean")
+    parameters = list(trainer.model.parameters())
+    flops = count.item() * sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in parameters)
+    if not trainer.is_fsdp_enabled:
+        return flops, 0.0
+    low, passes = accelerator.mixed_precision == "bf16", 2 * trainer.current_gradient_accumulation_steps
+    sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in parameters)
+    return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
+
+
+def _average_parts(trainer, weights: TrainedWeights, rate: RateScale | None) -> list[Part]:
+    """Build the parts of a run without leaps: an average of the gradients, if the search of the rate needs one."""
+    if not isinstance(rate, LearningRateRescue) or type(_made_optimizer(trainer)) in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+    ):
+        return []  # Adam's state has the direction of its last step
+
+    def build() -> list[Part]:
+        options = trainer.hybrid_args
+        direction = direction_of(trainer, frozenset(map(canonical, split_parameters(trainer.model)[0])))
+        steps = leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps)
+        average = GradientAverage(weights, direction, memory_steps=steps, host=options.buffers_device == "cpu")
+        rate.cosine.average = average.direction
+        return [average]
+
+    return _with_room(trainer, build)
+
+
+def tell_of_no_leaps(trainer) -> None:
+    """Say why no leaps are made, if nobody chose that."""
+    why = trainer.run.no_leaps
+    if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
+        logger.warning(NO_LEAPS, why)
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
@@ -209,12 +304,13 @@ def _searches_rate(trainer) -> bool:
     return rescue_is_on(trainer.args, trainer.hybrid_args) and not _trains_adapters(trainer)
 
 
-def _rescue(trainer) -> LearningRateRescue | AdapterRate | None:
-    """Return what raises the learning rate."""
+def _rate(trainer, weights: TrainedWeights) -> RateScale | None:
+    """Return the part that raises the learning rate."""
     if not rescue_is_on(trainer.args, trainer.hybrid_args):
         return None
     if not _trains_adapters(trainer):
-        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps)
+        cosine = StepCosine(weights)
+        return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
     if _why_no_adapter_rate(trainer) is not None:
         return None
     scale = max(1.0, _adapter_rate(trainer) / trainer.args.learning_rate)
@@ -228,7 +324,7 @@ def _rescue(trainer) -> LearningRateRescue | AdapterRate | None:
 
 def tell_of_adapter_rate(trainer) -> None:
     """Say which learning rate adapters get in place of the default, or why they get none."""
-    args, rescue = trainer.args, trainer.run.rescue
+    args, rescue = trainer.args, next((part for part in trainer.run.parts if isinstance(part, AdapterRate)), None)
     if not _trains_adapters(trainer) or not rescue_is_on(args, trainer.hybrid_args):
         return
     if rescue is None:
@@ -341,14 +437,12 @@ def why_no_leaps(trainer) -> str | None:
 
 
 def _trains_adapters(trainer) -> bool:
-    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    return has_adapters(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def _optimizer_unlike_adam(trainer) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
-    optimizer = trainer.optimizer
-    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):  # wrappers of a user's may do anything
-        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
+    optimizer = _made_optimizer(trainer)
     if optimizer is not None:
         made, name = optimizer, type(optimizer).__name__
     elif trainer.optimizer_cls_and_kwargs is not None:
@@ -357,6 +451,14 @@ def _optimizer_unlike_adam(trainer) -> str | None:
     else:
         made = name = optimizer_name(trainer.args)
     return None if is_adam(made) else name
+
+
+def _made_optimizer(trainer) -> torch.optim.Optimizer | None:
+    """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
+    optimizer = trainer.optimizer
+    while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
+        optimizer = optimizer.base if isinstance(optimizer, LazyOptimizer) else optimizer.optimizer
+    return optimizer
 
 
 _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl", "AxolotlTrainer")}
@@ -451,30 +553,9 @@ def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
 
 
-def _trajectory(trainer) -> Trajectory:
-    options, memory = trainer.hybrid_args, trainer.memory
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    store = Gathered(model) if trainer.is_fsdp_enabled else memory
-    matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
-    direction = direction_of(trainer, matrices)
-    if why_no_leaps(trainer) is not None and not _searches_rate(trainer):
-        direction = NoDirection  # the search of the rate asks for its average
-    trajectory = Trajectory(
-        [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad],
-        _unwrapped_optimizer(trainer),
-        direction=direction,
-        matrices=matrices,
-        memory_steps=leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps),
-        host=options.buffers_device == "cpu",
-        store=store,
-    )
-    memory.overlay(trajectory.displaced)
-    return trajectory
-
-
 def _probe(trainer, feed: BatchFeed) -> Probe:
     args, options, processes = trainer.args, trainer.hybrid_args, trainer.accelerator.num_processes
-    losses = trainer.sequence_losses(trainer, trainer.plugins)
+    losses = trainer.sequence_losses(trainer)
     per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
     # Four evaluations must fit the budget of the whole run, or a short run could not probe twice.
     affordable = int(3 * per_step * options.probe_budget * trainer.state.max_steps / 4)
@@ -487,13 +568,13 @@ def _probe(trainer, feed: BatchFeed) -> Probe:
             feed.peek,
             wanted=wanted,
             size=losses.size,
-            cut=lambda inputs, most: parts_of(inputs, most, trainer.recovery.blocks)[0],
+            cut=functools.partial(first_part, blocks=trainer.recovery.blocks),
             accumulation=args.gradient_accumulation_steps,
             processes=processes,
         )
     evaluate = losses
-    for plugin in trainer.plugins.plugins:
-        evaluate = plugin.probe_losses(evaluate)
+    for part in trainer.parts:
+        evaluate = part.probe_losses(evaluate)
     return Probe(source, evaluate, price=wanted / (3.0 * per_step))
 
 
@@ -536,7 +617,7 @@ def leave_adapters_to_adamw(trainer) -> None:
     """
     options = trainer.hybrid_args
     wanted = options.muon_lr_scale != 1.0 or options.muon_momentum is not None
-    if options.preset == "fast" and makes_muon(trainer) and hasattr(trainer.model, "peft_config") and not wanted:
+    if options.preset == "fast" and makes_muon(trainer) and has_adapters(trainer.model) and not wanted:
         trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
         logger.warning(
             "`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon` and another "
@@ -748,7 +829,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             _shape(model, device_map),
             "Nearest plan that works: load it unquantised and set `base_precision=int8`; or load it in 4 bits.",
         )
-    trains_quantised = getattr(model, "is_quantized", False) and not hasattr(model, "peft_config")
+    trains_quantised = getattr(model, "is_quantized", False) and not has_adapters(model)
     trains_quantised &= not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
     if trains_quantised:
         raise refuse(
@@ -773,23 +854,19 @@ AdamW's, but one for hidden matrices).
 """
 
 
-def build_plugins(trainer) -> list[Part]:
-    """Build the plugins that the options ask for, for models that are not streamed."""
-    options, plugins = trainer.hybrid_args, []
+def phase_memory_parts(trainer) -> list[Part]:
+    """Build the parts that change memory by phase, for models that are not streamed."""
+    options, parts = trainer.hybrid_args, []
     if trainer.memory.streams:
-        return plugins
+        return parts
     if options.checkpoint_phases is not None or options.offload_activations:
-        from hf_hybrid.streaming.activations import ActivationCheckpointing
-
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
-        plugins.append(ActivationCheckpointing(phases, offload=options.offload_activations))
+        parts.append(ActivationCheckpointing(phases, offload=options.offload_activations))
     if options.weight_precision is not None:
-        from hf_hybrid.phase_memory.precision import precision_plugins
-
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        plugins += precision_plugins(options.weight_precision, trainer.model, autocast=autocast)
+        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
+        parts += room.precision_parts(options.weight_precision, trainer.model, autocast=autocast)
     if options.predict_states != "stay":
-        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
-
-        plugins.append(OptimizerStatePlacement(options.predict_states))
-    return plugins
+        room = load_room("phase_memory.states", f"predict_states={options.predict_states}")
+        parts.append(room.OptimizerStatePlacement(options.predict_states))
+    return parts

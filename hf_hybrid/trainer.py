@@ -1,16 +1,16 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-This module has no algorithm. It forwards Trainer's hooks to three objects. Each object has a twin that does nothing,
-so that the hooks need few case distinctions:
+This module has no algorithm. It forwards Trainer's hooks to three objects:
 
-- `self.run`: the run with leaps (leaps/run.py): `LeapRun`, or `NoLeaps` between runs and with `enable_predict=False`;
+- `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
+  the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights live (streaming/engine.py): `Resident` or `Streamed`;
-- `self.recovery`: recovery when memory runs out (recovery.py).
+- `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
 
-A step, from top to bottom: `get_batch_samples` begins it (it makes a leap that is due; a skipped step gets no batches),
-`training_step` computes one micro-batch, `_before_update` and `_after_update` run around the optimizer's step, and
-`_end_step` closes it.
+A step, from top to bottom: `get_batch_samples` begins it (a leap that is due is made; a skipped step trains on no
+batch), `training_step` computes one micro-batch, `_before_update` and `_after_update` run around the optimizer's step,
+and `_end_step` closes it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
-from hf_hybrid.export.exporter import SHARD, check_output, export
-from hf_hybrid.export.merged import note_base
-from hf_hybrid.files import write_note
+from hf_hybrid.files import load_room, note_base, write_note
 from hf_hybrid.hub.provenance import shareable
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
-from hf_hybrid.leaps.run import NoLeaps
 from hf_hybrid.machine import (
     LeapObstacleError,
     RandomStates,
@@ -50,24 +47,25 @@ from hf_hybrid.machine import (
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Phase, Part, PluginContext, PluginList
+from hf_hybrid.part import Part, Phase, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.report.run_folder import LogFile
-from hf_hybrid.run.forecast import RunForecast
+from hf_hybrid.run.forecast import Forecast
 from hf_hybrid.run.monitor import TrainingDivergedError
+from hf_hybrid.run.run import Run
 from hf_hybrid.setup import (
     build_memory,
     build_optimizer,
-    build_plugins,
     build_run,
     check_streamable,
     leaps_are_automatic,
     leave_adapters_to_adamw,
     makes_muon,
+    phase_memory_parts,
     share_optimizer,
     tell_of_adapter_rate,
     tell_of_no_leaps,
@@ -149,8 +147,8 @@ class HybridTrainerMixin(PublishingMixin):
         probe_dataset (*optional*):
             Sequences that verify leaps, in the form of `train_dataset`. Without it, leaps are verified on the next
             training batches, before training uses them. Never pass the set that you report results on.
-        plugins (`list[Part]`, *optional*):
-            Parts that follow the phases.
+        parts (`list[Part]`, *optional*):
+            Your own parts of the run, see [`Part`]. They come after those of the package.
         direction (`Callable[[DirectionContext], Direction]`, *optional*):
             Your own [`Direction`] in place of the option `direction`: the class, or a callable that makes one.
         device_map (`dict[str, int | str]`, *optional*):
@@ -177,10 +175,9 @@ class HybridTrainerMixin(PublishingMixin):
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 
-    def __init__(self, *args, probe_dataset=None, plugins=(), direction=None, device_map=None, **kwargs):
-        self.run, self.memory = NoLeaps(), Resident()
-        self._obstacle: str | None = None
-        self.plugins, self.forecast = PluginList(), RunForecast()
+    def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
+        self.run, self.memory, self.parts = Run(), Resident(), []
+        self.obstacle: str | None = None
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
@@ -214,16 +211,22 @@ class HybridTrainerMixin(PublishingMixin):
         )
         warn_of_lone_process()
         keep_differentiable(self.model)
-        self.plugins = PluginList([self.memory_guard, SmallerProbes(self.recovery), *build_plugins(self), *plugins])
+        own = [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
+        self.parts = [*own, *self.own_parts(), *parts]
+        check_parts(self.parts)
         self.probe_dataset = probe_dataset
         self.callback_handler = HookRouter(self)
         if options.enable_predict:
             self._prepare_leaps()
 
+    def own_parts(self) -> list[Part]:
+        """Return the parts that trainers of this kind add to every run."""
+        return []
+
     @property
     def has_phases(self) -> bool:
         """Whether training goes in phases, with or without leaps. If not, it is plain `Trainer`'s."""
-        return self.hybrid_args.enable_predict and self._obstacle is None
+        return self.hybrid_args.enable_predict and self.obstacle is None
 
     def _prepare_leaps(self) -> None:
         """Refuse what leaps cannot work with, if they were asked for. Else leave them out."""
@@ -249,8 +252,8 @@ class HybridTrainerMixin(PublishingMixin):
         """Train as plain `Trainer` does, and say why. Raise `error` if leaps, or phases, were asked for by name."""
         if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
             raise error
-        self._obstacle = error.reason
-        self.run = NoLeaps(why=error.reason)
+        self.obstacle = error.reason
+        self.run = Run(no_leaps=error.reason)
         logger.warning(
             "%s So this run makes no leaps and trains as plain `Trainer` does: without the divergence monitor, the "
             "rescue of the learning rate and the forecast.",
@@ -279,10 +282,9 @@ class HybridTrainerMixin(PublishingMixin):
         the same of the held-out loss in `held_out`), or `None`; `resumed` says what a checkpoint brought back and what
         it did not, and is `None` for a run that began anew.
         """
-        events = list(self.recovery.events)
-        found = {"memory": self.memory_summary(), "out_of_memory": events, "resumed": self._resumed}
-        found["forecast"] = self.forecast.summary()
-        return HybridSummary({**self.run.summary(), **found})
+        found = {"memory": self.memory_summary(), "resumed": self._resumed}
+        absent = {"out_of_memory": list(self.recovery.events), "forecast": None, "learning_rate_scale": 1.0}
+        return HybridSummary({**absent, **self.run.summary(), **found})
 
     def memory_summary(self) -> dict:
         """
@@ -305,12 +307,13 @@ class HybridTrainerMixin(PublishingMixin):
     def run_position(self) -> RunPosition | None:
         """Return the values that progress bars and notebooks show; `None` outside a run, and without leaps."""
         run = self.run
-        if run.phase is None:
+        if not run.has_phases:
             return None
         avoided = run.record.backward_passes_avoided
         used = memory_in_use(self.args.device)
-        phase = run.last_phase.value if run.no_leaps is None else None
-        return RunPosition(phase, run.last_loss, avoided, used, self.forecast.last)
+        phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
+        forecast = next((part.curve.last for part in run.parts if isinstance(part, Forecast)), None)
+        return RunPosition(phase, run.last_loss, avoided, used, forecast)
 
     def export(
         self,
@@ -319,7 +322,7 @@ class HybridTrainerMixin(PublishingMixin):
         *,
         eval_dataset: Any = None,
         dtype: str = "auto",
-        max_shard_size: str = SHARD,
+        max_shard_size: str = "50GB",
         tasks: Sequence[str] = (),
         limit: int | None = None,
     ) -> dict[str, Any]:
@@ -356,8 +359,9 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
+        exporter = load_room("export.exporter", "trainer.export()")
         folder = Path(folder or f"{os.path.abspath(self.args.output_dir)}-{format}")
-        check_output(folder)
+        exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = None if held_out is None else self.get_eval_dataloader(held_out)
@@ -365,7 +369,7 @@ class HybridTrainerMixin(PublishingMixin):
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
-            return export(saved, folder, format, batches=batches, card=card, **options)
+            return exporter.export(saved, folder, format, batches=batches, card=card, **options)
 
     # A run begins and ends.
 
@@ -384,8 +388,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self._start, self.trial = self._find_start(resume_from_checkpoint), trial
-        if self.run.phase is not None:  # an error ended the run before
-            self.run, self._around_forward = NoLeaps(), False
+        self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
         self._epochs_began_at = []
         self.recovery.reset()
@@ -437,28 +440,25 @@ class HybridTrainerMixin(PublishingMixin):
             folder.mkdir(parents=True, exist_ok=True)
             manifest.write_run(folder, self._start.run)
         share_optimizer(self)
-        context = PluginContext(self.model_wrapped, self.optimizer, self.state.max_steps)
-        self.recovery.begin(context)
-        if self.has_phases:
-            try:
+        try:
+            if self.has_phases:
                 self._check_trainable()
-                self.run = build_run(self)
-            except LeapObstacleError as error:
-                self._leave_out_leaps(error)
+            self.run = build_run(self)
+        except LeapObstacleError as error:
+            self._leave_out_leaps(error)
+            self.run = build_run(self)
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
-        if not self.has_phases:
-            self.plugins.call("on_train_begin", context)
-            return
-        tell_of_no_leaps(self)
-        tell_of_adapter_rate(self)
+        if self.has_phases:
+            tell_of_no_leaps(self)
+            tell_of_adapter_rate(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
-        context = PluginContext(self.model_wrapped, self.run.trajectory.optimizer, self.state.max_steps)
-        self._around_forward = self.plugins.listens("before_forward", "after_backward")
-        self.plugins.call("on_train_begin", context)
-        if self.hybrid_args.forecast:
-            self.forecast.begin(self.state.max_steps, self.lr_scheduler, self.state.log_history)
+        self._around_forward = self.run.listens("before_forward", "after_backward")
+        self.run.begin()
         if self._resumed_from is not None:
             self._resumed = state.restore(self, self._resumed_from)
+        if not self.has_phases:
+            return
+        if self._resumed is not None:
             state.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
@@ -472,7 +472,7 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
                 "`per_device_train_batch_size`, or pass more data."
             )
-        if self.run.phase is None:
+        if self.run.feed is None:
             return
         feed, loader = self.run.feed, self.callback_handler.train_dataloader
         if has_length(loader) and len(loader) == 0:
@@ -491,13 +491,11 @@ class HybridTrainerMixin(PublishingMixin):
         self._next_epoch += 1
 
     def _end_run(self) -> None:
-        self.plugins.call("on_train_end")
-        if self.run.phase is None:
-            return
-        self._measure_memory()
-        self.run.end(self.state.global_step)
-        self.run, self._around_forward = NoLeaps(self.run.summary()), False
-        if self.args.should_save:
+        had_phases, self._around_forward = self.run.has_phases, False
+        if had_phases:
+            self._measure_memory()
+        self.run.end()
+        if had_phases and self.args.should_save:
             summary = {"run": self._start.run, **shareable(self.hybrid_summary())}
             write_note(self.run_folder / SUMMARY_NAME, summary)
 
@@ -519,22 +517,25 @@ class HybridTrainerMixin(PublishingMixin):
         return batches, items
 
     def _begin_step(self, epoch_iterator, num_batches, device):
-        """Make the leap that is due, and return the batches of the step; those of a skipped step stay the next."""
-        if self.run.phase is None:
-            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-            self.recovery.begin_window(batches, items)
-            return batches, items
+        """Fetch the batches of the step and begin it. Those of a skipped step stay the next."""
         feed = self.run.feed
-        feed.open(epoch_iterator)
-        if not feed.peek(1):
-            return [], None  # a stream has ended
-        phase = self.run.begin_step(self.state.global_step, self._get_learning_rate)
-        coming = feed.peek(num_batches)
-        batches, items = super().get_batch_samples(iter(coming), len(coming), device)
-        if phase is Phase.PREDICT:
+        if feed is not None:
+            feed.open(epoch_iterator)
+            coming = feed.peek(num_batches)
+            if not coming:
+                return [], None  # a stream has ended
+            epoch_iterator, count = iter(coming), len(coming)
+        else:
+            count = num_batches
+        batches, items = super().get_batch_samples(epoch_iterator, count, device)
+        if not batches:
+            return batches, items
+        rate = self._get_learning_rate() if feed is not None else 0.0
+        step = self.run.begin_step(self.state.global_step, batches, items, rate)
+        if step.phase is Phase.PREDICT:
             return batches + batches[-1:] * (num_batches - len(batches)), items
-        feed.begin(len(batches))
-        self.recovery.begin_window(batches, items)
+        if feed is not None:
+            feed.begin(len(batches))
         return batches, items
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -544,7 +545,6 @@ class HybridTrainerMixin(PublishingMixin):
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
-        self.forecast.make()  # the device works through forward and backward
         return loss
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
@@ -553,15 +553,15 @@ class HybridTrainerMixin(PublishingMixin):
             if not self._around_forward:
                 return self.memory.compute(step, inputs)
             try:
-                self.plugins.call("before_forward", self.run.phase)
+                self.run.call("before_forward", self.run.phase)
                 return self.memory.compute(step, inputs)
             finally:
-                self.plugins.call("after_backward", self.run.phase)
+                self.run.call("after_backward", self.run.phase)
 
     def _skip_step(self, model) -> torch.Tensor:
         model.train()  # as a real step does: TRL tells by it which metrics it logs
         self._withhold_update()
-        self.run.skip_step()
+        self.run.step.skipped += 1
         return torch.zeros((), device=self.args.device)
 
     def _withhold_update(self) -> None:
@@ -596,16 +596,13 @@ class HybridTrainerMixin(PublishingMixin):
         if run.phase is Phase.PREDICT:
             return
         self.recovery.stepping = True
-        if run.phase is None:
+        if not run.has_phases:
             return
-        loss = run.step_loss
+        loss = torch.stack(run.step.losses).sum()
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
-        if run.tokens is not None:
-            run.observe_cost(self._step_flops(run.tokens), self._step_bytes())
         try:
-            norm, accuracy = float(self._gradient_norm), self.accuracy_of_step()
-            used = run.before_update(self.state.global_step, loss.item(), norm, accuracy)
+            used = run.before_update(loss.item(), float(self._gradient_norm), self.accuracy_of_step())
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -616,28 +613,9 @@ class HybridTrainerMixin(PublishingMixin):
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
 
-    def _step_flops(self, tokens: int) -> float:
-        """Return the mean over all processes, because every process must decide alike."""
-        count = torch.tensor(float(tokens))
-        if self.accelerator.num_processes > 1:
-            count = self.accelerator.reduce(count.to(self.args.device), reduction="mean")
-        per_token = sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in self.model.parameters())
-        return count.item() * per_token
-
-    def _step_bytes(self) -> float:
-        """
-        Return the bytes that all processes together send at most in a step under FSDP2: the weights before each forward
-        and each backward pass, and the gradients once.
-        """
-        if not self.is_fsdp_enabled:
-            return 0.0
-        low, passes = self.accelerator.mixed_precision == "bf16", 2 * self.current_gradient_accumulation_steps
-        sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in self.model.parameters())
-        return (self.accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
-
     def _after_update(self) -> None:
         self.recovery.stepping = False
-        if self.run.phase in (None, Phase.PREDICT):
+        if not self.run.has_phases or self.run.phase is Phase.PREDICT:
             return
         groups = self.optimizer.param_groups
         if self.accelerator.sync_gradients:
@@ -650,12 +628,11 @@ class HybridTrainerMixin(PublishingMixin):
         """Close the step under way, once, if Trainer has counted it."""
         if self._begun in (None, self.state.global_step):
             return
-        save = self.memory_guard.after_step(self.state.global_step)
-        # Every process would have to save, and each sees its own device only.
-        self.control.should_save |= self._save_put_off or (save and self.accelerator.num_processes == 1)
+        put_off = self._save_put_off
         self._leave_step()
-        self.recovery.begin_window([])
-        self.run.end_step(self.state.global_step - 1)
+        step = self.run.end_step()
+        # Every process would have to save, and each sees its own device only.
+        self.control.should_save |= put_off or (step.asks_save and self.accelerator.num_processes == 1)
 
     # Inside a step a checkpoint holds the state before the step, so that a resumed run computes all of it again: the
     # weights are still those, the position in the data is, and random generators and counters are set back for the
@@ -698,7 +675,7 @@ class HybridTrainerMixin(PublishingMixin):
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
         newest = manifest.last_checkpoint(self.run_folder)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
-        good = self.run.trajectory.weights_are_finite()
+        good = self.run.weights.are_finite()
         held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
             f"{error} The weights in memory {held}. {where}. Check the data of these steps, lower `learning_rate`, or "
@@ -763,17 +740,15 @@ class HybridTrainerMixin(PublishingMixin):
     # Logging, evaluating, saving: always the real weights and what was really computed.
 
     def log(self, logs, *args, **kwargs):
-        self.run.amend_logs(logs)
-        if self.run.phase is not None:
-            logs.update(self.forecast.log_values(self.state.global_step, logs))
+        self.run.amend_logs(self.state.global_step, logs)
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
-        self.plugins.call("before_export")
+        self.run.call("before_export")
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        self.plugins.call("before_export")
+        self.run.call("before_export")
         return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):
@@ -781,8 +756,8 @@ class HybridTrainerMixin(PublishingMixin):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir=None, *args, **kwargs):
-        self.plugins.call("before_export")
-        if self.run.trajectory is not None and not self.run.trajectory.weights_are_finite():
+        self.run.call("before_export")
+        if self.run.weights is not None and not self.run.weights.are_finite():
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
         super().save_model(output_dir, *args, **kwargs)
         if self.args.should_save:
@@ -833,16 +808,13 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_best_model()
 
     def push_to_hub(self, *args, **kwargs):
-        self.plugins.call("before_export")
+        self.run.call("before_export")
         return super().push_to_hub(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         self.recovery.saved_step = self.state.global_step
-        if self.args.should_save:
-            self.recovery.save(output_dir)
-        if self.run.phase is not None:
-            state.save(self, output_dir)
+        state.save(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
@@ -853,8 +825,6 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.
         self._resumed_from = checkpoint
-        if checkpoint is not None:
-            self.recovery.load(checkpoint)
 
 
 class HybridTrainer(HybridTrainerMixin, Trainer):
@@ -868,7 +838,7 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
     Args:
         model to preprocess_logits_for_metrics:
             As [`~transformers.Trainer`], in the same order; `args` should be a [`HybridConfig`].
-        probe_dataset, plugins, direction, device_map:
+        probe_dataset, parts, direction, device_map:
             As [`HybridTrainerMixin`].
         kwargs:
             Arguments that a later version of `Trainer` adds.
@@ -901,7 +871,7 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
         preprocess_logits_for_metrics: Callable | None = None,
         *,
         probe_dataset: Any = None,
-        plugins: Iterable[Part] = (),
+        parts: Iterable[Part] = (),
         direction: DirectionFactory | None = None,
         device_map: dict[str, int | str] | None = None,
         **kwargs,
@@ -921,7 +891,7 @@ class HybridTrainer(HybridTrainerMixin, Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             probe_dataset=probe_dataset,
-            plugins=plugins,
+            parts=parts,
             direction=direction,
             device_map=device_map,
             **kwargs,

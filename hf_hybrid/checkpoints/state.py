@@ -1,16 +1,17 @@
 """
-The files of a checkpoint beside `Trainer`'s own, and how a run resumes from them.
+What a checkpoint holds beside Trainer's own files, and how a run resumes from it.
 
 | file | what |
 |---|---|
-| `hybrid_state.safetensors` | buffers of the direction, the snapshot of an open leap, what the planner has learned |
-| `hybrid_state.json` | phases, counters, last leaps; position in the data; plugins; options to compare with |
-| `out_of_memory.json` | sizes that fitted after memory ran out (recovery.py); exists only if it did |
+| `hybrid_state.json` | the state of every part, by name; record and position in the data; options to compare with |
+| `hybrid_state.safetensors` | the tensors in these states: buffers of the direction, the snapshot of an open leap |
+| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: GRPO's completions under way |
 
-There is no pickle, and tensors are whole, also where processes share the weights. Weights, optimizer, schedule and
-random generators are in Trainer's files. Whether all files are whole is for the manifest to say (manifest.py). A run
-that is killed in any phase and resumes from its last complete checkpoint ends at the same weights, bit for bit, as a
-run that was never interrupted.
+A part (part.py) returns JSON values and dictionaries of tensors, and gets them back. Nothing here knows what they mean.
+A run whose parts have no state, plain `Trainer`'s for example, has none of these files. There is no pickle, and tensors
+are whole, also where processes share the weights. Weights, optimizer, schedule and random generators are in Trainer's
+files. Whether all files are whole is for the manifest to say (manifest.py). A run that is killed in any phase and
+resumes from its last complete checkpoint ends at the same weights, bit for bit, as a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -18,37 +19,60 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.files import write_json
+from hf_hybrid.leaps.leap import Leaps
+from hf_hybrid.part import Part
+from hf_hybrid.run.rate import RateScale
+from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
 VALUES_NAME = "hybrid_state.json"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+OWN = "own"
+"""Key in the state of a part: below it stands what each process keeps for itself."""
 
 Report = dict[str, Any]
+P = TypeVar("P", bound=Part)
 
 # Files.
 
 
-def save_hybrid_state(folder: str | Path, tensors: dict, values: dict[str, Any]) -> None:
-    """Write both files of the hybrid state."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(host, folder / TENSORS_NAME)
-    write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **values})
-
-
-def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
+def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any], *, process: int = 0) -> None:
     """
-    Read what [`save_hybrid_state`] wrote; `None` if the checkpoint holds no hybrid state.
+    Write the states of parts. All processes call this.
+
+    Args:
+        folder (`str` or `Path`): The checkpoint.
+        state (`dict`): By part. Tensors may stand anywhere in it.
+        about (`dict`): JSON values beside them.
+        process (`int`): This one's number. The first writes everything, others what is below `own`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
+    if process:
+        own = {name: {OWN: found[OWN]} for name, found in state.items() if OWN in found}
+        if own:
+            tensors, values = _apart(own)
+            save_file(tensors, folder / _tensors_name(process), metadata={"values": json.dumps(values)})
+        return
+    tensors, values = _apart(state)
+    save_file(tensors, folder / TENSORS_NAME)
+    write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **about, "parts": values})
+
+
+def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """
+    Read what [`save_state`] wrote: states by part, and what stands beside them; `None` if the checkpoint holds none.
 
     Raises:
         ValueError: If another version wrote it, or if it has no version.
@@ -56,8 +80,8 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
         return None
-    values = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
-    version = values.pop("schema_version", None)
+    about = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
+    version = about.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         found = "missing" if version is None else f"`{version}`"
         raise ValueError(
@@ -65,7 +89,52 @@ def load_hybrid_state(folder: str | Path) -> tuple[dict, dict[str, Any]] | None:
             f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
             "optimizer are restored then, and phases start anew."
         )
-    return load_file(folder / TENSORS_NAME), values
+    state = _together(load_file(folder / TENSORS_NAME), about.pop("parts"))
+    if process:
+        path, own = folder / _tensors_name(process), {}
+        if path.is_file():
+            with safe_open(path, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dictionary
+                own = _together(tensors, json.loads(file.metadata()["values"]))
+        for name, found in state.items():
+            found.pop(OWN, None)
+            found.update(own.get(name, {}))
+    return state, about
+
+
+def _tensors_name(process: int) -> str:
+    return f"hybrid_state_{process}.safetensors"
+
+
+def _apart(state: Any, at: str = "") -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors in nested dictionaries and lists, by the path to each, and the rest."""
+    tensors: dict[str, Tensor] = {}
+
+    def rest(value: Any, at: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[at] = value.detach().cpu().contiguous()
+            return {_TENSOR: at}
+        if isinstance(value, dict):
+            return {key: rest(item, f"{at}/{key}" if at else str(key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rest(item, f"{at}/{index}") for index, item in enumerate(value)]
+        return value
+
+    return tensors, rest(state, at)
+
+
+_TENSOR = "__tensor__"
+
+
+def _together(tensors: dict[str, Tensor], values: Any) -> Any:
+    """Return what [`_apart`] took apart."""
+    if isinstance(values, dict):
+        if set(values) == {_TENSOR}:
+            return tensors[values[_TENSOR]]
+        return {key: _together(tensors, item) for key, item in values.items()}
+    if isinstance(values, list):
+        return [_together(tensors, item) for item in values]
+    return values
 
 
 # Resuming.
@@ -80,14 +149,10 @@ _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 
 
 def save(trainer, folder: str | Path) -> None:
-    """Write the hybrid state of a run into the checkpoint that Trainer is writing. All processes must call this."""
-    tensors, run = trainer.run.state_dict()
-    # Sharded weights are whole on the first process alone.
-    is_whole = trainer.run.trajectory.shards.processes == 1
-    if not (trainer.args.should_save if is_whole else trainer.is_world_process_zero()):
-        return
-    parts = {"run": run, "feed": trainer.run.feed.state_dict(), "plugins": trainer.plugins.state_dict()}
-    save_hybrid_state(folder, tensors, {**resume_values(trainer), **parts})
+    """Write the state of a run into the checkpoint that Trainer is writing. All processes must call this."""
+    state = trainer.run.state_dict()
+    if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
+        save_state(folder, state, resume_values(trainer), process=trainer.args.process_index)
 
 
 def resume_values(trainer) -> dict[str, Any]:
@@ -102,16 +167,16 @@ def resume_values(trainer) -> dict[str, Any]:
 
 
 def _probe_sequences(trainer) -> int | None:
-    probe = trainer.run.probe
-    return None if probe is None else getattr(probe.source, "sequences", None)
+    leaps = _part(trainer.run, Leaps)
+    return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
 def restore(trainer, checkpoint: str) -> Report:
     """
-    Restore phases, predictor, data position and plugins of a run that is about to start.
+    Restore the parts of a run that is about to start.
 
     Args:
-        trainer: Ready to run, with a fresh engine; `Trainer` has restored weights, optimizer and schedule already.
+        trainer: Ready to run, with a fresh run; `Trainer` has restored weights, optimizer and schedule already.
         checkpoint (`str`): The folder.
 
     Returns:
@@ -126,31 +191,31 @@ def restore(trainer, checkpoint: str) -> Report:
         "changed_options": {},
         "warnings": [],
     }
-    state = load_hybrid_state(checkpoint)
-    if state is None:
+    found = load_state(checkpoint, process=trainer.args.process_index)
+    if found is None:
         report["warnings"].append(
             f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), so "
             "that phases and predictor start anew."
         )
         return report
-    tensors, values = state
-    _compare_options(trainer, values, report)
-    tensors = _without_other_planner(trainer, tensors, values, report)
-    trainer.run.load_state_dict(tensors, values["run"])
-    trainer.plugins.load_state_dict(values["plugins"])
-    if not trainer.args.ignore_data_skip:
-        trainer.run.feed.load_state_dict(values["feed"])
-    report["restored"] = _restored(trainer, tensors, values)
-    report["warnings"] += _not_restored(trainer, values)
+    state, about = found
+    _compare_options(trainer, about, report)
+    _leave_out_other_planner(trainer, state, about, report)
+    if trainer.args.ignore_data_skip:
+        state.pop("feed", None)
+    trainer.run.load_state_dict(state)
+    if trainer.run.has_phases:
+        report["restored"] = _restored(trainer, state)
+        report["warnings"] += _not_restored(trainer, state, about)
     return report
 
 
-def _compare_options(trainer, values: dict, report: Report) -> None:
+def _compare_options(trainer, about: dict, report: Report) -> None:
     """Fill in `changed_options`, and the warnings about options that the state of the optimizer overrules."""
-    now, then = resume_values(trainer), values.get("training_options", {})
+    now, then = resume_values(trainer), about.get("training_options", {})
     for name, value in now["options"].items():
-        if values["options"].get(name, value) != value:
-            report["changed_options"][name] = [values["options"][name], value]
+        if about["options"].get(name, value) != value:
+            report["changed_options"][name] = [about["options"][name], value]
     for name, value in now["training_options"].items():
         if then.get(name, value) == value:
             continue
@@ -162,55 +227,63 @@ def _compare_options(trainer, values: dict, report: Report) -> None:
             )
 
 
-def _without_other_planner(trainer, tensors: dict, values: dict, report: Report) -> dict:
+def _leave_out_other_planner(trainer, state: dict, about: dict, report: Report) -> None:
     """Start the planner anew if the checkpoint is of another planner."""
     planner = trainer.hybrid_args.planner
-    if values["options"].get("planner", planner) == planner:
-        return tensors
-    gains = trainer.run.gains
-    values["run"]["gains"] = gains.state_dict()
-    was = values["options"]["planner"]
-    report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("gains.")}
-    return {**kept, **{f"gains.{name}": tensor for name, tensor in gains.tensors().items()}}
+    was = about["options"].get("planner", planner)
+    if was != planner and "leaps" in state:
+        state["leaps"]["gains"] = None
+        state.pop("planner_observer", None)
+        report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
 
 
-def _restored(trainer, tensors: dict, values: dict) -> dict[str, Any]:
+def _part(run: Run, kind: type[P]) -> P | None:
+    return next((part for part in run.parts if isinstance(part, kind)), None)
+
+
+def _restored(trainer, state: dict) -> dict[str, Any]:
     """Return what was restored, as plain values."""
-    run, feed = trainer.run, trainer.run.feed.state_dict()
-    of_others = ("residuals.", "gains.", "snapshot.")
-    same = values["run"]["trajectory"]["direction"] == run.trajectory.direction.name
-    memories = [t for name, t in tensors.items() if same and not name.startswith(of_others)]
+    run, leaps = trainer.run, _part(trainer.run, Leaps)
+    of_leaps: dict[str, Any] = {"direction": None, "open_leap": False, "memory_bytes": 0}
+    if leaps is not None:
+        direction, found = leaps.trajectory.direction.name, state.get("leaps")
+        same = found is not None and found["trajectory"]["direction"] == direction
+        memories = [t for name, t in found["tensors"].items() if not name.startswith("snapshot.")] if same else []
+        of_leaps = {
+            "direction": direction,
+            "open_leap": leaps.trajectory.open is not None,
+            "memory_bytes": sum(tensor.numel() * tensor.element_size() for tensor in memories),
+        }
     return {
-        "phase": run.phase.value,
+        "phase": (leaps.controller.phase if leaps is not None else run.phase_of(trainer.state.global_step)).value,
         "leaps": run.record.leaps_made,
-        "open_leap": run.trajectory.open is not None,
-        "direction": run.trajectory.direction.name,
-        "memory_bytes": sum(tensor.numel() * tensor.element_size() for tensor in memories),
+        **of_leaps,
         "planner": trainer.hybrid_args.planner,
         "learning_rate_scale": run.rate_scale,
         "probe_sequences": _probe_sequences(trainer),
-        "data": None if trainer.args.ignore_data_skip else feed,
+        "data": None if trainer.args.ignore_data_skip else run.feed.state_dict(),
     }
 
 
-def _not_restored(trainer, values: dict) -> list[str]:
-    run, saved, found = trainer.run, values["run"], []
-    direction, was = run.trajectory.direction.name, saved["trajectory"]["direction"]
-    if was != direction:
-        found.append(f"The memories of the direction are not restored: it was `{was}` and is `{direction}`.")
+def _not_restored(trainer, state: dict, about: dict) -> list[str]:
+    run, found, leaps = trainer.run, [], _part(trainer.run, Leaps)
+    if leaps is not None and "leaps" in state:
+        direction, was = leaps.trajectory.direction.name, state["leaps"]["trajectory"]["direction"]
+        if was != direction:
+            found.append(f"The memories of the direction are not restored: it was `{was}` and is `{direction}`.")
     if trainer.args.ignore_data_skip:
         found.append(
             "The place in the data is not restored (`ignore_data_skip=True`): the epoch starts with other batches."
         )
-    if (saved["rescue"] is None) != (run.rescue is None):
-        was, now = ("on", "off") if run.rescue is None else ("off", "on")
+    rate = _part(run, RateScale)
+    if ("rate" in state) != (rate is not None):
+        was, now = ("on", "off") if rate is None else ("off", "on")
         found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")
-    sequences, then = _probe_sequences(trainer), values.get("probe_sequences")
+    sequences, then = _probe_sequences(trainer), about.get("probe_sequences")
     if then is not None and then != sequences:
         found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")
     processes = trainer.accelerator.num_processes
-    if (then := values.get("processes", processes)) != processes:
+    if (then := about.get("processes", processes)) != processes:
         found.append(
             f"The run was on {then} processes and is on {processes}: random generators start anew, and batches are "
             "those of the saved run only if all processes together have as large ones as before."
@@ -227,13 +300,14 @@ def describe(report: Report) -> str:
     found = report["restored"]
     if found is None:
         return f"{line}, without hybrid state."
-    memories = f"memories of `{found['direction']}` ({found['memory_bytes'] / 2**20:,.1f} MiB)"
-    parts = [
-        f"phase `{found['phase']}`" + (", in which a leap is open" if found["open_leap"] else ""),
-        memories if found["memory_bytes"] else f"direction `{found['direction']}` without memories",
-        f"planner `{found['planner']}` after {found['leaps']} leaps",
-        f"learning-rate scale {found['learning_rate_scale']:.3g}",
-    ]
+    parts = [f"phase `{found['phase']}`" + (", in which a leap is open" if found["open_leap"] else "")]
+    if found["direction"] is not None:
+        memories = f"memories of `{found['direction']}` ({found['memory_bytes'] / 2**20:,.1f} MiB)"
+        parts += [
+            memories if found["memory_bytes"] else f"direction `{found['direction']}` without memories",
+            f"planner `{found['planner']}` after {found['leaps']} leaps",
+        ]
+    parts.append(f"learning-rate scale {found['learning_rate_scale']:.3g}")
     if found["probe_sequences"] is not None:
         parts.append(f"`probe_dataset` of {found['probe_sequences']} sequences")
     if found["data"] is not None:

@@ -25,22 +25,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_hybrid.files import write_json
+from hf_hybrid.files import BASE_NAME
 
 logger = logging.getLogger(__name__)
-
-BASE_NAME = "hybrid_base.json"
-"""Beside adapters that were trained over a quantised base: how it was quantised. peft does not save this."""
-
-
-def note_base(model: nn.Module, folder: str | Path) -> None:
-    """Write down how the base of adapters is quantised while they train; if it is not, remove an older note."""
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    if hasattr(model, "peft_config") and quantization is not None:
-        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        write_json(Path(folder, BASE_NAME), {"quantization_config": values})
-    else:
-        Path(folder, BASE_NAME).unlink(missing_ok=True)
 
 
 def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:

@@ -175,17 +175,18 @@ def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[st
     place. A scheduler that watches the loss has a constant rate here.
     """
     import torch
-    from transformers import SchedulerType, get_scheduler
+    from transformers import get_scheduler
+
+    from hf_hybrid.run.rate import rate_at
 
     args = copy.copy(args)
     for name, value in parameters.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
-        return [args.learning_rate] * max_steps
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     more = {"num_warmup_steps": args.get_warmup_steps(max_steps), "num_training_steps": max_steps}
     scheduler = get_scheduler(
         args.lr_scheduler_type, optimizer, **more, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {})
     )
-    return [args.learning_rate * scheduler.lr_lambdas[0](step) for step in range(max_steps)]
+    factor = rate_at(scheduler)
+    return [args.learning_rate * (1.0 if factor is None else factor(step)) for step in range(max_steps)]

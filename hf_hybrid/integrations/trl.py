@@ -16,7 +16,6 @@ from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
 from hf_hybrid.leaps.probe import PairLoss, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, native_bf16
-from hf_hybrid.part import 
 from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin

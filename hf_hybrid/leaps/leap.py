@@ -48,6 +48,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
@@ -689,6 +691,9 @@ class Leaps(Part):
             logs["hybrid_leap_runtime"] = round(self.leap_seconds, 4)
             logs["hybrid_probe_runtime"] = round(self.probe_seconds, 4)
 
+    def tensors_held(self) -> Sequence[Tensor]:
+        return self.trajectory.tensors_held()
+
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
@@ -793,6 +798,9 @@ class GradientAverage(Part):
         if verdict.action is Action.RESET_PREDICTOR:
             self.direction.reset()
             self.clock.steps_seen = 0
+
+    def tensors_held(self) -> Sequence[Tensor]:
+        return [tensor for tensors in self.direction.buffers.values() for tensor in tensors]
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -126,9 +126,9 @@ def held_precision(model: nn.Module) -> str:
     return " and ".join(sorted({_NAMES[module.weight.dtype] for module in layer_linears(model)})) or "none"
 
 
-def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = None) -> list[Part]:
+def precision_parts(text: str, model: nn.Module, *, autocast: str | None = None) -> list[Part]:
     """
-    The plugins that a request needs for a model whose layers are resident; none where nothing changes.
+    The parts that a request needs for a model whose layers are resident; none where nothing changes.
 
     Raises:
         ValueError: If the request cannot be read, or cannot be met with this model.
@@ -141,13 +141,13 @@ def precision_plugins(text: str, model: nn.Module, *, autocast: str | None = Non
             "`weight_precision`: `predict=int8` rounds the `nn.Linear` modules of the layers, and this model has none "
             "there. Leave it out."
         )
-    plugins: list[Part] = []
+    parts: list[Part] = []
     if any(precision != weights for precision in by_phase.values()):
-        plugins.append(WeightPrecision(by_phase, autocast=autocast))
+        parts.append(WeightPrecision(by_phase, autocast=autocast))
     if int8 != "off":
         # Narrow matrices save little, but who asks for int8 by name gets it.
-        plugins.append(Int8Predict(int8, min_features=1) if int8 == "on" else Int8Predict(int8))
-    return plugins
+        parts.append(Int8Predict(int8, min_features=1) if int8 == "on" else Int8Predict(int8))
+    return parts
 
 
 class WeightPrecision(Part):

@@ -122,8 +122,7 @@ def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not hasattr(trainer, "memory"):  # not one of ours
         return measure_held(model, optimizer)
-    run, memory = trainer.run, trainer.memory
-    buffers = [] if run.trajectory is None else run.trajectory.tensors_held()
+    memory, buffers = trainer.memory, trainer.run.tensors_held()
     host = memory.host_tensors(buffers) if trainer.args.device.type == "cpu" else None
     host = None if host is None else {storage_address(tensor) for tensor in host}
     extra = memory.tensors_held({"drift": buffers})

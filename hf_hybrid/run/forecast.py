@@ -16,13 +16,17 @@ loss that follow: what an evaluation returns is what searches of hyperparameters
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
+from hf_hybrid.part import Part
 from hf_hybrid.run.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
+from hf_hybrid.run.rate import rate_at
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 FROM = 0.05
 """Share of the run before which there is no forecast: none was scored earlier."""
@@ -38,11 +42,11 @@ POINTS = 10_000
 
 def schedule_of(scheduler: Any, max_steps: int) -> np.ndarray:
     """Factor of the learning rate in each step `[max_steps]`; 1 where the scheduler does not know it in advance."""
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps some
-    if not isinstance(scheduler, LambdaLR):
+    factor = rate_at(scheduler)
+    if factor is None:
         return np.ones(max_steps)
     at = np.unique(np.linspace(0, max_steps - 1, min(max_steps, POINTS)).astype(int))
-    return np.interp(np.arange(max_steps), at, [float(scheduler.lr_lambdas[0](int(step))) for step in at])
+    return np.interp(np.arange(max_steps), at, [factor(int(step)) for step in at])
 
 
 class RunForecast:
@@ -107,6 +111,11 @@ class RunForecast:
             self.scale = float(logs["learning_rate"]) / self.schedule[step - 1]
         self.rates[before:step] = self.scale * self.schedule[before:step]
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a forecast is due."""
+        return self.is_due or self.evaluation is not None
+
     def make(self) -> None:
         """Make the forecasts that are due. To be called while the device is busy."""
         if self.is_due:
@@ -137,6 +146,33 @@ class RunForecast:
 
 def _numbers(step: int, forecast: FinalLoss) -> dict[str, float]:
     return {"step": step, "loss": forecast.median, "low": forecast.low, "high": forecast.high}
+
+
+class Forecast(Part):
+    """
+    The forecast as a part of a run: in the log, in the summary, and for who shows progress.
+
+    Args:
+        scheduler (`Any`): The learning-rate schedule.
+        history (`list[dict]`): `log_history` of a resumed run.
+    """
+
+    name = "forecast"
+
+    def __init__(self, scheduler: Any, history: list[dict]):
+        self.scheduler, self.history, self.curve = scheduler, history, RunForecast()
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+        self.curve.begin(run.max_steps, self.scheduler, self.history)
+
+    def log(self, step: int, logs: dict[str, Any]) -> None:
+        logs.update(self.curve.log_values(step, logs))
+        if self.curve.is_waiting and self.curve.make not in self.run.later:
+            self.run.later.append(self.curve.make)
+
+    def summary(self) -> dict[str, Any]:
+        return {"forecast": self.curve.summary()}
 
 
 class ForecastCallback(TrainerCallback):

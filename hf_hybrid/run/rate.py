@@ -21,11 +21,12 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from hf_hybrid.part import Part, Step
 from hf_hybrid.run.monitor import Action, Level, Verdict
@@ -35,6 +36,15 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+def rate_at(scheduler: Any) -> Callable[[int], float] | None:
+    """
+    Return the factor on the learning rate in a step (from 0), if the schedule knows it in advance: of those that
+    transformers makes, all but the two that watch the loss do.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps some
+    return (lambda step: float(scheduler.lr_lambdas[0](step))) if isinstance(scheduler, LambdaLR) else None
 
 
 class _Average:

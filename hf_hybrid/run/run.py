@@ -125,19 +125,26 @@ class Run:
         """Phase of the step under way, or of the last one; `None` without phases and before the first."""
         return self.last_phase if self.step is None else self.step.phase
 
+    def phase_of(self, index: int) -> Phase | None:
+        """Return the phase of a step in a run without leaps; those with leaps say it themselves."""
+        if self.warmup is None:
+            return None
+        return Phase.WARMUP if index < self.warmup else Phase.FULL
+
     # The course of a run.
 
     def begin(self) -> None:
         """Begin all parts."""
         self.call("begin", self)
 
-    def begin_step(self, index: int, batches: Sequence[Any] = (), learning_rate: float = 0.0) -> Step:
+    def begin_step(
+        self, index: int, batches: Sequence[Any] = (), items: Any = None, learning_rate: float = 0.0
+    ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
         self._began_at = time.perf_counter()
-        self.step = step = Step(index, learning_rate=learning_rate, batches=batches)
+        self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
         self.learning_rate = learning_rate
-        if self.warmup is not None:
-            step.phase = Phase.WARMUP if index < self.warmup else Phase.FULL
+        step.phase = self.phase_of(index)
         for method in self._hooks["begin_step"]:
             method(step)
         # After the leap, which may be worth no step, and which needs what parts put away in Predict.
@@ -237,6 +244,10 @@ class Run:
             self.trained.correct_mean(logs, "train_loss")
         for method in self._hooks["log"]:
             method(step, logs)
+
+    def tensors_held(self) -> list[torch.Tensor]:
+        """Return the tensors that parts hold between steps beside model and optimizer."""
+        return [tensor for part in self.parts for tensor in part.tensors_held()]
 
     # Saving.
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from torch import Tensor
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import SCORED
 from hf_hybrid.world_model.observer import LearningPlanner, Stretch
+
+START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
 
 class ImaginedGain(LearningPlanner):
@@ -159,3 +162,41 @@ class ImaginedGain(LearningPlanner):
         vars(self).update({name: state[name] for name in self._values()})
         self.choices = list(state["choices"])
         self.dynamics.load_state_dict(state["tensors"], state["dynamics"])
+
+
+def imagined_gain(
+    values: tuple[float, float, float],
+    *,
+    device: torch.device,
+    seed: int,
+    factor_at: Callable[[int], float] | None,
+    max_steps: int,
+    stride: int,
+) -> ImaginedGain:
+    """
+    Make the planner of a run, whose world model begins with the weights that the package ships.
+
+    Args:
+        values (`tuple[float, float, float]`): `peak`, `power` and `worth`, see [`~hf_hybrid.leaps.gains.GainPlanner`].
+        device (`torch.device`), seed (`int`): Of the world model.
+        factor_at (`Callable[[int], float]`, *optional*): Of the learning rate in a step. `None` is taken for a linear
+            decay to zero.
+        max_steps (`int`), stride (`int`): Length of the run and of a stretch, in steps.
+
+    Raises:
+        ValueError: If the installation lacks the weights.
+    """
+    if not START_WEIGHTS.is_file():
+        raise ValueError(
+            f"`planner` is 'dynamics', whose world model starts from weights that are not at {START_WEIGHTS}: the "
+            "installation is incomplete. Install hf_hybrid anew, or set `planner='schedule'`."
+        )
+    peak = 0.0 if factor_at is None else max(factor_at(round(step * max_steps / 100)) for step in range(101))
+
+    def over_peak(progress: float) -> float:
+        if factor_at is None:
+            return 1.0 - progress
+        return factor_at(round(progress * max_steps)) / peak if peak > 0 else 0.0
+
+    dynamics = DynamicsModel(START_WEIGHTS, device=device, seed=seed)
+    return ImaginedGain(*values, dynamics=dynamics, rate_at=over_peak, stretch_share=stride / max_steps)

@@ -18,7 +18,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.main import main
 from hf_hybrid.export import exporter, measure
 from hf_hybrid.export.formats import FORMATS, ExportError
-from hf_hybrid.export.merged import BASE_NAME
+from hf_hybrid.files import BASE_NAME
 from hf_hybrid.plan.exports import exported_bytes
 
 peft = pytest.importorskip("peft")
