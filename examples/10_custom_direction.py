@@ -86,7 +86,7 @@ class PhaseClock(Part):
     def before_probe(self) -> None:
         self.probes += 1
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         self._count(self._phase)
 
     def _count(self, phase: str) -> None:
@@ -116,7 +116,7 @@ def train(name: str, args: HybridConfig, **more) -> str:
         train_dataset=train_set,
         eval_dataset=evaluation,
         data_collator=compare["collate"],
-        plugins=[clock],
+        parts=[clock],
         **more,
     )
     trainer.train()

@@ -130,6 +130,7 @@ def build_run(trainer) -> Run:
         optimizer=weights.optimizer,
         weights=weights,
         feed=feed,
+        rate=rate,
         no_leaps=no_leaps,
         **common,
     )
@@ -324,7 +325,7 @@ def _rate(trainer, weights: TrainedWeights) -> RateScale | None:
 
 def tell_of_adapter_rate(trainer) -> None:
     """Say which learning rate adapters get in place of the default, or why they get none."""
-    args, rescue = trainer.args, next((part for part in trainer.run.parts if isinstance(part, AdapterRate)), None)
+    args, rescue = trainer.args, trainer.run.part(AdapterRate)
     if not _trains_adapters(trainer) or not rescue_is_on(args, trainer.hybrid_args):
         return
     if rescue is None:

@@ -47,7 +47,7 @@ from hf_hybrid.machine import (
     warn_of_lone_process,
 )
 from hf_hybrid.optimizers import check_hidden_matrices
-from hf_hybrid.part import Part, Phase, check_parts
+from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -283,8 +283,9 @@ class HybridTrainerMixin(PublishingMixin):
         it did not, and is `None` for a run that began anew.
         """
         found = {"memory": self.memory_summary(), "resumed": self._resumed}
-        absent = {"out_of_memory": list(self.recovery.events), "forecast": None, "learning_rate_scale": 1.0}
-        return HybridSummary({**absent, **self.run.summary(), **found})
+        for part in self.parts:  # as they are now; the run's own summary ends with it
+            found.update(part.summary())
+        return HybridSummary({**self.run.summary(), **found})
 
     def memory_summary(self) -> dict:
         """
@@ -312,8 +313,8 @@ class HybridTrainerMixin(PublishingMixin):
         avoided = run.record.backward_passes_avoided
         used = memory_in_use(self.args.device)
         phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
-        forecast = next((part.curve.last for part in run.parts if isinstance(part, Forecast)), None)
-        return RunPosition(phase, run.last_loss, avoided, used, forecast)
+        forecast = run.part(Forecast)
+        return RunPosition(phase, run.last_loss, avoided, used, None if forecast is None else forecast.curve.last)
 
     def export(
         self,
@@ -743,12 +744,16 @@ class HybridTrainerMixin(PublishingMixin):
         self.run.amend_logs(self.state.global_step, logs)
         super().log(logs, *args, **kwargs)
 
+    def _show_real_weights(self) -> None:
+        for method in listening(self.parts, "before_export"):
+            method()
+
     def evaluate(self, *args, **kwargs):
-        self.run.call("before_export")
+        self._show_real_weights()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        self.run.call("before_export")
+        self._show_real_weights()
         return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):
@@ -756,7 +761,7 @@ class HybridTrainerMixin(PublishingMixin):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir=None, *args, **kwargs):
-        self.run.call("before_export")
+        self._show_real_weights()
         if self.run.weights is not None and not self.run.weights.are_finite():
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
         super().save_model(output_dir, *args, **kwargs)
@@ -808,7 +813,7 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_best_model()
 
     def push_to_hub(self, *args, **kwargs):
-        self.run.call("before_export")
+        self._show_real_weights()
         return super().push_to_hub(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):

@@ -1,103 +1,17 @@
-"""`hf_hybrid/part.py`: the order of phases, and the plugins that follow them."""
+"""`hf_hybrid/part.py`: parts are called in order, and their state is saved."""
 
 import json
 
-import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer, Part
-from hf_hybrid.leaps.phases import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
 from hf_hybrid.part import Phase
 
-LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)
 
-
-class TwoInARow(PhaseController):
-    """After two leaps in a row a Full block is due."""
-
-    MAX_CONSECUTIVE_LEAPS = 2
-
-
-def walk(controller, steps, *, horizon=2, leap_allowed=True):
-    """Phases of the next `steps` steps; every leap is kept with the given horizon."""
-    phases = []
-    for _ in range(steps):
-        if controller.leap_due:
-            controller.leap_kept(horizon)
-        phases.append(controller.phase)
-        controller.finish_step(leap_allowed=leap_allowed)
-    return phases
-
-
-def names(phases):
-    return "".join(phase.value[0] for phase in phases)
-
-
-def test_cycle():
-    assert names(walk(TwoInARow(LENGTHS), 17)) == "wwfffppccppccfffp"
-
-
-def test_leap_worth_less_than_a_step_goes_straight_to_correct():
-    assert names(walk(TwoInARow(LENGTHS), 12, horizon=0)) == "wwfffccccfff"
-
-
-def test_no_leap_while_backing_off():
-    assert names(walk(PhaseController(LENGTHS), 20, leap_allowed=False)) == "ww" + 18 * "f"
-
-
-def test_horizon_is_capped():
-    assert names(walk(PhaseController(LENGTHS), 10, horizon=99)) == "wwfffppppc"
-
-
-def test_rejected_leap_returns_to_full():
-    controller = PhaseController(LENGTHS)
-    walk(controller, 5)
-    assert controller.leap_due and controller.phase is Phase.PREDICT
-    assert controller.leap_rejected() is Phase.FULL
-    assert not controller.leap_due and controller.remaining == 3
-
-
-def test_force_full_does_not_cut_warmup_short():
-    controller = PhaseController(LENGTHS)
-    controller.force_full(10)
-    assert names(walk(controller, 3)) == "wwf"
-
-
-def test_without_warmup_the_run_starts_in_full():
-    lengths = PhaseLengths(warmup=0, full=1, correct=1, max_predict=1)
-    assert names(walk(PhaseController(lengths), 4, horizon=1)) == "fpcp"
-
-
-def test_state_survives_json_at_every_step():
-    reference = walk(PhaseController(LENGTHS), 40)
-    controller, phases = PhaseController(LENGTHS), []
-    for _ in range(40):
-        state = json.loads(json.dumps(controller.state_dict()))
-        controller = PhaseController(LENGTHS)
-        controller.load_state_dict(state)
-        phases += walk(controller, 1)
-    assert phases == reference
-
-
-def test_only_legal_transitions_happen():
-    phases = walk(PhaseController(LENGTHS), 100)
-    assert all(b is a or b in LEGAL_TRANSITIONS[a] for a, b in zip(phases, phases[1:]))
-    assert set(phases) == set(Phase)
-
-
-@pytest.mark.parametrize("field", ["full", "correct", "max_predict"])
-def test_lengths_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"`PhaseLengths.{field}` must be at least 1, got 0"):
-        PhaseLengths(**{**vars(LENGTHS), field: 0})
-
-
-# Plugins.
-
-
-def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
+def test_parts_are_called_in_order_and_keep_their_state(tmp_path):
     calls = []
 
-    class Plugin(Part):
+    class Counts(Part):
         def __init__(self, name):
             self.name, self.count = name, 0
 
@@ -120,9 +34,9 @@ def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
         def load_state_dict(self, state):
             self.count = self.restored = state["count"]
 
-    first, second = Plugin("first"), Plugin("second")
+    first, second = Counts("first"), Counts("second")
     config = hybrid_config(tmp_path, save_strategy="steps", save_steps=10)
-    HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), plugins=[first, second]).train()
+    HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), parts=[first, second]).train()
     index = calls.index(("first", "before", Phase.WARMUP))
     assert [c[:2] for c in calls[index : index + 4]] == [
         ("first", "before"), ("second", "before"), ("second", "after"), ("first", "after")
@@ -130,13 +44,13 @@ def test_plugins_are_called_in_order_and_keep_their_state(tmp_path):
     changes = [call[2:] for call in calls if call[:2] == ("first", "change")]
     assert changes[0] == (Phase.WARMUP, Phase.FULL) and all(a != b for a, b in changes)
     assert ("first", "probe") in calls and not any(Phase.PREDICT in call for call in calls if call[1] == "before")
-    resumed = Plugin("first")
+    resumed = Counts("first")
     trainer = HybridTrainer(
         tiny_model(),
         hybrid_config(tmp_path, max_steps=10),
         train_dataset=ByteText(400),
-        plugins=[resumed],
+        parts=[resumed],
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     state = json.loads((tmp_path / "checkpoint-10" / "hybrid_state.json").read_text())
-    assert resumed.restored == state["plugins"]["first"]["count"] > 0
+    assert resumed.restored == state["parts"]["first"]["count"] > 0

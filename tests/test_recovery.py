@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
+from hf_hybrid.checkpoints.state import VALUES_NAME
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.recovery import (
-    RECOVERY_NAME,
     UnrecoveredMemoryError,
     UnsplittableBatchError,
     is_out_of_memory,
@@ -30,12 +30,12 @@ def oom():
     return torch.OutOfMemoryError(MESSAGE.format(limit=0))
 
 
-def build(folder, size=4, steps=2, *, model=None, callbacks=(), plugins=(), **options):
+def build(folder, size=4, steps=2, *, model=None, callbacks=(), parts=(), **options):
     """A trainer with `size` sequences per micro-batch and `steps` micro-batches per window."""
     phases = {"warmup_phase_steps": 2, "full_phase_steps": 2, "correct_phase_steps": 1, "max_predict_steps": 2}
     sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 12}
     config = hybrid_config(folder, **{**phases, **sizes, **options})
-    return HybridTrainer(model or tiny_model(), config, train_dataset=TEXT, callbacks=list(callbacks), plugins=plugins)
+    return HybridTrainer(model or tiny_model(), config, train_dataset=TEXT, callbacks=list(callbacks), parts=parts)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,8 @@ def test_resume_keeps_the_smaller_size(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
     trainer = build(tmp_path, **options)
     train_limited(trainer, 2, after=4)
-    assert json.loads((tmp_path / "checkpoint-6" / RECOVERY_NAME).read_text())["policy"]["micro_batch_size"] == 2
+    saved = json.loads((tmp_path / "checkpoint-6" / VALUES_NAME).read_text())["parts"]["out_of_memory"]
+    assert saved["policy"]["micro_batch_size"] == 2
     resumed = build(tmp_path, **options)
     with RowLimit(resumed, 2).active() as device:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
@@ -159,7 +160,7 @@ def test_a_run_that_never_ran_out_leaves_nothing_behind(tmp_path):
     step = vars(trainer).get("optimizer")
     trainer.train()
     assert step is None and events(trainer) == []
-    assert not (tmp_path / "checkpoint-6" / RECOVERY_NAME).exists()
+    assert not (tmp_path / "checkpoint-6" / VALUES_NAME).exists()
 
 
 # Stronger policy, and the end of the ladder.
@@ -300,9 +301,9 @@ class WeightsAround(Part):
 
     def now(self):
         """The weights themselves, also where layers are streamed."""
-        trajectory = self.trainer.run.trajectory
-        trajectory.store.settle()
-        return {name: p.detach().clone() for name, p in zip(trajectory.names, trajectory.parameters)}
+        trained = self.trainer.run.weights
+        trained.store.settle()
+        return {name: p.detach().clone() for name, p in zip(trained.names, trained.parameters)}
 
     def before_forward(self, phase):
         if self.before is not None:
@@ -324,7 +325,7 @@ class Remember(TrainerCallback):
 
 def train_watched(folder, **options):
     around = WeightsAround()
-    trainer = build(folder, callbacks=[Remember(around)], plugins=[around], max_steps=16, **options)
+    trainer = build(folder, callbacks=[Remember(around)], parts=[around], max_steps=16, **options)
     around.trainer = trainer
     trainer.train()
     return trainer, around

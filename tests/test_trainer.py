@@ -105,7 +105,7 @@ def test_logged_losses_are_those_of_real_steps(tmp_path):
     assert output.training_loss == pytest.approx(sum(real) / len(real), rel=1e-4)
     entry = next(e for e in trainer.state.log_history if "loss" in e)
     assert all(isinstance(entry[key], (int, float)) for key in entry)
-    assert {"hybrid/phase", "hybrid/backward_passes", "hybrid/leaps", "hybrid/confidence"} <= set(entry)
+    assert {"hybrid/phase", "hybrid/backward_passes", "hybrid/leaps", "hybrid/credit"} <= set(entry)
 
 
 def test_the_schedule_goes_on_through_predicted_steps(tmp_path):
@@ -131,7 +131,7 @@ def test_every_parameter_of_trainer_is_there_by_name_and_place():
     for name, parameter in theirs.items():
         assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind), name
     more = {name: parameter.kind.name for name, parameter in ours.items() if name not in theirs}
-    own = dict.fromkeys(("probe_dataset", "plugins", "direction", "device_map"), "KEYWORD_ONLY")
+    own = dict.fromkeys(("probe_dataset", "parts", "direction", "device_map"), "KEYWORD_ONLY")
     assert more == {**own, "kwargs": "VAR_KEYWORD"}
 
 

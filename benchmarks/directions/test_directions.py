@@ -16,6 +16,7 @@ from benchmarks.directions.nino import NiNo, Nowcaster, parameter_kind
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.weights import TrainedWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "leaps")]
@@ -79,7 +80,7 @@ class Course:
         optimizer = torch.optim.SGD([{"params": [p]} for p in self.parameters], lr=0.1)
         named = [(f"layer{i}.weight", p) for i, p in enumerate(self.parameters)]
         self.trajectory = Trajectory(
-            named, optimizer, direction=direction, memory_steps=memory_steps, max_relative_norm=1e6
+            TrainedWeights(named, optimizer), direction=direction, memory_steps=memory_steps, max_relative_norm=1e6
         )
 
     def step(self, rates, *places):

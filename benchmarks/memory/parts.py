@@ -27,8 +27,8 @@ from rig.live_bytes import LiveBytes, saved_for_backward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.part import PluginContext
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.activations import BoundaryOffload
 from hf_hybrid.streaming.loss import linear_cross_entropy
 
@@ -86,7 +86,7 @@ def int8(hidden: int = 256) -> dict:
     """Count the stored bytes of int8 probes."""
     model = llama(hidden, 4)
     plugin = Int8Predict("on")
-    plugin.on_train_begin(PluginContext(model, None, 1))
+    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     matrices = {id(module.weight): module.weight for module in plugin._linears}.values()
     stored = sum(weight.numel() + 4 * weight.shape[0] for weight in matrices)
     bf16 = sum(2 * weight.numel() for weight in matrices)

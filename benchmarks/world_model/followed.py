@@ -145,7 +145,7 @@ class Replays(Part):
     def follow(self, trainer) -> None:
         self.trainer = trainer
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         self.tensors = self.trainer.run.gains.dynamics.replay.tensors()
 
 
@@ -171,7 +171,7 @@ def trainer_run(kind: str, index: int) -> FollowedRun:
         if schedule == "warmup_stable_decay":
             values["lr_scheduler_kwargs"] = {"num_decay_steps": steps // 5}
         config = config_kind(**values)
-        trainer = trainer_kind(model, args=config, train_dataset=data["train"], plugins=[replays], **more)
+        trainer = trainer_kind(model, args=config, train_dataset=data["train"], parts=[replays], **more)
         replays.follow(trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.train()

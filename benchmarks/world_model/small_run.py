@@ -21,6 +21,8 @@ from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.part import Phase
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.weights import TrainedWeights
+from hf_hybrid.world_model.observer import gradient_statistics
 from hf_hybrid.world_model.signals import SignalObserver, StepSignals
 
 STRIDE = 10
@@ -272,8 +274,7 @@ class Training:
         self.settings, self.material, self.model = settings, material, model
         self.optimizer = make_optimizer(settings, model)
         self.trajectory = Trajectory(
-            model.named_parameters(),
-            self.optimizer,
+            TrainedWeights(model.named_parameters(), self.optimizer),
             direction=DIRECTIONS[settings.direction],
             matrices=frozenset(split_parameters(model)[0]),
             memory_steps=settings.memory_steps,
@@ -386,7 +387,7 @@ class Training:
             raise DivergedError
         self.trajectory.observe_gradients()
         if now.real % STATISTICS_EVERY == 0:
-            measured["statistics"] = self.trajectory.gradient_statistics()
+            measured["statistics"] = gradient_statistics(self.trajectory)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,9 +29,6 @@ from tqdm.auto import tqdm
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
-from hf_hybrid.part import Part
-from hf_hybrid.run.rate import RateScale
-from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,6 @@ OWN = "own"
 """Key in the state of a part: below it stands what each process keeps for itself."""
 
 Report = dict[str, Any]
-P = TypeVar("P", bound=Part)
 
 # Files.
 
@@ -167,7 +163,7 @@ def resume_values(trainer) -> dict[str, Any]:
 
 
 def _probe_sequences(trainer) -> int | None:
-    leaps = _part(trainer.run, Leaps)
+    leaps = trainer.run.part(Leaps)
     return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
@@ -197,6 +193,7 @@ def restore(trainer, checkpoint: str) -> Report:
             f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), so "
             "that phases and predictor start anew."
         )
+        trainer.run.load_state_dict({})
         return report
     state, about = found
     _compare_options(trainer, about, report)
@@ -237,13 +234,9 @@ def _leave_out_other_planner(trainer, state: dict, about: dict, report: Report) 
         report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
 
 
-def _part(run: Run, kind: type[P]) -> P | None:
-    return next((part for part in run.parts if isinstance(part, kind)), None)
-
-
 def _restored(trainer, state: dict) -> dict[str, Any]:
     """Return what was restored, as plain values."""
-    run, leaps = trainer.run, _part(trainer.run, Leaps)
+    run, leaps = trainer.run, trainer.run.part(Leaps)
     of_leaps: dict[str, Any] = {"direction": None, "open_leap": False, "memory_bytes": 0}
     if leaps is not None:
         direction, found = leaps.trajectory.direction.name, state.get("leaps")
@@ -266,7 +259,7 @@ def _restored(trainer, state: dict) -> dict[str, Any]:
 
 
 def _not_restored(trainer, state: dict, about: dict) -> list[str]:
-    run, found, leaps = trainer.run, [], _part(trainer.run, Leaps)
+    run, found, leaps = trainer.run, [], trainer.run.part(Leaps)
     if leaps is not None and "leaps" in state:
         direction, was = leaps.trajectory.direction.name, state["leaps"]["trajectory"]["direction"]
         if was != direction:
@@ -275,7 +268,7 @@ def _not_restored(trainer, state: dict, about: dict) -> list[str]:
         found.append(
             "The place in the data is not restored (`ignore_data_skip=True`): the epoch starts with other batches."
         )
-    rate = _part(run, RateScale)
+    rate = run.rate
     if ("rate" in state) != (rate is not None):
         was, now = ("on", "off") if rate is None else ("off", "on")
         found.append(f"Learning-rate rescue was {was} and is {now}: the scale begins at {run.rate_scale:g}.")

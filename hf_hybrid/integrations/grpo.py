@@ -45,26 +45,26 @@ Where the result would not be exact, every row is computed, and the log says why
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, SharedPromptArguments, as_declared, option
+from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin, rows_of_completions
 from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.records.summary import HybridSummary
+from hf_hybrid.part import Part, Step
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 try:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -259,45 +259,134 @@ class ExactSkips:
         self.passes_avoided = state["passes_avoided"]
 
 
-# The checkpoint of a generation batch.
+# A part of the run.
 
 
-@dataclass
-class Rollouts:
+class Rollouts(Part):
     """
-    Where a run stands in its generation batch. TRL keeps this in memory alone, and generates anew after a resume.
+    What a run leaves out of its generation batches, and where it stands in them. TRL keeps the latter in memory alone,
+    and generates anew after a resume.
+
+    Args:
+        trainer (`RolloutTrainerMixin`): Its options and TRL's generation batch are read; a resume writes the latter.
 
     Attributes:
-        step (`int`): Micro-batches trained on, from which TRL counts where it is in the generation batch.
-        batches (`list[Batch]`): The micro-batches of the generation batch; empty where the next step generates.
-        values (`dict`): JSON values beside them.
+        skips (`ExactSkips`): Plans the micro-batches of each window.
+        leaves_out (`bool`): Whether rows that do not count are left out.
+        by_prompt (`bool`): Whether rows of the same prompt are put together.
+        every_row_because (`str`, *optional*): Why no row is left out.
+        window_begins_at (`int`): TRL's number of the first micro-batch of the window.
     """
 
-    step: int
-    batches: list[Batch]
-    values: dict[str, Any] = field(default_factory=dict)
+    name = "rollouts"
 
-    def save(self, path: Path) -> None:
-        """Write one safetensors file, with the values that are no tensors in its header."""
-        tensors, plain = {}, []
-        for index, batch in enumerate(self.batches):
-            held = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-            tensors |= {f"{index}.{name}": value.detach().cpu().clone() for name, value in held.items()}
-            plain.append({name: value for name, value in batch.items() if name not in held})
-        state = {"step": self.step, "plain": plain, "values": self.values}
-        path.parent.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
-        save_file(tensors, path, metadata={"rollouts": json.dumps(state)})
+    def __init__(self, trainer: RolloutTrainerMixin):
+        self.trainer, self.skips = trainer, trainer._new_skips()
+        self.leaves_out = self.by_prompt = False
+        self.every_row_because: str | None = None
+        self.window_begins_at = 0
+        self._before: dict[str, Any] | None = None
+        """The state before the step under way."""
 
-    @classmethod
-    def load(cls, path: Path, device: torch.device) -> Rollouts:
-        """Read what [`save`] wrote."""
-        with safe_open(path, framework="pt") as file:
-            state = json.loads(file.metadata()["rollouts"])
-            batches = [dict(plain) for plain in state["plain"]]
-            for key in file.keys():  # noqa: SIM118 - not a dictionary
-                index, _, name = key.partition(".")
-                batches[int(index)][name] = file.get_tensor(key).to(device)
-        return cls(state["step"], batches, state["values"])
+    def begin(self, run: Run) -> None:
+        trainer = self.trainer
+        self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
+        self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
+        if self.leaves_out and (reason := trainer._why_every_row()) is not None:
+            self.leaves_out, self.every_row_because = False, reason
+            if trainer.is_world_process_zero():
+                logger.warning("Every row is computed, also those without advantage: %s.", reason)
+        may_move = self.leaves_out or (self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        self.by_prompt = may_move and trainer.shared_prompts.may_share
+
+    def begin_step(self, step: Step) -> None:
+        self.skips.begin_window()
+        self.window_begins_at, self._before = self.trainer._step, self._state()
+
+    def end_step(self, step: Step) -> None:
+        self._before = None
+
+    def plan(self) -> list[Batch]:
+        """
+        Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
+        """
+        trainer, per_generation = self.trainer, self.trainer.args.steps_per_generation
+        window_ends_at = self.window_begins_at + trainer.current_gradient_accumulation_steps
+        generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
+        generates_at += per_generation * trainer.num_iterations
+        coming = range(trainer._step, min(window_ends_at, generates_at))
+        self.skips.plan(
+            [trainer._buffered_inputs[step % per_generation] for step in coming],
+            ends_window=coming.stop == window_ends_at,
+            processes=trainer.accelerator.num_processes,
+            leave_out=self.leaves_out,
+            by_prompt=self.by_prompt,
+        )
+        return self.skips.planned
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "rows": self.skips.rows,
+            "rows_skipped": self.skips.rows_skipped,
+            "backward_passes_avoided_exactly": self.skips.passes_avoided,
+            "every_row_because": self.every_row_because,
+        }
+
+    # Checkpoints.
+
+    def _layout(self) -> dict[str, int]:
+        """Return the options that decide which rows a micro-batch has."""
+        args = self.trainer.args
+        names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "num_generations")
+        return {**{name: getattr(args, name) for name in names}, "processes": self.trainer.accelerator.num_processes}
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self.trainer
+        generates = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+        return {
+            "step": trainer._step,
+            "batches": [] if generates else [dict(batch) for batch in trainer._buffered_inputs],
+            "layout": self._layout(),
+            "counts": self.skips.state_dict(),
+            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._state() if self._before is None else self._before
+        # Views of one generation batch, each in a tensor of its own.
+        batches = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found["batches"]
+        ]
+        return {OWN: {**found, "batches": batches}}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        if self.name not in state:
+            self.load_state_dict({})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, found = self.trainer, state.get(OWN)
+        usable = found is not None and found["layout"] == self._layout()
+        if trainer._agree(int(not usable)):  # on any process
+            logger.warning(
+                "The checkpoint %s: completions are generated anew, as TRL does after a resume.",
+                "lacks the completions of a process"
+                if found is None
+                else "was saved with another division of generation batches",
+            )
+            return
+        device = trainer.args.device
+        batches = [_each(batch, lambda tensor: tensor.to(device)) for batch in found["batches"]]
+        trainer._step, trainer._buffered_inputs = found["step"], batches or None
+        trainer._metrics["train"].update(found["metrics"])
+        self.skips.load_state_dict(found["counts"])
+        # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
+        sampler = trainer._sampler
+        for _ in range(int(trainer.state.epoch or 0) if sampler is not None else 0):
+            next(iter(sampler), None)
+
+
+def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    return {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 # Configs.
@@ -352,10 +441,10 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
-class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
+class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
     """
-    Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own, and keeps TRL's
-    place in the generation batch in checkpoints.
+    Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
+    is the part of the run that plans them.
     """
 
     can_leap = False
@@ -363,18 +452,17 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
         "`gradient_accumulation_steps`."
     )
+    _sampler: Any = None
 
     def __init__(self, *args, **kwargs):
         for name in ("probe_dataset", "direction"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is for leaps, which are not made here: {_NO_LEAPS}. Leave it out.")
         super().__init__(*args, **kwargs)
-        self._skips = self._new_skips()
-        self._skips_exactly = self._by_prompt = False
-        self._every_row_because: str | None = None
-        self._window_begins_at = 0
-        self._before_window: Rollouts | None = None
-        self._sampler: Any = None
+
+    def own_parts(self) -> list[Part]:
+        self.rollouts = Rollouts(self)
+        return [*super().own_parts(), self.rollouts]
 
     def _new_skips(self) -> ExactSkips:
         return ExactSkips(self._mean, self._rows_that_count, self._agree)
@@ -384,29 +472,14 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
 
-    # A run begins.
-
-    def _begin_run(self) -> None:
-        super()._begin_run()
-        self._skips, self._every_row_because = self._new_skips(), None
-        self._skips_exactly = getattr(self.args, "exact_skips", "auto") == "auto"
-        if self._skips_exactly and (reason := self._why_every_row()) is not None:
-            self._skips_exactly, self._every_row_because = False, reason
-            if self.is_world_process_zero():
-                logger.warning("Every row is computed, also those without advantage: %s.", reason)
-        may_move = self._skips_exactly or (self._mean != "tokens" and self._why_rows_stay() is None)
-        self._by_prompt = may_move and self.shared_prompts.may_share
-        if self._resumed_from is not None:
-            self._restore_rollouts(self._resumed_from)
-
     def _why_every_row(self) -> str | None:
         """Return why leaving rows out would change the update, or `None` if it would not."""
         return self._why_rows_stay()
 
     def _why_rows_stay(self) -> str | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
-        own = type(self)._compute_loss is _RolloutTrainerMixin._compute_loss
-        if not own or type(self).compute_loss is not _RolloutTrainerMixin.compute_loss:
+        own = type(self)._compute_loss is RolloutTrainerMixin._compute_loss
+        if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
             return f"`{type(self).__name__}` has a loss of its own"
         if (sharding := sharding_of(self.args)) is not None:
             return f"`{sharding}` counts the backward passes of a step"
@@ -428,40 +501,19 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
 
     # A window.
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        self._skips.begin_window()
-        self._window_begins_at, self._before_window = self._step, self._rollouts()
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._skips_exactly and self.accelerator.sync_gradients:
-            self._skips.fill_gradients(self.model)
+        if self.rollouts.leaves_out and self.accelerator.sync_gradients:
+            self.rollouts.skips.fill_gradients(self.model)
         return loss
 
     def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)  # generates if it is time to
-        if not (self._skips_exactly or self._by_prompt) or not self.model.training:
+        inputs, rollouts = super()._prepare_inputs(generation_batch), self.rollouts  # generates if it is time to
+        if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
-        if not self._skips.is_planned:
-            self._plan()
-        return self._skips.next()
-
-    def _plan(self) -> None:
-        """Plan the micro-batches up to the end of the window or of the generation batch."""
-        per_generation = self.args.steps_per_generation
-        window_ends_at = self._window_begins_at + self.current_gradient_accumulation_steps
-        generates_at = self._step - self._step % (per_generation * self.num_iterations)
-        generates_at += per_generation * self.num_iterations
-        coming = range(self._step, min(window_ends_at, generates_at))
-        self._skips.plan(
-            [self._buffered_inputs[step % per_generation] for step in coming],
-            ends_window=coming.stop == window_ends_at,
-            processes=self.accelerator.num_processes,
-            leave_out=self._skips_exactly,
-            by_prompt=self._by_prompt,
-        )
-        self.shared_prompts.copy_ahead(self._skips.planned, rows_of_completions, known_by="completion_ids")
+        if not rollouts.skips.is_planned:
+            self.shared_prompts.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
+        return rollouts.skips.next()
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
@@ -475,7 +527,12 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
 
     def log(self, logs, *args, **kwargs):
         of_steps = "loss" in logs and self.model.training
-        if of_steps and self._skips_exactly and self._buffered_inputs and not self._metrics["train"].get("entropy"):
+        if (
+            of_steps
+            and self.rollouts.leaves_out
+            and self._buffered_inputs
+            and not self._metrics["train"].get("entropy")
+        ):
             self._measure_left_out()
         super().log(logs, *args, **kwargs)
 
@@ -487,77 +544,17 @@ class _RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
         """
         inputs = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
-        tokens = self.shared_prompts.state_dict()
+        tokens = self.shared_prompts.counts()
         with torch.no_grad(), self.compute_loss_context_manager():
             self._compute_loss(self.model_wrapped, inputs)
-        self.shared_prompts.load_state_dict(tokens)  # they count the tokens of the training
-
-    # Checkpoints.
-
-    def _rollouts(self) -> Rollouts:
-        """Return where the run is in its generation batch."""
-        generates = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        values = {
-            "layout": self._layout(),
-            "counts": self._skips.state_dict(),
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
-        }
-        return Rollouts(self._step, [] if generates else self._buffered_inputs, values)
-
-    def _layout(self) -> dict[str, int]:
-        """Return the options that decide which rows a micro-batch has."""
-        names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "num_generations")
-        return {**{name: getattr(self.args, name) for name in names}, "processes": self.accelerator.num_processes}
-
-    def _rollouts_file(self, folder: str) -> Path:
-        return Path(folder) / f"generation_batch_{self.args.process_index}.safetensors"
-
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        # Inside a step a checkpoint holds the state before the step.
-        rollouts = self._rollouts() if self._begun is None else self._before_window
-        rollouts.save(self._rollouts_file(output_dir))
-
-    def _restore_rollouts(self, checkpoint: str) -> None:
-        path = self._rollouts_file(checkpoint)
-        found = Rollouts.load(path, self.args.device) if path.is_file() else None
-        usable = found is not None and found.values["layout"] == self._layout()
-        if self._agree(int(not usable)):  # on any process
-            logger.warning(
-                "`%s` %s: completions are generated anew, as TRL does after a resume.",
-                checkpoint,
-                f"holds no `{path.name}`" if found is None else "was saved with another division of generation batches",
-            )
-            return
-        self._step, self._buffered_inputs = found.step, found.batches or None
-        self._metrics["train"].update(found.values["metrics"])
-        self._skips.load_state_dict(found.values["counts"])
-        # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
-        for _ in range(int(self.state.epoch or 0) if self._sampler is not None else 0):
-            next(iter(self._sampler), None)
+        self.shared_prompts.count_from(tokens)  # they count the tokens of the training
 
     def _get_train_sampler(self, dataset=None):
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
-    def hybrid_summary(self) -> HybridSummary:
-        """
-        Return what [`HybridTrainer.hybrid_summary`] does, and what was left out: `rows` and `rows_skipped` (on this
-        process), `backward_passes_avoided_exactly`, and `every_row_because`: why no row was left out, or `None`.
-        """
-        found = self._skips
-        return HybridSummary(
-            {
-                **super().hybrid_summary(),
-                "rows": found.rows,
-                "rows_skipped": found.rows_skipped,
-                "backward_passes_avoided_exactly": found.passes_avoided,
-                "every_row_because": self._every_row_because,
-            }
-        )
 
-
-class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
+class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):
     """
     Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero.
 
@@ -610,7 +607,7 @@ class HybridGRPOTrainer(_RolloutTrainerMixin, GRPOTrainer):
         return super()._why_rows_stay()
 
 
-class HybridRLOOTrainer(_RolloutTrainerMixin, RLOOTrainer):
+class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):
     """
     Drop-in for [`~trl.RLOOTrainer`] that leaves out rows without advantage, see [`HybridGRPOTrainer`].
 

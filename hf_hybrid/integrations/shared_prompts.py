@@ -43,25 +43,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.files import write_json
 from hf_hybrid.machine import mixed_precision_of, sharding_of
-from hf_hybrid.records.summary import HybridSummary
+from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
-COUNTS_NAME = "shared_prompts.json"
 IGNORED = -100
 """Label of a token that nobody has to predict."""
 WORTH = 0.95
@@ -418,9 +417,13 @@ class _Known:
             return cls(f"its config does not tell how large attention is ({error})")
 
 
-class SharedPrompts:
+class SharedPrompts(Part):
     """
     Lets models compute shared prompts once, where TRL asks them for log-probabilities.
+
+    As a part of the run it counts `tokens` of the passes for log-probabilities on this process (as TRL has them,
+    without padding) and `tokens_shared` (those not computed). `plain_prompts_because` in the summary says why a prompt
+    was computed once per completion.
 
     While [`on`] is open, hooks of torch exchange the inputs and the outputs of a model. TRL's code notices neither.
 
@@ -435,9 +438,13 @@ class SharedPrompts:
         plain_because (`str`, *optional*): Why the last batch that was not shared was not.
     """
 
+    name = "shared_prompts"
+
     def __init__(self, off: bool = False, why_plain: str | None = None, half_precision: bool = False):
         self.off, self.why_plain, self.half_precision = off, why_plain, half_precision
         self.tokens = self.tokens_shared = 0
+        self._before: dict[str, int] | None = None
+        """The counters before the step under way."""
         self.plain_because: str | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
@@ -467,14 +474,38 @@ class SharedPrompts:
             for handle in handles:
                 handle.remove()
 
-    def state_dict(self) -> dict[str, int]:
+    def begin(self, run: Run) -> None:
+        self.tokens = self.tokens_shared = 0
+
+    def begin_step(self, step: Step) -> None:
+        self._before = self.counts()
+        pairs = [
+            batch
+            for batch in step.batches
+            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
+        ]
+        self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
+
+    def end_step(self, step: Step) -> None:
+        self._before = None
+
+    def counts(self) -> dict[str, int]:
         """Return the counters."""
         return {"tokens": self.tokens, "tokens_shared": self.tokens_shared}
 
-    def load_state_dict(self, state: dict[str, int] | None) -> None:
-        """Go on counting from a checkpoint, or from zero."""
-        state = state or {"tokens": 0, "tokens_shared": 0}
-        self.tokens, self.tokens_shared = state["tokens"], state["tokens_shared"]
+    def count_from(self, counts: dict[str, int]) -> None:
+        """Go on counting from what [`counts`] returned."""
+        self.tokens, self.tokens_shared = counts["tokens"], counts["tokens_shared"]
+
+    def summary(self) -> dict[str, Any]:
+        return {**self.counts(), "plain_prompts_because": self.plain_because}
+
+    def state_dict(self) -> dict[str, int]:
+        counts = self.counts() if self._before is None else self._before
+        return counts if counts["tokens"] else {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count_from(state)
 
     def _before(self, model: nn.Module, args: tuple, inputs: dict[str, Any]):
         """Exchange TRL's rows for shared ones."""
@@ -596,7 +627,7 @@ class SharedPrompts:
 
 class SharedPromptsMixin:
     """
-    Part of trainers that share prompts: the counters of `self.shared_prompts` go into summary and checkpoints.
+    Part of trainers that share prompts: `self.shared_prompts` is a part of their runs.
 
     The trainer calls [`_share_prompts`] before TRL's `__init__`, which may compute log-probabilities already, and opens
     `self.shared_prompts.on(...)` around what computes them.
@@ -610,38 +641,6 @@ class SharedPromptsMixin:
         elif getattr(args, "torch_compile", False):
             why = "`torch_compile=True` would compile anew for each arrangement"
         self.shared_prompts = SharedPrompts(off, why, half_precision=mixed_precision_of(args) != "no")
-        self._counts_before: dict[str, int] | None = None
 
-    def _begin_run(self) -> None:
-        super()._begin_run()
-        path = None if self._resumed_from is None else Path(self._resumed_from, COUNTS_NAME)
-        resumes = path is not None and path.is_file()
-        self.shared_prompts.load_state_dict(json.loads(path.read_text(encoding="utf-8")) if resumes else None)
-
-    def get_batch_samples(self, *args):
-        self._counts_before = self.shared_prompts.state_dict()
-        batches, items = super().get_batch_samples(*args)
-        pairs = [
-            batch
-            for batch in batches
-            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
-        ]
-        self.shared_prompts.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
-        return batches, items
-
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save and self.shared_prompts.tokens:
-            # Inside a step a checkpoint holds the state before the step.
-            counts = self.shared_prompts.state_dict() if self._begun is None else self._counts_before
-            write_json(Path(output_dir, COUNTS_NAME), counts)
-
-    def hybrid_summary(self) -> HybridSummary:
-        """
-        Return what [`HybridTrainer.hybrid_summary`] does, and of the passes for log-probabilities on this process
-        `tokens` (as TRL has them, without padding), `tokens_shared` (those not computed), and `plain_prompts_because`:
-        why a prompt was computed once per completion, or `None`.
-        """
-        found = self.shared_prompts
-        counts = {**found.state_dict(), "plain_prompts_because": found.plain_because}
-        return HybridSummary({**super().hybrid_summary(), **counts})
+    def own_parts(self) -> list[Part]:
+        return [*super().own_parts(), self.shared_prompts]

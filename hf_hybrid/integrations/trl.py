@@ -14,7 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_declared
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
-from hf_hybrid.leaps.probe import PairLoss, SequenceLosses, check_probe_set
+from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
 from hf_hybrid.machine import LeapObstacleError, native_bf16
 from hf_hybrid.recovery import sequences_in, split_batch
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
@@ -107,9 +107,9 @@ class _Recording:
 
 
 class _QuietLosses(SequenceLosses):
-    """Keeps the metrics unchanged that TRL's `compute_loss` collects for the log."""
+    """Probes do not change TRL's logged metrics, which its `compute_loss` collects."""
 
-    def __call__(self, batch) -> list[float]:
+    def __call__(self, batch) -> Losses:
         kept = self.trainer._metrics
         self.trainer._metrics = {mode: defaultdict(list) for mode in kept}
         try:
@@ -127,8 +127,8 @@ class CompletionLosses(_QuietLosses):
     by one. Without padding a batch is one row, whose sequences follow each other.
     """
 
-    def __init__(self, trainer, plugins: PluginList):
-        super().__init__(trainer, plugins)
+    def __init__(self, trainer):
+        super().__init__(trainer)
         if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
             self.from_logits = False  # also where a model that knows nothing yet has about the same loss
 
@@ -180,9 +180,9 @@ class PreferenceLosses(_QuietLosses):
     def size(self, batch) -> int:
         return sequences_in(batch, blocks=2)  # of two rows each
 
-    def __call__(self, batch) -> list[float]:
-        losses = super().__call__(batch)
-        return [PairLoss(loss, accuracy) for loss, accuracy in zip(losses, itertools.cycle(self._accuracies))]
+    def __call__(self, batch) -> Losses:
+        values = super().__call__(batch).values
+        return Losses(values, list(itertools.islice(itertools.cycle(self._accuracies), len(values))))
 
     def _losses(self, model, inputs) -> torch.Tensor:
         losses = torch.stack([self._loss(model, pair) for pair in split_batch(inputs, 1, blocks=2)])
@@ -249,7 +249,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
         model, args, positional, kwargs:
             As [`~trl.SFTTrainer`]; `args` is best a [`HybridSFTConfig`].
         probe_dataset (*optional*):
-            As [`HybridTrainerMixin`], prepared as `train_dataset` is; also `plugins` and `direction`.
+            As [`HybridTrainerMixin`], prepared as `train_dataset` is; also `parts` and `direction`.
 
     Raises:
         TypeError: If `args` is a hybrid config without TRL's options.

@@ -673,7 +673,7 @@ class Leaps(Part):
     def log(self, step: int, logs: dict[str, Any]) -> None:
         """Add the values of the phases as numbers, which all trackers accept."""
         record, last = self.record, self.record.leaps[-1] if self.record.leaps else None
-        if "loss" in logs:
+        if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
             logs["hybrid/phase"] = (self.run.last_phase or self.controller.phase).index
             logs["hybrid/predicted_steps"] = record.steps_by_phase[Phase.PREDICT.value]
             logs["hybrid/backward_passes"] = record.backward_passes
@@ -762,7 +762,7 @@ class FirstLoss(Part):
             part.before_update(step)
 
     def resume(self, state: dict[str, Any]) -> None:
-        if Leaps.name in state or state["run"]["no_leaps"] is not None:
+        if Leaps.name in state or state.get("run", {}).get("no_leaps") is not None:
             self.run.no_leaps = state["run"]["no_leaps"]
             self._make_room()
 

@@ -9,8 +9,8 @@ autocast repeats where layers are recomputed, no more. The price is two bytes pe
 are in place; autocast holds as much in a forward pass, so the peak hardly changes.
 
 A request such as `"full=bf16,predict=int8"` takes three steps: [`parse_precision`] reads it, [`resolve`] compares it
-with the weights and the autocast that the run has and refuses what they cannot give, and [`precision_plugins`] makes
-the plugins. int8 is for probes alone and has a plugin of its own ([`Int8Predict`]).
+with the weights and the autocast that the run has and refuses what they cannot give, and [`precision_parts`] makes
+the parts. int8 is for probes alone and has a part of its own ([`Int8Predict`]).
 """
 
 from __future__ import annotations

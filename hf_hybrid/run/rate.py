@@ -129,18 +129,15 @@ class RateScale(Part):
 
     def begin(self, run: Run) -> None:
         self.run = run
-        run.rate_scale = self.scale
 
     def end_step(self, step: Step) -> None:
         if step.loss is not None:
             self.learn(step)
-            self.run.rate_scale = self.scale
             self.run.record.add_scale(step.index + 1, self.scale)
 
     def react(self, step: Step, verdict: Verdict) -> None:
         if verdict.level is Level.CRITICAL and verdict.action is not Action.SKIP_BATCH:
             self.back_off()
-            self.run.rate_scale = self.scale
 
     def learn(self, step: Step) -> None:
         """Move the scale after a real step."""
@@ -150,8 +147,8 @@ class RateScale(Part):
         raise NotImplementedError
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
-        if "loss" in logs:
-            logs["hybrid/learning_rate_scale"] = self.run.rate_scale
+        if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
+            logs["hybrid/learning_rate_scale"] = self.scale
 
     def summary(self) -> dict[str, Any]:
         return {"learning_rate_scale": self.scale}
@@ -327,7 +324,6 @@ class LearningRateRescue(RateScale):
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
         vars(self.watch).update(state["watch"])
-        self.run.rate_scale = self.scale
 
 
 class GradientAverage(Protocol):
@@ -407,4 +403,4 @@ class AdapterRate(RateScale):
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict) -> None:
-        self.run.rate_scale = self.scale = state["scale"]
+        self.scale = state["scale"]

@@ -19,17 +19,30 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import skip_first_batches
 
 from hf_hybrid.part import Part, Phase, Step, listening, name_of
 from hf_hybrid.run.monitor import Action, Verdict
+from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
 from hf_hybrid.run.weights import TrainedWeights
 
 NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
+
+P = TypeVar("P", bound=Part)
+ABSENT: dict[str, Any] = {
+    "direction": None,
+    "planner": {},
+    "buffer_bytes": {},
+    "bytes_sent": 0,
+    "learning_rate_scale": 1.0,
+    "displacement_residuals": {},
+    "forecast": None,
+}
+"""Entries of the summary whose parts are not in the run."""
 
 
 def survive_nothing(error: Exception, otherwise: str) -> None:
@@ -47,6 +60,7 @@ class Run:
         model (`torch.nn.Module`), optimizer (`torch.optim.Optimizer`): As it is trained; unwrapped.
         weights (`TrainedWeights`, *optional*): What the optimizer moves. `None` in a run without phases.
         feed (`BatchFeed`, *optional*): The batches. `None`: they are Trainer's.
+        rate (`RateScale`, *optional*): The part that scales the learning rate.
         max_steps (`int`): Length of the run.
         no_leaps (`str`, *optional*): Why no leaps are made, if that is known.
         survive (`Callable[[Exception, str], None]`): Takes an exception from work that training can do without, and
@@ -56,7 +70,6 @@ class Run:
 
     Attributes:
         step (`Step`, *optional*): The step under way; `None` between steps.
-        rate_scale (`float`): Factor on the learning rate of the next real step.
         no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
         later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
     """
@@ -70,13 +83,14 @@ class Run:
         optimizer: Any = None,
         weights: TrainedWeights | None = None,
         feed: BatchFeed | None = None,
+        rate: RateScale | None = None,
         max_steps: int = 0,
         no_leaps: str | None = None,
         survive: Callable[[Exception, str], None] = survive_nothing,
         write: Callable[[dict], None] = lambda entry: None,
     ):
         self.warmup, self.model, self.optimizer, self.weights, self.feed = warmup, model, optimizer, weights, feed
-        self.max_steps, self.no_leaps, self.survive, self.write = max_steps, no_leaps, survive, write
+        self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
         self.record = RunRecord()
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step: Step | None = None
@@ -84,7 +98,6 @@ class Run:
         self.last_loss: float | None = None
         """Training loss of the last real step whose gradients were used; `None` before the first."""
         self.steps_done = 0
-        self.rate_scale = 1.0
         self.learning_rate = 0.0
         """The scheduled one of the last step."""
         self.later: list[Callable[[], Any]] = []
@@ -106,6 +119,10 @@ class Run:
         for other in others:
             other.begin(self)
 
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of a class, if the run has one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of the parts."""
         for method in self._hooks[hook]:
@@ -119,6 +136,11 @@ class Run:
     def has_phases(self) -> bool:
         """Whether training goes in phases, with leaps or without."""
         return self.warmup is not None
+
+    @property
+    def rate_scale(self) -> float:
+        """Factor on the learning rate of the next real step."""
+        return 1.0 if self.rate is None else self.rate.scale
 
     @property
     def phase(self) -> Phase | None:
@@ -227,7 +249,7 @@ class Run:
         """Return the run so far as plain values; see [`RunRecord`]."""
         if self._ended is not None:
             return self._ended
-        found: dict[str, Any] = {**self.record.summary(), "no_leaps": self.no_leaps}
+        found: dict[str, Any] = {**self.record.summary(), **ABSENT, "no_leaps": self.no_leaps}
         for part in self.parts:
             found.update(part.summary())
         return found
@@ -273,6 +295,8 @@ class Run:
         if own is not None and self.has_phases:
             self._announced, self.last_loss = Phase(own["announced"]), own["last_loss"]
             self.record.load_state_dict(own["record"])
+        if self.feed is not None and "feed" in state:
+            self.feed.load_state_dict(state["feed"])
         self.call("resume", state)
         for part in list(self.parts):
             if name_of(part) in state:

@@ -130,7 +130,7 @@ def _checkpointable(model: nn.Module) -> list[PreTrainedModel]:
         if not (isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing and _switches(part)):
             raise ValueError(
                 f"`{type(part).__name__}` does not support activation checkpointing. Remove `ActivationCheckpointing` "
-                "from `plugins`."
+                "from `parts`."
             )
     return models
 

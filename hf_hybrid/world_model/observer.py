@@ -149,7 +149,7 @@ class PlannerObserver(LeapObserver):
 
     def begin(self, run: Run) -> None:
         self.run = run
-        self.leaps = next(part for part in run.parts if isinstance(part, Leaps))
+        self.leaps = run.part(Leaps)
 
     @property
     def confidence(self) -> float:
@@ -227,7 +227,7 @@ class PlannerObserver(LeapObserver):
         )
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
-        if "loss" in logs:
+        if "learning_rate" in logs:  # an entry on steps; it has no loss if all of them were skipped
             logs["hybrid/confidence"] = self.confidence
 
     # Saving.

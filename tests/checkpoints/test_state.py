@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.checkpoints.sharded import load_weights
-from hf_hybrid.checkpoints.state import VALUES_NAME, load_hybrid_state, save_hybrid_state
+from hf_hybrid.checkpoints.state import VALUES_NAME, load_state, save_state
 from hf_hybrid.part import Phase
 
 STEPS = 60
@@ -64,7 +64,7 @@ def uninterrupted(tmp_path_factory):
     phases = {}
     for step in range(1, STEPS + 1):
         state = json.loads((folder / f"checkpoint-{step}" / "hybrid_state.json").read_text())
-        controller = state["run"]["controller"]
+        controller = state["parts"]["leaps"]["controller"]
         phases[step] = Phase(controller["phase"]), controller["leap_due"], controller["remaining"]
     return folder, weights(trainer.model), trainer.hybrid_summary(), phases
 
@@ -292,19 +292,19 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     report = on_from(uninterrupted, tmp_path).hybrid_summary()["resumed"]
     checkpoint = uninterrupted[0] / "checkpoint-50"
     saved = json.loads((checkpoint / "hybrid_state.json").read_text())
-    engine, restored = saved["run"], report["restored"]
+    parts, restored = saved["parts"], report["restored"]
     assert report["checkpoint"] == str(checkpoint) and report["step"] == 50
     assert report["changed_options"] == {} and report["warnings"] == [] and not ours(caplog, logging.WARNING)
-    assert restored["phase"] == engine["controller"]["phase"] and restored["data"] == saved["feed"]
-    assert restored["leaps"] == len(engine["record"]["leaps"]) > 0
-    assert restored["learning_rate_scale"] == pytest.approx(math.exp(engine["rescue"]["log_scale"]))
+    assert restored["phase"] == parts["leaps"]["controller"]["phase"] and restored["data"] == parts["feed"]
+    assert restored["leaps"] == len(parts["run"]["record"]["leaps"]) > 0
+    assert restored["learning_rate_scale"] == pytest.approx(math.exp(parts["rate"]["log_scale"]))
     assert restored["probe_sequences"] is None and restored["planner"] == "schedule"
     size = sum(p.numel() for p in tiny_model().parameters()) * 4
     assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
     told = (f"`{checkpoint}` at step 50: phase `{restored['phase']}`", "memories of `orthogonal` (")
-    assert all(part in line for part in told), line
-    assert f"data behind {saved['feed']['trained']} batches of epoch {saved['feed']['epoch']}" in line
+    assert all(words in line for words in told), line
+    assert f"data behind {parts['feed']['trained']} batches of epoch {parts['feed']['epoch']}" in line
 
 
 def test_the_line_stands_above_the_progress_bar(uninterrupted, tmp_path, capsys, caplog):
@@ -372,14 +372,14 @@ def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
 
 @pytest.mark.parametrize("version, said", [(None, "missing"), (99, "`99`")])
 def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
-    save_hybrid_state(tmp_path, {"a": torch.ones(2)}, {"engine": {}})
-    tensors, values = load_hybrid_state(tmp_path)
-    assert torch.equal(tensors["a"], torch.ones(2)) and values == {"engine": {}}
+    save_state(tmp_path, {"part": {"a": [torch.ones(2)], "b": 1}}, {"options": {}})
+    state, about = load_state(tmp_path)
+    assert torch.equal(state["part"]["a"][0], torch.ones(2)) and state["part"]["b"] == 1 and about == {"options": {}}
     written = json.loads((tmp_path / VALUES_NAME).read_text())
-    changed = {**written, "schema_version": version} if version else {"engine": written["engine"]}
+    changed = {**written, "schema_version": version} if version else {"parts": written["parts"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `4`"):
-        load_hybrid_state(tmp_path)
+    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `5`"):
+        load_state(tmp_path)
 
 
 def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):

@@ -248,7 +248,7 @@ def test_loaders_with_persistent_workers_are_not_mixed_up(tmp_path):
         probe_dataset=held_out,
     )  # fmt: skip
     first = trainer.evaluate()["eval_loss"]
-    batches = trainer.sequence_losses(trainer, trainer.plugins).held_out()
+    batches = trainer.sequence_losses(trainer).held_out()
     assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), held_out.blocks)
     assert trainer.evaluate()["eval_loss"] == first
 

@@ -32,7 +32,6 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTTrainer,
 )
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
-from hf_hybrid.part import PluginList  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
 
 NAMES = sorted(topics.topics)
@@ -327,7 +326,7 @@ def pair_losses(trainer, rows):
 
 def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=llama(seed=1))
-    evaluate = trainer.sequence_losses(trainer, PluginList())
+    evaluate = trainer.sequence_losses(trainer)
     rows = [trainer.train_dataset[index] for index in range(5)]
     batch = trainer.data_collator(rows)
     found, expected = evaluate(batch), pair_losses(trainer, rows)
@@ -349,7 +348,7 @@ def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
 def test_probed_losses_are_those_that_trl_computes(options, tmp_path):
     """One by one through TRL's `compute_loss`, in evaluation mode; and nothing of the trainer's state has moved."""
     trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, **made(options))
-    evaluate = trainer.sequence_losses(trainer, PluginList())
+    evaluate = trainer.sequence_losses(trainer)
     trainer._metrics["eval"]["entropy"].append(1.0)
     trainer.model.train()
     before = torch.get_rng_state()
@@ -384,7 +383,7 @@ def test_sequences_without_labels_give_no_nan(tmp_path):
             HybridSFTTrainer, HybridSFTConfig, tmp_path, data=rows, extra={"probe_dataset": rows.select(range(6))},
             label_smoothing_factor=factor, dataset_kwargs={"skip_prepare_dataset": True}, **PHASES,
         )  # fmt: skip
-        evaluate = trainer.sequence_losses(trainer, PluginList())
+        evaluate = trainer.sequence_losses(trainer)
         found = [loss for batch in evaluate.held_out() for loss in evaluate(batch)]
         assert [loss > 1.0 for loss in found] == [False, True, True] * 2 and all(map(math.isfinite, found))
     trainer = sft(

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.leaps.run import BatchFeed
+from hf_hybrid.run.run import BatchFeed
 
 model = functools.partial(tiny_model, num_hidden_layers=1, hidden_size=8, intermediate_size=8)
 ROWS = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ByteText(50).blocks]

@@ -14,9 +14,11 @@ from hf_hybrid import Direction, HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, split_parameters
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.weights import TrainedWeights
 from hf_hybrid.setup import build_run, direction_of, make_plan
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)
@@ -27,7 +29,10 @@ EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)
 def constant_gradient(optimizer, parameter, steps=3, direction=GradientMemory):
     """Weights before and after the last of a few steps along one gradient, and the trajectory that saw them."""
     trajectory = Trajectory(
-        [("a.weight", parameter)], optimizer, direction=direction, memory_steps=10, max_relative_norm=1e6
+        TrainedWeights([("a.weight", parameter)], optimizer),
+        direction=direction,
+        memory_steps=10,
+        max_relative_norm=1e6,
     )
     gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     for _ in range(steps):
@@ -188,7 +193,8 @@ def check_values_per_weight(direction):
     """Buffers on the host and beside the weights hold as many bytes, and no more than plans count."""
     here, there = (
         Trajectory(
-            toy.named, toy.optimizer, direction=direction, memory_steps=4, max_relative_norm=10.0, host=host
+            TrainedWeights(toy.named, toy.optimizer),
+            direction=direction, memory_steps=4, max_relative_norm=10.0, host=host,
         )
         for toy, host in ((Toy(), False), (Toy(), True))
     )  # fmt: skip
@@ -316,14 +322,14 @@ def test_attributes_of_a_direction_count(direction, tmp_path, train_set):
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=train_set, direction=direction)
     trainer.create_optimizer_and_scheduler(36)
     trainer.state.max_steps = 36
-    run = build_run(trainer)
-    assert run.gains.peak == 0.5 and run.gains.power == 0.0
+    leaps = build_run(trainer).part(Leaps)
+    assert leaps.gains.peak == 0.5 and leaps.gains.power == 0.0
     known = direction_class(direction)
     assert known is (Direction if "lambda" in str(direction) else Steady)
-    assert run.trajectory.context.memory_steps == (7 if known is Steady else 6)
+    assert leaps.trajectory.context.memory_steps == (7 if known is Steady else 6)
     assert make_plan(trainer, None).setup.values_per_weight == known.values_per_weight
     trainer.hybrid_args.leap_gain = 0.25
-    assert build_run(trainer).gains.peak == 0.25
+    assert build_run(trainer).part(Leaps).gains.peak == 0.25
 
 
 def test_a_name_is_no_direction_of_the_user(tmp_path, train_set):
@@ -341,8 +347,7 @@ def trained(optimizer, names, gain=3.0):
         twin = deepcopy(model)
         matrices = split_parameters(twin)[0]
         trajectory = Trajectory(
-            list(twin.named_parameters()),
-            made := optimizer(twin.parameters(), lr=1e-3),
+            TrainedWeights(list(twin.named_parameters()), made := optimizer(twin.parameters(), lr=1e-3)),
             direction=DIRECTIONS[name],
             matrices=matrices,
             memory_steps=10,
@@ -361,7 +366,7 @@ def trained(optimizer, names, gain=3.0):
             trajectory.leap(gain)
             moved_to = weights(twin)
         moved[name] = {key: value - before[key] for key, value in moved_to.items()}
-        memories[name] = dict(zip(trajectory.names, trajectory.direction.buffers["memory"]))
+        memories[name] = dict(zip(trajectory.weights.names, trajectory.direction.buffers["memory"]))
     return moved, memories, list(matrices), gain * 6e-3
 
 

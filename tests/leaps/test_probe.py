@@ -9,17 +9,15 @@ from conftest import ByteText, hybrid_config, tiny_model
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import (
     HeldOutBatches,
+    Losses,
     NextBatches,
-    PairLoss,
     Probe,
     ProbeBatch,
     SequenceLosses,
-    accuracy_of,
     costs_accuracy,
     is_clearly_worse,
     paired_decrease,
 )
-from hf_hybrid.part import PluginList
 
 
 def test_pairing_removes_the_spread_between_sequences():
@@ -53,9 +51,10 @@ def test_a_leap_stays_unless_it_is_clearly_worse():
 
 
 def test_pairs_have_an_accuracy_and_other_sequences_have_none():
-    pairs = [PairLoss(0.5, 1.0), PairLoss(0.9, 0.0)]
-    assert accuracy_of(pairs) == 0.5 and sum(pairs) == 1.4
-    assert accuracy_of([0.5, 0.9]) is None
+    pairs = Losses([0.5, 0.9], [1.0, 0.0])
+    assert pairs.accuracy == 0.5 and pairs.mean == 0.7
+    assert Losses([0.5, 0.9]).accuracy is None
+    assert Losses.joined([pairs, pairs.first(1)]) == Losses([0.5, 0.9, 0.5], [1.0, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("before, after, expected", [
@@ -68,9 +67,9 @@ def test_accuracy_falls_beyond_rounding(before, after, expected):
 def test_probe_counts_and_rotates():
     seen = []
     source = HeldOutBatches([ProbeBatch(name, 4, 1 / 6) for name in "abc"], wanted=8)
-    probe = Probe(source, lambda b: seen.append(b) or [1.0] * 4, price=1 / 3)
+    probe = Probe(source, lambda b: seen.append(b) or Losses([1.0] * 4), price=1 / 3)
     assert probe.choose()
-    assert len(probe.losses()) == len(probe.losses()) == 8
+    assert len(probe.losses().values) == len(probe.losses().values) == 8
     probe.choose()
     probe.losses()
     assert "".join(seen) == "ababca"
@@ -186,9 +185,9 @@ def test_padding_does_not_count_in_probes(tmp_path):
 
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=Padded(400))
     trainer.train()
-    losses = SequenceLosses(trainer, PluginList())
+    losses = SequenceLosses(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     together = losses(batch)
     assert losses.from_logits
     losses.from_logits = False
-    assert losses(batch) == pytest.approx(together, rel=1e-5)
+    assert losses(batch).values == pytest.approx(together.values, rel=1e-5)

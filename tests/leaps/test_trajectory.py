@@ -11,6 +11,7 @@ from hf_hybrid.leaps.directions import GradientMemory, NoDirection
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.record import Leap
+from hf_hybrid.run.weights import TrainedWeights
 
 
 class Toy:
@@ -29,7 +30,11 @@ class Toy:
         ]
         self.optimizer = optimizer(groups, **kwargs)
         self.trajectory = Trajectory(
-            self.named, self.optimizer, direction=direction, memory_steps=4, max_relative_norm=10.0, matrices=["a"]
+            TrainedWeights(self.named, self.optimizer),
+            direction=direction,
+            memory_steps=4,
+            max_relative_norm=10.0,
+            matrices=["a"],
         )
 
     def real_step(self):
@@ -186,7 +191,11 @@ def test_none_changes_nothing():
 def test_host_buffers_leap_the_same():
     here, host = Toy(), Toy()
     host.trajectory = Trajectory(
-        host.named, host.optimizer, direction=GradientMemory, memory_steps=4, max_relative_norm=10.0, host=True
+        TrainedWeights(host.named, host.optimizer),
+        direction=GradientMemory,
+        memory_steps=4,
+        max_relative_norm=10.0,
+        host=True,
     )
     for toy in (here, host):
         for _ in range(6):

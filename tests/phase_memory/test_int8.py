@@ -10,7 +10,7 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.part import Phase, Part, PluginContext, PluginList
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.phase_memory.int8 import (
     Int8Predict,
     NoiseMeter,
@@ -19,6 +19,7 @@ from hf_hybrid.phase_memory.int8 import (
     layer_linears,
     quantize_rows,
 )
+from hf_hybrid.run.run import Run
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -94,7 +95,7 @@ def test_linears_under_lora_are_those_of_the_base():
 
 def started(model, **options) -> Int8Predict:
     plugin = Int8Predict("on", **options)
-    plugin.on_train_begin(PluginContext(model, None, 1))
+    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     return plugin
 
 
@@ -210,7 +211,8 @@ def test_failing_probe_restores(tmp_path):
     trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(100))
     before = weights(model)
     plugin = started(model)
-    losses = SequenceLosses(trainer, PluginList([plugin]))
+    trainer.run = Run([plugin])
+    losses = SequenceLosses(trainer)
     with pytest.raises(Exception, match="index out of range"):
         losses({"input_ids": torch.full((2, 8), 10_000), "labels": torch.zeros(2, 8, dtype=torch.long)})
     assert_same_weights(weights(model), before)
@@ -223,8 +225,8 @@ class Witness(Part):
     def __init__(self):
         self.probes, self.quantised = 0, 0
 
-    def on_train_begin(self, context):
-        self.model = context.model
+    def begin(self, run):
+        self.model = run.model
 
     def before_probe(self):
         self.kept = weights(self.model), dict(self.model.named_parameters())
@@ -248,7 +250,7 @@ def run(folder, plugin, **overrides):
         folder, probe_budget=0.5, leap_budget=100.0, probe_batch_size=8, learning_rate=1e-3, **overrides
     )
     model = tiny_model(**WIDE, num_hidden_layers=1)
-    trainer = HybridTrainer(model, config, train_dataset=ByteText(400), plugins=[witness, plugin, Inside()])
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(400), parts=[witness, plugin, Inside()])
     trainer.train()
     return trainer, witness
 
@@ -281,7 +283,7 @@ def test_measured_noise_decides(tmp_path, caplog, limit, used):
 
 def test_auto_without_the_hook_up_never_quantises(tmp_path):
     plugin = Int8Predict("auto")
-    plugin.on_train_begin(PluginContext(tiny_model(**WIDE), None, 1))
+    plugin.begin(Run(model=tiny_model(**WIDE), optimizer=None, max_steps=1))
     plugin.before_probe()
     assert not any(map(quantised, plugin._linears))
 

@@ -7,15 +7,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.part import Phase, Part, PluginContext, PluginList
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.phase_memory.precision import (
     WeightPrecision,
     held_precision,
     parse_precision,
-    precision_plugins,
+    precision_parts,
     resolve,
 )
+from hf_hybrid.run.run import Run
 
 
 def by_phase(warmup, full, predict, correct):
@@ -88,15 +89,15 @@ def test_refuses_what_the_run_cannot_give(text, situation, message):
 def test_int8_needs_linear_layers():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     with pytest.raises(ValueError, match="`weight_precision`: `predict=int8` rounds the `nn.Linear` modules"):
-        precision_plugins("predict=int8", model)
+        precision_parts("predict=int8", model)
 
 
 def test_plugins_only_where_something_changes():
     model = tiny_model()
-    assert precision_plugins("auto", model) == [] == precision_plugins("fp32", model, autocast="bf16")
-    (plugin,) = precision_plugins("predict=int8", model)
+    assert precision_parts("auto", model) == [] == precision_parts("fp32", model, autocast="bf16")
+    (plugin,) = precision_parts("predict=int8", model)
     assert isinstance(plugin, Int8Predict) and plugin.mode == "on"
-    first, second = precision_plugins("bf16,predict=int8", model, autocast="bf16")
+    first, second = precision_parts("bf16,predict=int8", model, autocast="bf16")
     assert isinstance(first, WeightPrecision) and isinstance(second, Int8Predict)
 
 
@@ -106,9 +107,9 @@ def test_held_precision():
     model.model.layers[0].to(torch.bfloat16)
     assert held_precision(model) == "bf16 and fp32"
     assert held_precision(torch.nn.Linear(2, 2)) == "none"
-    assert precision_plugins("auto", model) == []
+    assert precision_parts("auto", model) == []
     with pytest.raises(ValueError, match="found: bf16 and fp32"):
-        precision_plugins("bf16", model, autocast="bf16")
+        precision_parts("bf16", model, autocast="bf16")
 
 
 class Spy(Part):
@@ -117,9 +118,9 @@ class Spy(Part):
     def __init__(self):
         self.inside = []
 
-    def on_train_begin(self, context):
-        self.model = context.model
-        self.masters = dict(context.model.named_parameters())
+    def begin(self, run):
+        self.model = run.model
+        self.masters = dict(run.model.named_parameters())
 
     def dtypes(self):
         return {module.weight.dtype for module in layer_linears(self.model)}
@@ -145,7 +146,7 @@ def train(folder, *plugins, model=None, **overrides):
         hybrid_config(folder, **values),
         train_dataset=ByteText(400),
         probe_dataset=ByteText(40, offset=400),
-        plugins=plugins,
+        parts=plugins,
     )
     trainer.train()
     return trainer
@@ -214,7 +215,7 @@ def test_each_phase_has_its_own_precision(tmp_path):
 def test_saved_and_evaluated_are_the_masters(tmp_path):
     plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
     trainer = train(tmp_path, plugin)
-    plugin.on_train_begin(PluginContext(trainer.model, None, 1))
+    plugin.begin(Run(model=trainer.model, optimizer=None, max_steps=1))
     before = weights(trainer.model)
     plugin.before_forward(Phase.FULL)
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
@@ -230,11 +231,12 @@ def test_half_precision_probes_without_autocast(tmp_path, precision):
     trainer = HybridTrainer(model, hybrid_config(tmp_path), train_dataset=ByteText(100))
     plugin, spy, before = WeightPrecision(parse_precision(f"predict={precision}")), Spy(), weights(model)
     for part in (plugin, spy):
-        part.on_train_begin(PluginContext(model, None, 1))
+        part.begin(Run(model=model, optimizer=None, max_steps=1))
     batch = trainer.data_collator([ByteText(4)[i] for i in range(4)])
-    full = SequenceLosses(trainer, PluginList())(batch)
-    half = SequenceLosses(trainer, PluginList([plugin, spy]))(batch)
-    assert half != full and half == pytest.approx(full, rel=1e-2)
+    full = SequenceLosses(trainer)(batch)
+    trainer.run = Run([plugin, spy])
+    half = SequenceLosses(trainer)(batch)
+    assert half != full and half.values == pytest.approx(full.values, rel=1e-2)
     assert spy.inside == [(Phase.PREDICT, {torch.bfloat16 if precision == "bf16" else torch.float16})]
     assert not torch.is_autocast_enabled("cpu")
     spy.check_outside()
@@ -244,7 +246,7 @@ def test_half_precision_probes_without_autocast(tmp_path, precision):
 def test_fp16_gradients_add_up_in_fp32_on_the_masters():
     model = tiny_model()
     plugin = WeightPrecision(parse_precision("full=fp16"), autocast="fp16")
-    plugin.on_train_begin(PluginContext(model, None, 1))
+    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     batches = [ByteText(8)[i]["input_ids"][None] for i in range(3)]
 
     def gradients(*, copies):
@@ -268,7 +270,7 @@ def test_failure_half_way_restores(monkeypatch):
     model = tiny_model()
     before = dict(model.named_parameters())
     plugin = WeightPrecision(parse_precision("bf16"), autocast="bf16")
-    plugin.on_train_begin(PluginContext(model, None, 1))
+    plugin.begin(Run(model=model, optimizer=None, max_steps=1))
     calls = []
 
     def failing(master, dtype):
@@ -286,7 +288,7 @@ def test_failure_half_way_restores(monkeypatch):
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    context = PluginContext(tiny_model(), None, 1)
-    WeightPrecision(parse_precision("predict=bf16")).on_train_begin(context)
+    context = Run(model=tiny_model(), optimizer=None, max_steps=1)
+    WeightPrecision(parse_precision("predict=bf16")).begin(context)
     with pytest.raises(ValueError, match="`warmup=bf16` works in one process only"):
-        WeightPrecision(parse_precision("bf16"), autocast="bf16").on_train_begin(context)
+        WeightPrecision(parse_precision("bf16"), autocast="bf16").begin(context)

@@ -8,9 +8,10 @@ from conftest import ByteText, assert_same_weights, hybrid_config, losses, tiny_
 from torch import nn
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.part import Phase, PluginContext
+from hf_hybrid.part import Phase
 from hf_hybrid.phase_memory import states
 from hf_hybrid.phase_memory.states import OptimizerStatePlacement, QuantizedTensor
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 torch.set_num_threads(1)
@@ -26,7 +27,7 @@ def device(monkeypatch):
 
 def trained(folder, *plugins, resume=None, **overrides):
     config = hybrid_config(folder, **{"max_steps": STEPS, "max_predict_steps": 4, "leap_worth": 6.0, **overrides})
-    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), plugins=plugins)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), parts=plugins)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.hybrid_summary()["predicted_steps"] > 2
     return trainer
@@ -47,7 +48,7 @@ class Scene:
         self.parameters = [nn.Parameter(torch.randn(64, 80)), nn.Parameter(torch.randn(80))]
         self.optimizer = make(self.parameters, lr=1e-2, **options)
         self.plugin = OptimizerStatePlacement(placement)
-        self.plugin.on_train_begin(PluginContext(None, self.optimizer, 10))
+        self.plugin.begin(Run(model=None, optimizer=self.optimizer, max_steps=10))
         for _ in range(2):
             self.step()
 
@@ -218,9 +219,9 @@ def test_an_unknown_placement_names_the_choices():
 @pytest.mark.parametrize("placement", ["stay", "host", "pinned"])
 def test_a_run_is_the_same_to_the_last_bit(placement, plain, device, tmp_path):
     class Counting(OptimizerStatePlacement):
-        def on_train_end(self):
+        def end(self):
             self.moved = bytes_moved(self)
-            super().on_train_end()
+            super().end()
 
     plugin = Counting(placement)
     trainer = trained(tmp_path, plugin)
@@ -273,9 +274,9 @@ def _last_in_predict(folder):
     """The newest checkpoint, not of the very end, that was saved after a predicted step whose Predict goes on."""
     found = []
     for checkpoint in folder.glob("checkpoint-*"):
-        engine = json.loads((checkpoint / "hybrid_state.json").read_text())["run"]
-        controller = engine["controller"]
-        inside = controller["phase"] == engine["announced"] == "predict" and not controller["leap_due"]
+        parts = json.loads((checkpoint / "hybrid_state.json").read_text())["parts"]
+        controller = parts["leaps"]["controller"]
+        inside = controller["phase"] == parts["run"]["announced"] == "predict" and not controller["leap_due"]
         step = int(checkpoint.name.split("-")[1])
         if inside and step < STEPS - 5:
             found.append((step, checkpoint))

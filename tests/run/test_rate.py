@@ -257,7 +257,7 @@ def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
     class Alarm(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 4:
-                whole.run.rescue.back_off()
+                whole.run.rate.back_off()
 
     whole = HybridTrainer(
         adapters(),

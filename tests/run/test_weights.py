@@ -241,7 +241,7 @@ def test_a_process_may_be_killed_in_any_phase(two):
         kill(folder, step)
     for step in launched_fsdp2.DEATHS:
         state = json.loads(Path(last_checkpoint(two.folder / f"killed_{step}"), "hybrid_state.json").read_text())
-        phases.add(state["run"]["controller"]["phase"])
+        phases.add(state["parts"]["leaps"]["controller"]["phase"])
     assert phases == {"warmup", "full", "predict", "correct"}
     resumed = Runs(folder, 2, tuple(f"resumed_{step}" for step in launched_fsdp2.DEATHS[:-1]))
     for step in launched_fsdp2.DEATHS[:-1]:

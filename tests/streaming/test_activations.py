@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_hybrid import HybridTrainer, Part
-from hf_hybrid.part import Phase, PluginContext
-from hf_hybrid.phase_memory import activations
+from hf_hybrid.part import Phase
 from hf_hybrid.plan.setups import checkpointing_option
+from hf_hybrid.run.run import Run
+from hf_hybrid.streaming import activations
 from hf_hybrid.streaming.activations import ActivationCheckpointing, BoundaryOffload
 
 LAYERS = 8
@@ -87,7 +88,7 @@ def switched_on(model):
 
 
 def started(plugin, model):
-    plugin.on_train_begin(PluginContext(model, None, 10))
+    plugin.begin(Run(model=model, optimizer=None, max_steps=10))
     return plugin
 
 
@@ -104,12 +105,12 @@ def test_layers_alone_save_nine_tenths_and_offload_leaves_one_boundary():
     plain = saved_for_backward(model, forward)
     plugin = started(ActivationCheckpointing(), model)
     checkpointed = saved_for_backward(model, forward)
-    plugin.on_train_end()
+    plugin.end()
     assert saved_for_backward(model, forward) == plain
     plugin = started(ActivationCheckpointing(offload=True, min_bytes=BOUNDARY), model)
     forward()  # the first pass creates the host buffers; from then on they exist before the forward pass
     offloaded = saved_for_backward(model, forward)
-    plugin.on_train_end()
+    plugin.end()
     assert checkpointed <= 0.1 * plain, (checkpointed, plain)
     assert checkpointed - offloaded == (LAYERS - 1) * BOUNDARY
     with torch.no_grad():
@@ -162,7 +163,7 @@ class Watch(Part):
 
 
 def plugin_of(trainer, kind):
-    return next(plugin for plugin in trainer.plugins.plugins if isinstance(plugin, kind))
+    return next(plugin for plugin in trainer.parts if isinstance(plugin, kind))
 
 
 class MeasuredTrainer(HybridTrainer):
@@ -178,7 +179,7 @@ class MeasuredTrainer(HybridTrainer):
 def run(tmp_path, *plugins, model=None, trainer_class=HybridTrainer, **overrides):
     # The runs are short and their batches tiny: leaps within the usual budget would come after their end.
     config = hybrid_config(tmp_path, leap_budget=100.0, **overrides)
-    trainer = trainer_class(model or deep_model(), config, train_dataset=ByteText(200), plugins=plugins)
+    trainer = trainer_class(model or deep_model(), config, train_dataset=ByteText(200), parts=plugins)
     trainer.sizes = {}
     trainer.train()
     return trainer
@@ -244,7 +245,7 @@ def test_what_the_user_set_comes_back(tmp_path):
     before = switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]
     plugin = started(ActivationCheckpointing(offload=True), model)
     assert all(switched_on(model))
-    plugin.on_train_end()
+    plugin.end()
     assert (switched_on(model), [layer._gradient_checkpointing_func for layer in model.model.layers]) == before
 
 
@@ -278,10 +279,10 @@ def test_switching_adds_no_hooks_and_frozen_lower_layers_get_no_backward_pass():
         layer.mlp.register_forward_pre_hook(lambda module, args: recomputed.append(module))
     gradients(model)
     assert len(recomputed) == LAYERS + 4
-    plugin.on_train_end()
+    plugin.end()
     model.enable_input_require_grads()
     plugin = started(plugin, model)
-    plugin.on_train_end()
+    plugin.end()
     assert len(model.model.embed_tokens._forward_hooks) == 1
     model.disable_input_require_grads()
     assert not model.model.embed_tokens._forward_hooks
@@ -467,7 +468,7 @@ def test_checkpointing_follows_the_phase(tmp_path, train_set):
     model = tiny_model()
     watch = WatchCheckpointing(model)
     config = hybrid_config(tmp_path, max_steps=16, checkpoint_phases="full")
-    HybridTrainer(model, config, train_dataset=train_set, plugins=[watch]).train()
+    HybridTrainer(model, config, train_dataset=train_set, parts=[watch]).train()
     assert watch.seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {False}}
 
 
@@ -480,7 +481,7 @@ def test_activations_are_offloaded_without_leaps_too(tmp_path, train_set, monkey
     model = tiny_model()
     config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, offload_activations=True)
     trainer = HybridTrainer(model, config, train_dataset=train_set)
-    next(p for p in trainer.plugins.plugins if isinstance(p, ActivationCheckpointing)).min_bytes = 1
+    next(p for p in trainer.parts if isinstance(p, ActivationCheckpointing)).min_bytes = 1
     trainer.train()
     assert len(parked) == 2 * 2, "the input of each of two layers, in each of two steps"
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -10,10 +10,13 @@ from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, w
 from rig.synthetic_runs import make_run
 
 import hf_hybrid
-from hf_hybrid import HybridTrainer, setup
-from hf_hybrid.leaps.gains import GainPlanner, Stretch
+from hf_hybrid import HybridTrainer
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.setup import STRETCH_STEPS
+from hf_hybrid.world_model import imagination
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.imagination import ImaginedGain
+from hf_hybrid.world_model.observer import Stretch
 from hf_hybrid.world_model.rssm import RSSM, load_weights
 
 SMALL = {"members": 2, "deterministic": 32, "hidden": 32}
@@ -81,12 +84,14 @@ def test_a_planner_that_was_saved_goes_on_bit_for_bit():
     expected = follow(planner(-0.02), range(10))
     first = follow(planner(-0.02), range(5))
     resumed = planner(-0.02)
-    resumed.load_state_dict(first.tensors(), json.loads(json.dumps(first.state_dict())))
+    state = first.state_dict()
+    tensors = state.pop("tensors")
+    resumed.load_state_dict({**json.loads(json.dumps(state)), "tensors": tensors})
     follow(resumed, range(5, 10))
     assert resumed.choices == expected.choices and len(resumed.choices) == 10
     assert resumed.summary()["errors"] == expected.summary()["errors"]
-    for name, tensor in expected.tensors().items():
-        assert torch.equal(resumed.tensors()[name], tensor), name
+    for name, tensor in expected.state_dict()["tensors"].items():
+        assert torch.equal(resumed.state_dict()["tensors"][name], tensor), name
 
 
 def test_the_last_stretch_plans_nothing():
@@ -97,20 +102,20 @@ def test_the_last_stretch_plans_nothing():
 
 
 def test_start_weights_are_part_of_the_package():
-    assert setup.START_WEIGHTS.stat().st_size < 5_000_000
+    assert imagination.START_WEIGHTS.stat().st_size < 5_000_000
     model = RSSM()
-    load_weights(model, setup.START_WEIGHTS)
+    load_weights(model, imagination.START_WEIGHTS)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert model.linear.any() and model.feature_scale.min() > 0
     root = Path(hf_hybrid.__file__).parent
     tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in declared["hf_hybrid"] for path in root.glob(pattern)}
-    assert setup.START_WEIGHTS in packed
+    assert imagination.START_WEIGHTS in packed
 
 
 def test_a_missing_file_is_named(monkeypatch, tmp_path, train_set):
-    monkeypatch.setattr(setup, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
+    monkeypatch.setattr(imagination, "START_WEIGHTS", tmp_path / "nowhere.safetensors")
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path, planner="dynamics"), train_dataset=train_set)
     with pytest.raises(ValueError, match="nowhere.safetensors.*incomplete"):
         trainer.train()
@@ -138,7 +143,7 @@ def whole(tmp_path_factory):
 def test_a_run_tells_what_was_chosen(whole):
     summary = whole[1].hybrid_summary()
     choices = summary["planner"]["choices"]
-    stretches = summary["real_steps"] // setup.STRETCH_STEPS
+    stretches = summary["real_steps"] // STRETCH_STEPS
     assert summary["steps"] == STEPS and stretches - 1 <= len(choices) <= stretches
     assert all(choice["multiple"] in ImaginedGain.MULTIPLES for choice in choices)
     assert summary["planner"]["seconds"] > 0 and summary["planner"]["updates"] == len(choices) // 5

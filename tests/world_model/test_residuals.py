@@ -1,15 +1,16 @@
 """`hf_hybrid/world_model/residuals.py`: what real steps after a leap say of it, by kind of parameter."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
 
-from hf_hybrid.run.weights import Whole
+from hf_hybrid.run.weights import TrainedWeights
 from hf_hybrid.world_model.residuals import (
-    DisplacementResiduals,
     GainCorrection,
     GroupResidual,
+    LeapComparison,
     group_of,
     secant_minimum,
 )
@@ -26,9 +27,13 @@ def parameters(*sizes, seed=0):
     return [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
 
 
+def comparison(names, params):
+    return LeapComparison(TrainedWeights(zip(names, params), torch.optim.SGD(params, lr=1.0)))
+
+
 def watch(params, names, leap, steps, gradients, rate=0.1, leap_rate=0.2):
     """One leap and the real steps after it; `leap`, `steps` and `gradients` hold a tensor per parameter."""
-    residuals = DisplacementResiduals(names, Whole(params))
+    residuals = comparison(names, params)
     before = [p.detach().clone() for p in params]
     with torch.no_grad():
         for p, d in zip(params, leap):
@@ -66,7 +71,7 @@ def test_large_parameters_are_estimated_well():
 def parabola(leap, start=-1.0):
     """Loss w^2 / 2 from `start`, where the gradient is w, with a leap of `leap`; the whole residual."""
     params = [torch.nn.Parameter(torch.tensor([start]))]
-    residuals = DisplacementResiduals(["w"], Whole(params))
+    residuals = comparison(["w"], params)
     before = [params[0].detach().clone()]
     with torch.no_grad():
         params[0].add_(leap)
@@ -109,7 +114,7 @@ def test_without_a_predicted_gradient_the_slope_at_the_end_has_to_do():
 
 def test_gradients_that_are_written_over_later_were_taken_in():
     params = parameters(6)
-    residuals = DisplacementResiduals(["w"], Whole(params))
+    residuals = comparison(["w"], params)
     residuals.leap_made(1.0, [p.detach() - 1 for p in params], [None])
     params[0].grad = torch.ones(6)
     residuals.observe_gradients()
@@ -121,7 +126,7 @@ def test_gradients_that_are_written_over_later_were_taken_in():
 
 def test_nothing_is_told_without_a_real_step():
     params = parameters(4)
-    residuals = DisplacementResiduals(["w"], Whole(params))
+    residuals = comparison(["w"], params)
     assert residuals.judge(0.1) == (None, {})
     residuals.leap_made(0.1, [p.detach() - 1 for p in params], [None])
     assert residuals.judge(0.1) == (None, {}) and not residuals.watching
@@ -129,13 +134,13 @@ def test_nothing_is_told_without_a_real_step():
 
 def test_it_goes_on_where_it_was_saved():
     params, names = parameters(10, 20), ["a", "b"]
-    first = DisplacementResiduals(names, Whole(params))
+    first = comparison(names, params)
     first.leap_made(0.3, [p.detach() - 1 for p in params], [torch.randn_like(p) for p in params])
     for p in params:
         p.grad = torch.full_like(p, 2.0)
     first.observe_gradients()
-    second = DisplacementResiduals(names, Whole(params))
-    second.load_state_dict({key: value.clone() for key, value in first.tensors().items()}, first.state_dict())
+    second = comparison(names, params)
+    second.load_state_dict(deepcopy(first.state_dict()))
     with torch.no_grad():
         for p in params:
             p.add_(-0.1 * p)

@@ -6,6 +6,7 @@ from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.part import Phase
+from hf_hybrid.world_model.observer import PlannerObserver
 from hf_hybrid.world_model.signals import FEATURE_NAMES, LIMIT, SignalObserver, StepSignals
 
 
@@ -68,15 +69,17 @@ class Watcher(Part):
         self.rows = []
 
     def before_forward(self, phase):
-        self.rows.append(self.trainer.run.signals.features)
+        self.rows.append(self.trainer.run.part(PlannerObserver).signals.features)
 
 
 def test_no_feature_is_constant_over_a_real_run(tmp_path):
     """Every one of the 64 carries something: it takes several values in an ordinary run."""
     watcher = Watcher()
     # Rescue on, so that the scale of the learning rate moves too.
-    config = hybrid_config(tmp_path, max_steps=120, learning_rate=1e-4, lr_rescue="on", warmup_steps=10)
-    watcher.trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(800), plugins=[watcher])
+    config = hybrid_config(
+        tmp_path, max_steps=120, learning_rate=1e-4, lr_rescue="on", warmup_steps=10, planner="bandit"
+    )
+    watcher.trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(800), parts=[watcher])
     watcher.trainer.train()
     rows = watcher.rows[1:]
     constant = [name for name, values in zip(FEATURE_NAMES, zip(*rows)) if len(set(values)) < 2]

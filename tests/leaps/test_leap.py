@@ -1,4 +1,4 @@
-"""`hf_hybrid/leaps/run.py`: one leap from the decision to the verdict, on a problem of one weight that can be known."""
+"""`hf_hybrid/leaps/leap.py`: one leap from the decision to the verdict, on a problem of one weight."""
 
 import json
 import math
@@ -10,14 +10,16 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.gains import GainPlanner, Stretch
-from hf_hybrid.leaps.phases import PhaseController, PhaseLengths
-from hf_hybrid.leaps.probe import HeldOutBatches, PairLoss, Probe, ProbeBatch
-from hf_hybrid.leaps.run import BatchFeed, LeapRun, StretchCounter, Trust
+from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor, Level
-from hf_hybrid.world_model.signals import SignalObserver
+from hf_hybrid.run.run import Run
+from hf_hybrid.run.weights import TrainedWeights
+from hf_hybrid.world_model.observer import Confidence
+from hf_hybrid.world_model.residuals import LeapResiduals
 
 
 class Upwards(Direction):
@@ -27,25 +29,27 @@ class Upwards(Direction):
         return out.fill_(1.0)
 
 
-def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, correct_gain=False, **options):
-    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=options.pop("rate", 1.0))
-    return LeapRun(
-        controller=PhaseController(PhaseLengths(1, 2, 2, options.pop("max_predict", 3))),
-        trajectory=Trajectory(named, optimizer, direction=direction, memory_steps=2, max_relative_norm=math.inf),
+def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, rate=1.0, max_predict=3, **options):
+    """A run of leaps and monitor alone; its parts are its attributes."""
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=rate)
+    weights = TrainedWeights(named, optimizer)
+    observers = options.pop("observers", ())
+    monitor = DivergenceMonitor(1e9, 10)
+    leaps = Leaps(
+        controller=PhaseController(PhaseLengths(1, 2, 2, max_predict)),
+        trajectory=Trajectory(weights, direction=direction, memory_steps=2, max_relative_norm=math.inf),
         gains=GainPlanner(gain, 0.0, worth),
         trust=trust or Trust(probe_budget=1.0, max_steps=1000),
-        monitor=DivergenceMonitor(1e9, 10),
-        signals=SignalObserver(),
+        monitor=monitor,
         probe=probe,
-        feed=BatchFeed(),
-        rescue=None,
-        stretches=StretchCounter(10),
         leap_budget=1.0,
-        correct_gain=correct_gain,
-        max_steps=1000,
-        max_grad_norm=1.0,
-        **options,
+        cost_of_step=lambda tokens: (1.0, 0.0),
+        observers=observers,
     )
+    run = Run([monitor, *observers, leaps], warmup=1, weights=weights, optimizer=optimizer, max_steps=1000, **options)
+    run.begin()
+    run.leaps, run.monitor = leaps, monitor
+    return run
 
 
 class World:
@@ -58,17 +62,18 @@ class World:
             HeldOutBatches([ProbeBatch(n, 4, 1 / 6) for n in (0, 1)], wanted=8), self.losses, price=1 / 3
         )
         self.run = leap_run([("weight", self.weight)], direction=Upwards, probe=self.probe, **options)
+        self.leaps = self.run.leaps
 
     def losses(self, batch):
         at = self.weight.item()
         height = self.curvature * (at - self.minimum) ** 2
-        return [batch + i + height + self.wobble * at * (-1) ** i for i in range(4)]
+        return Losses([batch + i + height + self.wobble * at * (-1) ** i for i in range(4)])
 
     def leap(self, step=10):
         """A leap is due before `step`, after one real step that moved nothing; returns it."""
-        self.run.trajectory.observe_step([1.0])
-        self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
-        self.run.begin_step(step, lambda: 1.0)
+        self.leaps.trajectory.observe_step([1.0])
+        self.leaps.controller.phase, self.leaps.controller.leap_due = Phase.PREDICT, True
+        self.run.begin_step(step, learning_rate=1.0)
         return self.run.record.leaps[-1]
 
 
@@ -80,17 +85,17 @@ def proven(world):
 
 def leaps(world, count):
     """The leaps of `count` blocks of two real steps, each judged at the end of Correct; `None` where none was made."""
-    made, run = [], world.run
+    made, run, parts = [], world.run, world.leaps
     for step in range(10, 10 + 2 * count, 2):
         made_before = run.record.leaps_made
-        run.trajectory.observe_step([1.0])
-        if run._may_leap(step):
-            run.controller.phase, run.controller.leap_due = Phase.PREDICT, True
-            run.begin_step(step, lambda: 1.0)
+        parts.trajectory.observe_step([1.0])
+        if parts._may_leap(step):
+            parts.controller.phase, parts.controller.leap_due = Phase.PREDICT, True
+            run.begin_step(step, learning_rate=1.0)
         made.append(run.record.leaps[-1] if run.record.leaps_made > made_before else None)
-        if run.trajectory.open is not None:
-            run.trajectory.open.losses.append(5.0)
-            run._judge_leap(run.trajectory.open)
+        if parts.trajectory.open is not None:
+            parts.trajectory.open.losses.append(5.0)
+            parts._judge(parts.trajectory.open)
     return made
 
 
@@ -99,16 +104,16 @@ def test_a_leap_that_pays_is_kept():
     leap = world.leap()
     assert (leap.verdict, leap.gain, world.weight.item()) == ("kept", 1.0, 1.0)
     assert leap.loss_before - leap.loss_after == pytest.approx(leap.decrease)
-    assert world.run.trajectory.open is leap and world.run.phase is Phase.CORRECT
+    assert world.leaps.trajectory.open is leap and world.run.phase is Phase.CORRECT
 
 
 def test_sequences_without_labels_cannot_tell_and_cost_what_they_cost():
     """Else every leap would be probed, as if it were the first."""
     world = World(minimum=1.2)
-    world.probe.evaluate = lambda batch: [0.0] * 4
+    world.probe.evaluate = lambda batch: Losses([0.0] * 4)
     leap = world.leap()
     assert (leap.verdict, leap.gain, leap.loss_before) == ("unprobed", 1.0, None)
-    assert world.run.trust.probes_made == 1 and leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
+    assert world.leaps.trust.probes_made == 1 and leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
 
 
 def test_a_leap_that_goes_too_far_is_shortened():
@@ -129,13 +134,13 @@ def test_a_leap_that_only_hurts_is_undone_and_written_down_as_it_was_asked_for()
     leap = world.leap()
     assert (leap.verdict, leap.gain, world.weight.item()) == ("rejected", 1.0, 0.0)
     assert leap.loss_after - leap.loss_before == pytest.approx(3.0)
-    assert world.run.trajectory.open is None and world.run.phase is Phase.FULL
+    assert world.leaps.trajectory.open is None and world.run.phase is Phase.FULL
     assert world.run.record.forward_only_passes == 2 * 5, "before, at the leap, at a quarter, a sixteenth, a 64th of it"
 
 
 def test_a_loss_that_is_not_finite_counts_as_worse():
     world = World(minimum=1.0)
-    world.probe.evaluate = lambda batch: [math.nan if world.weight.item() else 1.0] * 4
+    world.probe.evaluate = lambda batch: Losses([math.nan if world.weight.item() else 1.0] * 4)
     assert world.leap().verdict == "rejected" and world.weight.item() == 0.0
 
 
@@ -153,7 +158,7 @@ class Pairs(World):
 
     def losses(self, batch):
         right = [1.0, 1.0, 1.0, float(self.weight.item() < self.wrong_from)]
-        return [PairLoss(loss, accuracy) for loss, accuracy in zip(super().losses(batch), right)]
+        return Losses(super().losses(batch).values, right)
 
 
 def test_a_leap_that_lowers_the_loss_and_costs_accuracy_is_halved_until_it_costs_none():
@@ -167,7 +172,7 @@ def test_a_leap_that_lowers_the_loss_and_costs_accuracy_is_undone():
     world = Pairs(minimum=1.2, wrong_from=0.01)
     leap = world.leap()
     assert leap.loss_after < leap.loss_before, "by its loss alone it would stay"
-    assert (leap.verdict, world.weight.item(), world.run.trajectory.open) == ("rejected", 0.0, None)
+    assert (leap.verdict, world.weight.item(), world.leaps.trajectory.open) == ("rejected", 0.0, None)
     found = json.loads(json.dumps(world.run.summary()["leaps"][-1]))
     assert (found["worse_in"], found["accuracy_before"], found["accuracy_after"]) == ("accuracy", 1.0, 0.75)
 
@@ -186,12 +191,12 @@ def test_whatever_is_raised_while_a_leap_is_tried_puts_the_weights_back(error):
     def fail(batch):
         if world.weight.item() != 0.0:
             raise error
-        return [1.0] * 4
+        return Losses([1.0] * 4)
 
     world.probe.evaluate = fail
     with pytest.raises(error):
         world.leap()
-    assert world.weight.item() == 0.0 and world.run.trajectory.open is None and not world.run.record.leaps
+    assert world.weight.item() == 0.0 and world.leaps.trajectory.open is None and not world.run.record.leaps
 
 
 def test_a_leap_that_is_survived_counts_as_rejected():
@@ -202,27 +207,27 @@ def test_a_leap_that_is_survived_counts_as_rejected():
     def fail(batch):
         if world.weight.item() != 0.0:
             raise MemoryError
-        return [1.0] * 4
+        return Losses([1.0] * 4)
 
     told = []
     world = World(minimum=1.2, survive=survive)
     world.probe.evaluate = fail
-    world.run.trajectory.observe_step([1.0])
-    world.run.controller.phase, world.run.controller.leap_due = Phase.PREDICT, True
-    assert world.run.begin_step(10, lambda: 1.0) is Phase.FULL
+    world.leaps.trajectory.observe_step([1.0])
+    world.leaps.controller.phase, world.leaps.controller.leap_due = Phase.PREDICT, True
+    assert world.run.begin_step(10, learning_rate=1.0).phase is Phase.FULL
     assert told == ["leap undone"] and world.weight.item() == 0.0
-    assert world.run.trust.rejections_in_a_row == 1 and world.run.credit == 0.0
+    assert world.leaps.trust.rejections_in_a_row == 1 and world.leaps.credit == 0.0
 
 
 def test_credit_adds_up_to_whole_steps():
     horizons = []
     world = proven(World(minimum=1e3, worth=0.5, trust=Trust(probe_budget=0.0, max_steps=1000)))
     world.leap(8)  # the first is probed, and pays for that
-    world.run.trajectory.accept()
-    world.run.credit = 0.0
+    world.leaps.trajectory.accept()
+    world.leaps.credit = 0.0
     for step in range(10, 26, 2):
         horizons.append(world.leap(step).horizon)
-        world.run.trajectory.accept()
+        world.leaps.trajectory.accept()
     assert sum(horizons) == 4 and max(horizons) == 1
 
 
@@ -311,27 +316,28 @@ def test_rejections_back_off_exponentially_and_are_forgotten():
             blocks += 1
         skipped.append(blocks)
     assert skipped == [1, 2, 4, 8]
-    fresh = Trust(0.01, 1000).confidence(None)
-    assert trust.confidence(None) < fresh
+    confidence, fresh = Confidence(), Confidence().value(None)
+    confidence.rejected += 4.0
+    assert confidence.value(None) < fresh
     for _ in range(500):
-        trust.observe_step(Level.NORMAL)
-    assert trust.confidence(None) == pytest.approx(fresh, abs=0.01)
-    assert trust.confidence(0.5) == pytest.approx(fresh / 2, abs=0.01), "the planner's belief counts"
+        confidence.observe_step(Level.NORMAL)
+    assert confidence.value(None) == pytest.approx(fresh, abs=0.01)
+    assert confidence.value(0.5) == pytest.approx(fresh / 2, abs=0.01), "the planner's belief counts"
 
 
 def test_a_level_shortens_leaps_and_recovers_with_those_that_are_kept():
     world = World(minimum=1e3)
-    world.run.trust.shorten()
+    world.leaps.trust.shorten()
     assert world.leap().gain == 0.5
-    world.run.trajectory.accept()
-    world.run.trust.leap_was_kept(probed=True)
+    world.leaps.trajectory.accept()
+    world.leaps.trust.leap_was_kept(probed=True)
     assert world.leap(20).gain == pytest.approx(0.55)
     for _ in range(20):
-        world.run.trust.shorten()
-    assert world.run.trust.level == 1 / 64
+        world.leaps.trust.shorten()
+    assert world.leaps.trust.level == 1 / 64
     for _ in range(100):
-        world.run.trust.leap_was_kept(probed=False)
-    assert world.run.trust.level == 1.0
+        world.leaps.trust.leap_was_kept(probed=False)
+    assert world.leaps.trust.level == 1.0
 
 
 # Corrected gains.
@@ -345,25 +351,26 @@ class Valleys:
     def __init__(self, correct_gain):
         shapes = {"layers.0.steep.weight": 3, "layers.1.steep.weight": 4, "plane.weight": 5}
         self.named = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in shapes.items()]
+        self.residuals = LeapResiduals(correct_gain)
         self.run = leap_run(
             self.named,
             direction=GradientMemory,
             gain=3.0,
             rate=self.RATE,
             max_predict=1,
-            correct_gain=correct_gain,
+            observers=[self.residuals],
             trust=Trust(probe_budget=0.0, max_steps=1000),
         )
-        self.trajectory = self.run.trajectory
+        self.trajectory = self.run.leaps.trajectory
 
     def real_step(self):
         for name, parameter in self.named:
             bend = self.STEEPNESS if "steep" in name else 0.0
             parameter.grad = bend * parameter.detach() if bend else torch.ones_like(parameter)
         if self.trajectory.open is not None:
-            self.run.residuals.observe_gradients()
+            self.residuals.comparison.observe_gradients()
         self.trajectory.observe_gradients()
-        self.trajectory.optimizer.step()
+        self.run.optimizer.step()
         self.trajectory.observe_step([self.RATE])
 
     def leap(self, step):
@@ -372,17 +379,17 @@ class Valleys:
         for _, parameter in self.named:
             parameter.data.fill_(1.0)
         self.real_step(), self.real_step()
-        self.run.controller.phase, self.run.controller.leap_due = Phase.PREDICT, True
+        self.run.leaps.controller.phase, self.run.leaps.controller.leap_due = Phase.PREDICT, True
         before = weights(SimpleNamespace(named_parameters=lambda: self.named))
-        self.run.begin_step(step, lambda: self.RATE)
+        self.run.begin_step(step, learning_rate=self.RATE)
         moved = {name: (parameter.detach() - before[name]).mean().item() for name, parameter in self.named}
         self.real_step(), self.real_step()
         self.trajectory.open.losses.append(1.0)
-        self.run._judge_leap(self.trajectory.open)
+        self.run.leaps._judge(self.trajectory.open)
         return moved
 
     def factors(self):
-        return dict(zip(self.trajectory.names, self.trajectory.gain_factors))
+        return dict(zip(self.run.weights.names, self.trajectory.gain_factors))
 
 
 def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
@@ -397,23 +404,3 @@ def test_gains_are_corrected_where_leaps_go_too_far_and_nowhere_else():
     for name, factor in factors.items():
         assert after[name] == pytest.approx(factor * without[name], rel=1e-5)
     assert plain.trajectory.gain_factors is None
-
-
-# Stretches.
-
-
-def test_stretches_hold_what_happened_in_their_real_steps():
-    counter = StretchCounter(stride=4)
-    done = []
-    for loss in (4.0, 2.0, None, 2.0):
-        done.append(counter.step(loss, 0.1))
-    counter.leap(3.0, real_steps=2)
-    done.append(counter.step(0.0, 0.05))
-    assert done == [False, False, False, False, True]
-    closed = counter.close([1.0], progress=0.25, learning_rate=0.05)
-    assert closed == Stretch([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
-    assert counter.losses == [] and counter.gain == 0.0 and counter.predicted == 0
-    other = StretchCounter(stride=4)
-    counter.step(1.0, 0.02)
-    other.load_state_dict(json.loads(json.dumps(counter.state_dict())))
-    assert vars(other) == vars(counter)

@@ -1,0 +1,89 @@
+"""`PhaseController` in `hf_hybrid/leaps/leap.py`: the order of phases."""
+
+import json
+
+import pytest
+
+from hf_hybrid.leaps.leap import LEGAL_TRANSITIONS, PhaseController, PhaseLengths
+from hf_hybrid.part import Phase
+
+LENGTHS = PhaseLengths(warmup=2, full=3, correct=2, max_predict=4)
+
+
+class TwoInARow(PhaseController):
+    """After two leaps in a row a Full block is due."""
+
+    MAX_CONSECUTIVE_LEAPS = 2
+
+
+def walk(controller, steps, *, horizon=2, leap_allowed=True):
+    """Phases of the next `steps` steps; every leap is kept with the given horizon."""
+    phases = []
+    for _ in range(steps):
+        if controller.leap_due:
+            controller.leap_kept(horizon)
+        phases.append(controller.phase)
+        controller.finish_step(leap_allowed=leap_allowed)
+    return phases
+
+
+def names(phases):
+    return "".join(phase.value[0] for phase in phases)
+
+
+def test_cycle():
+    assert names(walk(TwoInARow(LENGTHS), 17)) == "wwfffppccppccfffp"
+
+
+def test_leap_worth_less_than_a_step_goes_straight_to_correct():
+    assert names(walk(TwoInARow(LENGTHS), 12, horizon=0)) == "wwfffccccfff"
+
+
+def test_no_leap_while_backing_off():
+    assert names(walk(PhaseController(LENGTHS), 20, leap_allowed=False)) == "ww" + 18 * "f"
+
+
+def test_horizon_is_capped():
+    assert names(walk(PhaseController(LENGTHS), 10, horizon=99)) == "wwfffppppc"
+
+
+def test_rejected_leap_returns_to_full():
+    controller = PhaseController(LENGTHS)
+    walk(controller, 5)
+    assert controller.leap_due and controller.phase is Phase.PREDICT
+    assert controller.leap_rejected() is Phase.FULL
+    assert not controller.leap_due and controller.remaining == 3
+
+
+def test_force_full_does_not_cut_warmup_short():
+    controller = PhaseController(LENGTHS)
+    controller.force_full(10)
+    assert names(walk(controller, 3)) == "wwf"
+
+
+def test_without_warmup_the_run_starts_in_full():
+    lengths = PhaseLengths(warmup=0, full=1, correct=1, max_predict=1)
+    assert names(walk(PhaseController(lengths), 4, horizon=1)) == "fpcp"
+
+
+def test_state_survives_json_at_every_step():
+    reference = walk(PhaseController(LENGTHS), 40)
+    controller, phases = PhaseController(LENGTHS), []
+    for _ in range(40):
+        state = json.loads(json.dumps(controller.state_dict()))
+        controller = PhaseController(LENGTHS)
+        controller.load_state_dict(state)
+        phases += walk(controller, 1)
+    assert phases == reference
+
+
+def test_only_legal_transitions_happen():
+    phases = walk(PhaseController(LENGTHS), 100)
+    assert all(b is a or b in LEGAL_TRANSITIONS[a] for a, b in zip(phases, phases[1:]))
+    assert set(phases) == set(Phase)
+
+
+@pytest.mark.parametrize("field", ["full", "correct", "max_predict"])
+def test_lengths_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"`PhaseLengths.{field}` must be at least 1, got 0"):
+        PhaseLengths(**{**vars(LENGTHS), field: 0})

@@ -1,0 +1,22 @@
+"""`hf_hybrid/world_model/observer.py`: stretches hold what happened in them."""
+
+import json
+
+from hf_hybrid.world_model.observer import Stretch, StretchCounter
+
+
+def test_stretches_hold_what_happened_in_their_real_steps():
+    counter = StretchCounter(stride=4)
+    done = []
+    for loss in (4.0, 2.0, None, 2.0):
+        done.append(counter.step(loss, 0.1))
+    counter.leap(3.0, real_steps=2)
+    done.append(counter.step(0.0, 0.05))
+    assert done == [False, False, False, False, True]
+    closed = counter.close([1.0], progress=0.25, learning_rate=0.05)
+    assert closed == Stretch([1.0], loss=2.0, gain=1.5, horizon=0.25, progress=0.25, rate=0.5)
+    assert counter.losses == [] and counter.gain == 0.0 and counter.predicted == 0
+    other = StretchCounter(stride=4)
+    counter.step(1.0, 0.02)
+    other.load_state_dict(json.loads(json.dumps(counter.state_dict())))
+    assert vars(other) == vars(counter)
