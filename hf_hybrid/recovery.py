@@ -27,7 +27,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.activations import ActivationCheckpointing
-
-if TYPE_CHECKING:
-    from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -323,9 +321,6 @@ class OutOfMemoryRecovery(Part):
         self.stepping = False
         """Whether the optimizer's step is under way."""
 
-    def begin(self, run: Run) -> None:
-        self.run = run
-
     def end(self) -> None:
         """Restore the model's settings and release all batches."""
         if self._checkpointing is not None:
@@ -557,7 +552,8 @@ class OutOfMemoryRecovery(Part):
             own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
         else:
             self._checkpointing = ActivationCheckpointing()
-            self._checkpointing.begin(self.run)
+            model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
+            self._checkpointing.begin(Run(model=model, optimizer=optimizer, max_steps=self.trainer.state.max_steps))
 
     def _give_up(self, size: int, obstacle: str | None) -> None:
         """Save the state after the last step, and stop. Every gradient of the window is gone by now."""

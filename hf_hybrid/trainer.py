@@ -453,7 +453,7 @@ class HybridTrainerMixin(PublishingMixin):
             tell_of_no_leaps(self)
             tell_of_adapter_rate(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
-        self._around_forward = self.run.listens("before_forward", "after_backward")
+        self._around_forward = self.has_phases and self.run.listens("before_forward", "after_backward")
         self.run.begin()
         if self._resumed_from is not None:
             self._resumed = state.restore(self, self._resumed_from)

@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.leaps.run import LeapRun
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, adapter_rate, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
+from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import find_layers
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -412,8 +412,8 @@ def test_training_of_adapters_alone(tmp_path, train_set):
 def test_phases_train(direction, tmp_path, train_set, monkeypatch):
     config = hybrid_config(tmp_path, optim="muon", direction=direction, max_steps=25)
     trainer = HybridTrainer(tiny_model(), config, train_dataset=train_set)
-    seen, observe = [], LeapRun.after_update
-    monkeypatch.setattr(LeapRun, "after_update", lambda run, rates: (seen.append(rates), observe(run, rates)))
+    seen, observe = [], Run.after_update
+    monkeypatch.setattr(Run, "after_update", lambda run, rates: (seen.append(rates), observe(run, rates)))
     trainer.train()
     summary = trainer.hybrid_summary()
     assert all(summary["steps_by_phase"].values()) and summary["leaps"]

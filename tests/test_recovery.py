@@ -21,7 +21,7 @@ from hf_hybrid.recovery import (
     is_out_of_memory,
     split_batch,
 )
-from hf_hybrid.world_model.residuals import DisplacementResiduals
+from hf_hybrid.world_model.residuals import LeapComparison, LeapResiduals
 
 TEXT = ByteText(400)
 
@@ -160,7 +160,7 @@ def test_a_run_that_never_ran_out_leaves_nothing_behind(tmp_path):
     step = vars(trainer).get("optimizer")
     trainer.train()
     assert step is None and events(trainer) == []
-    assert not (tmp_path / "checkpoint-6" / VALUES_NAME).exists()
+    assert "out_of_memory" not in json.loads((tmp_path / "checkpoint-6" / VALUES_NAME).read_text())["parts"]
 
 
 # Stronger policy, and the end of the ladder.
@@ -325,7 +325,7 @@ class Remember(TrainerCallback):
 
 def train_watched(folder, **options):
     around = WeightsAround()
-    trainer = build(folder, callbacks=[Remember(around)], parts=[around], max_steps=16, **options)
+    trainer = build(folder, callbacks=[Remember(around)], parts=[around, LeapResiduals()], max_steps=16, **options)
     around.trainer = trainer
     trainer.train()
     return trainer, around
@@ -338,7 +338,7 @@ def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatc
     target, name, call = {
         "snapshot": (trajectory_module.Trajectory, "_save", 1),
         "middle": (trajectory_module, "_add", 2),
-        "end": (DisplacementResiduals, "leap_made", 1),
+        "end": (LeapComparison, "leap_made", 1),
     }[fails_at]
     real, calls = getattr(target, name), []
 
@@ -398,7 +398,7 @@ def test_probes_that_do_not_fit(tmp_path, most):
 
 
 def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypatch):
-    real, calls = DisplacementResiduals.judge, []
+    real, calls = LeapComparison.judge, []
 
     def judge(self, rate):
         calls.append(1)
@@ -406,14 +406,14 @@ def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypat
             raise oom()
         return real(self, rate)
 
-    monkeypatch.setattr(DisplacementResiduals, "judge", judge)
-    trainer = build(tmp_path / "limited", max_steps=16)
+    monkeypatch.setattr(LeapComparison, "judge", judge)
+    trainer = build(tmp_path / "limited", max_steps=16, parts=[LeapResiduals()])
     trainer.train()
-    monkeypatch.setattr(DisplacementResiduals, "judge", real)
-    free = build(tmp_path / "free", max_steps=16)
+    monkeypatch.setattr(LeapComparison, "judge", real)
+    free = build(tmp_path / "free", max_steps=16, parts=[LeapResiduals()])
     free.train()
     (event,) = events(trainer)
-    assert event["action"] == "predictor missed a lesson"
+    assert event["action"] == "residuals missed a leap"
     first, second = trainer.hybrid_summary(), free.hybrid_summary()
     assert first["steps_by_phase"] == second["steps_by_phase"] and len(calls) > 1
     assert [leap["verdict"] for leap in first["leaps"]] == [leap["verdict"] for leap in second["leaps"]]

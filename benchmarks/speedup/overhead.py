@@ -31,7 +31,7 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import TASKS, TextAndModels, training_arguments
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.leaps.run import LeapRun
+from hf_hybrid.run.run import Run
 
 DISABLED_STEPS = 30
 
@@ -43,14 +43,14 @@ class OwnTime(Stopwatch):
         super().__init__()
         for name in ("_before_update", "_after_update", "_end_step"):
             setattr(trainer, name, self.around(getattr(trainer, name)))
-        self.begin_step = LeapRun.begin_step
+        self.begin_step = Run.begin_step
 
     def __enter__(self):
-        LeapRun.begin_step = self.around(self.begin_step)
+        Run.begin_step = self.around(self.begin_step)
         return self
 
     def __exit__(self, *_):
-        LeapRun.begin_step = self.begin_step
+        Run.begin_step = self.begin_step
 
 
 class Uphill(Orthogonal):

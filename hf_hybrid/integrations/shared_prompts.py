@@ -443,7 +443,7 @@ class SharedPrompts(Part):
     def __init__(self, off: bool = False, why_plain: str | None = None, half_precision: bool = False):
         self.off, self.why_plain, self.half_precision = off, why_plain, half_precision
         self.tokens = self.tokens_shared = 0
-        self._before: dict[str, int] | None = None
+        self._counts_before: dict[str, int] | None = None
         """The counters before the step under way."""
         self.plain_because: str | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -478,7 +478,7 @@ class SharedPrompts(Part):
         self.tokens = self.tokens_shared = 0
 
     def begin_step(self, step: Step) -> None:
-        self._before = self.counts()
+        self._counts_before = self.counts()
         pairs = [
             batch
             for batch in step.batches
@@ -487,7 +487,7 @@ class SharedPrompts(Part):
         self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
 
     def end_step(self, step: Step) -> None:
-        self._before = None
+        self._counts_before = None
 
     def counts(self) -> dict[str, int]:
         """Return the counters."""
@@ -501,7 +501,7 @@ class SharedPrompts(Part):
         return {**self.counts(), "plain_prompts_because": self.plain_because}
 
     def state_dict(self) -> dict[str, int]:
-        counts = self.counts() if self._before is None else self._before
+        counts = self.counts() if self._counts_before is None else self._counts_before
         return counts if counts["tokens"] else {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

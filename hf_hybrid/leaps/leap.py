@@ -402,6 +402,7 @@ class Leaps(Part):
 
     def begin_step(self, step: Step) -> None:
         """Make the leap that is due, and say which phase the step belongs to."""
+        step.phase = self.controller.phase
         if self.controller.leap_due:
             self._begin_leap(step.index)
         step.phase, step.leap = self.controller.phase, self.trajectory.open

@@ -8,6 +8,7 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.world_model.residuals import LeapResiduals
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -37,7 +38,8 @@ def adapted(method, base=None):
 
 
 def train(folder, model, resume=None, **options):
-    trainer = HybridTrainer(model, hybrid_config(folder, **{**LEAPING, **options}), train_dataset=ByteText(400))
+    config, parts = hybrid_config(folder, **{**LEAPING, **options}), [LeapResiduals()]
+    trainer = HybridTrainer(model, config, train_dataset=ByteText(400), parts=parts)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -31,6 +31,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
+from hf_hybrid.leaps.leap import Leaps  # noqa: E402
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
 
@@ -243,10 +244,10 @@ class GainsLossLosesAccuracy(HybridDPOTrainer):
     """While a leap is tested the loss of every pair is lower, and none is ranked right."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        loss, leap = super().compute_loss(model, inputs, *args, **kwargs), self.run.trajectory
+        loss, leap = super().compute_loss(model, inputs, *args, **kwargs), self.run.part(Leaps)
         if model.training or leap is None:
             return loss
-        tried = leap.open is not None and leap.open.gain > 0
+        tried = leap.trajectory.open is not None and leap.trajectory.open.gain > 0
         self._metrics["eval"]["rewards/accuracies"][-1] = float(not tried)
         return loss - 0.1 * tried
 
@@ -329,7 +330,7 @@ def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
     evaluate = trainer.sequence_losses(trainer)
     rows = [trainer.train_dataset[index] for index in range(5)]
     batch = trainer.data_collator(rows)
-    found, expected = evaluate(batch), pair_losses(trainer, rows)
+    found, expected = evaluate(batch).values, pair_losses(trainer, rows)
     assert found == pytest.approx(expected, rel=1e-4)
     assert len(found) == evaluate.size(batch) == 5 and max(found) - min(found) > 1e-4
     right = [float(loss < math.log(2)) for loss in expected]  # which says that the chosen one has more reward
@@ -354,7 +355,7 @@ def test_probed_losses_are_those_that_trl_computes(options, tmp_path):
     before = torch.get_rng_state()
     rows = [trainer.train_dataset[index] for index in range(5)]
     batch = trainer.data_collator(rows)
-    found = evaluate(batch)
+    found = evaluate(batch).values
     assert trainer.model.training and torch.equal(torch.get_rng_state(), before)
     assert dict(trainer._metrics["eval"]) == {"entropy": [1.0]} and not trainer._metrics["train"]
     trainer.model.eval()
@@ -384,7 +385,7 @@ def test_sequences_without_labels_give_no_nan(tmp_path):
             label_smoothing_factor=factor, dataset_kwargs={"skip_prepare_dataset": True}, **PHASES,
         )  # fmt: skip
         evaluate = trainer.sequence_losses(trainer)
-        found = [loss for batch in evaluate.held_out() for loss in evaluate(batch)]
+        found = [loss for batch in evaluate.held_out() for loss in evaluate(batch).values]
         assert [loss > 1.0 for loss in found] == [False, True, True] * 2 and all(map(math.isfinite, found))
     trainer = sft(
         HybridSFTTrainer, HybridSFTConfig, tmp_path, data=rows, extra={"probe_dataset": rows.select(range(6))},
