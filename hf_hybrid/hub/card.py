@@ -28,11 +28,13 @@ from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
 from hf_hybrid.hub.origins import data_facts
-from hf_hybrid.hub.provenance import clean, one_line, unique
+from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
+from hf_hybrid.records.log import wall_time
 from hf_hybrid.records.profiler import MemoryProfilerCallback
+from hf_hybrid.records.readings import PHASES
+from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.report.run_folder import PHASES, wall_time
 
 # The template and what it writes values with.
 

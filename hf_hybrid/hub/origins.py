@@ -21,7 +21,7 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.report.run_folder import evenly
+from hf_hybrid.records.readings import evenly
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from huggingface_hub.constants import REPOCARD_NAME
 from hf_hybrid.files import write_json, write_text
 from hf_hybrid.hub.card import card_facts, render
 from hf_hybrid.hub.origins import is_dataset_id, is_local
-from hf_hybrid.hub.provenance import clean, listed, trackio_url, unique
+from hf_hybrid.hub.provenance import listed, trackio_url, unique
+from hf_hybrid.records.redaction import clean
 
 logger = logging.getLogger(__name__)
 

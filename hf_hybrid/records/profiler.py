@@ -15,7 +15,7 @@ Counting takes time in proportion to the number of tensors. It is done as often 
 the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
 is a *spike*.
 
-docs/profiling.md describes the files that a profile consists of; `run_folder.RunLog` writes them.
+docs/profiling.md describes the files that a profile consists of; `RunLog` in log.py writes them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ import hf_hybrid
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
+from hf_hybrid.records.log import PROFILE, RunLog
+from hf_hybrid.records.readings import peak_of, reading
 from hf_hybrid.records.summary import format_bytes
-from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
 
 logger = logging.getLogger(__name__)
 
@@ -398,8 +399,6 @@ class MemoryProfilerCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         resumed = state.global_step > 0
-        if self._log is not None:  # of a training that an error ended
-            self._log.close()
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
         self._probes = MemoryProbes(args.device)
@@ -433,7 +432,6 @@ class MemoryProfilerCallback(TrainerCallback):
         machine.listen(None)
         if self.memory_history and args.device.type == "cuda":
             machine.remember_allocations(False)
-        self._log.close()
         self._log = None
 
     def _describe(self, args, state, model) -> dict:

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from hf_hybrid.report.run_folder import (
-    PHASES,
-    Run,
-    as_dict,
-    count_of,
-    dicts_of,
-    leaps_made,
-    number,
-    peak_of,
-    phase_stretches,
-    reading,
-    summed,
-    verdicts_of,
-)
+from hf_hybrid.records.log import summed
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading
+from hf_hybrid.report.run_folder import Run, leaps_made, phase_stretches, verdicts_of
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""

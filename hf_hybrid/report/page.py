@@ -14,22 +14,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from hf_hybrid.hub.provenance import shareable
+from hf_hybrid.files import plain
+from hf_hybrid.records.readings import PHASES, as_dict, evenly, number, reading
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
-from hf_hybrid.report.run_folder import (
-    PHASES,
-    Run,
-    as_dict,
-    evenly,
-    leaps_made,
-    load_run,
-    number,
-    phase_stretches,
-    plain,
-    reading,
-)
+from hf_hybrid.report.run_folder import Run, leaps_made, load_run, phase_stretches
 
 logger = logging.getLogger(__name__)
 

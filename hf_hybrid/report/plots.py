@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from hf_hybrid.records.readings import evenly, number, reading
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
 from hf_hybrid.report.findings import ACCEPTED, accepted
-from hf_hybrid.report.run_folder import Run, Stretch, evenly, leaps_made, number, phase_stretches, reading
+from hf_hybrid.report.run_folder import Run, Stretch, leaps_made, phase_stretches
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {

@@ -13,10 +13,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.records.log import wall_time
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
-from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
+from hf_hybrid.report.run_folder import load_run, phase_stretches
 
 
 @pytest.fixture
@@ -231,6 +232,15 @@ def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, 
     assert both["leaps"] == alone["leaps"] and both["memory"] == alone["memory"]
     told = [note for note in both["notes"] if "another, earlier run" in note]
     assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
+
+
+def test_a_history_with_two_losses_at_a_step_is_still_of_one_run(tmp_path):
+    plain_run(tmp_path)
+    path = tmp_path / "checkpoint-100" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"].insert(1, {"step": 10, "loss": 7.0})
+    path.write_text(json.dumps(state))
+    assert load_run(tmp_path).last_step == 100
 
 
 @pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
