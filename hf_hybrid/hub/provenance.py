@@ -152,7 +152,7 @@ def trackio_url() -> str | None:
     variables = getattr(sys.modules.get("trackio"), "context_vars", None)
     run = variables.current_run.get() if variables is not None else None
     space = getattr(run, "_space_id", None)
-    if space is None:
+    if run is None or space is None:
         return None
     query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
     return f"https://{space.replace('/', '-')}.hf.space?{query}"

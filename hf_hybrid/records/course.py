@@ -8,6 +8,8 @@ ones gets one more pair, because those later ones lie on a course that it has ab
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from hf_hybrid.records.readings import count_of
 
 
@@ -28,5 +30,5 @@ def is_same_run(run: object, newest: object) -> bool:
     return _is_run(run) and _is_run(newest) and run[0] == newest[0]
 
 
-def _is_run(value: object) -> bool:
+def _is_run(value: object) -> TypeGuard[list]:
     return isinstance(value, list) and bool(value)

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,15 +206,22 @@ class Log:
 
     lines: list[dict] = field(default_factory=list)
     starts: list[float | None] = field(default_factory=list)
-    """Seconds of each start, up to the last line of one that was killed; `None` if it left no time. Steps that were
-    made again count, because their time passed."""
+    """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
     earlier_runs: int = 0
 
+    def wall_time(self) -> tuple[float | None, int]:
+        """
+        Seconds of all starts together, if all are known, and their number. Steps that were made again count, because
+        their time passed.
+        """
+        known = [seconds for seconds in self.starts if seconds is not None]
+        return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
 
-def load_log(folder: str | Path, notes: list[str], only: Iterable[str] | None = None) -> Log:
+
+def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
     """Read `hybrid_log.jsonl` of an output folder; arguments as in [`read_log`]."""
     log, ended = Log(), False
-    for line in read_lines(_log_in(Path(folder)), notes):
+    for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
         if "begun" in line:
             if line["step"]:
                 log.lines = up_to(log.lines, line["step"])
@@ -239,23 +246,12 @@ def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
         notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
         only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
     """
-    return load_log(folder, [] if notes is None else notes, only).lines
+    return load_log(folder, notes, only).lines
 
 
 def up_to(lines: Iterable[dict], step: int) -> list[dict]:
     """Return the lines that hold when a run goes on from `step`: it makes the later steps again."""
     return [line for line in lines if line["step"] <= step]
-
-
-def wall_time(folder: str | Path) -> tuple[float | None, int]:
-    """Return the seconds that the newest run of a folder took, and the number of its starts, as [`summed`]."""
-    return summed(load_log(folder, []).starts)
-
-
-def summed(starts: Sequence[float | None]) -> tuple[float | None, int]:
-    """Return the sum of the seconds of all starts, if all are known, and their number."""
-    known = [seconds for seconds in starts if seconds is not None]
-    return (sum(known) if known and len(known) == len(starts) else None), len(starts)
 
 
 def _log_in(folder: Path) -> Path:

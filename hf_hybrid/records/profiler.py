@@ -30,6 +30,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import psutil
@@ -92,7 +93,8 @@ class HostMemory:
 
     def _read_status(self) -> tuple[int, int]:
         text = os.pread(self._status.fileno(), 8192, 0)
-        return tuple(int(text[text.index(name) :].split(None, 2)[1]) * 2**10 for name in (b"VmRSS:", b"VmHWM:"))
+        rss, peak = (int(text[text.index(name) :].split(None, 2)[1]) * 2**10 for name in (b"VmRSS:", b"VmHWM:"))
+        return rss, peak
 
 
 class MemoryProbes:
@@ -103,7 +105,7 @@ class MemoryProbes:
         self.driver = DriverMemory(device) if device.type == "cuda" else None
         self.host = HostMemory()
 
-    def read(self, *, with_driver: bool = True) -> dict[str, dict[str, int] | None]:
+    def read(self, *, with_driver: bool = True) -> dict[str, Any]:
         """`device`, `nvml` and `host`; `None` for what this machine lacks. Without the driver it is quicker."""
         return {
             "device": None if self.device is None else self.device.read(),
@@ -167,13 +169,13 @@ class PhaseTotals:
         self._peaks: deque[float] = deque(maxlen=self.WINDOW)
         self._is_high = False
 
-    def rises(self, peak: float) -> bool:
+    def rises(self, peak: float | None) -> bool:
         """Whether this peak would begin a spike."""
         return not self._is_high and self._stands_out(peak)
 
-    def _stands_out(self, peak: float) -> bool:
+    def _stands_out(self, peak: float | None) -> bool:
         enough = len(self._peaks) >= self.LEAST
-        return enough and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
+        return enough and peak is not None and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
 
     def add(self, record: dict) -> dict | None:
         """Count one more record, and return the spike that it begins, if it does."""
@@ -187,7 +189,8 @@ class PhaseTotals:
             usual = statistics.median(self._peaks)
             spike = {"step": record["step"], "phase": record["phase"], "where": where, "bytes": peak, "usual": usual}
         self._is_high = self._stands_out(peak)
-        self._peaks.append(peak)
+        if peak is not None:
+            self._peaks.append(peak)
         if record.get("held") is not None:
             self.accounted += 1
             self._unexplained += record["unexplained"]
@@ -231,7 +234,7 @@ class RunTotals:
         if spike is not None and len(self.spikes) < self.SPIKES_KEPT:
             self.spikes.append(spike)
         peak, where = peak_of(record)
-        if self.peak is None or peak > self.peak["bytes"]:
+        if peak is not None and (self.peak is None or peak > self.peak["bytes"]):
             self.peak = {"bytes": peak, "where": where, "step": record["step"], "phase": record["phase"]}
         self.most_measured = max(self.most_measured, record["measured"])
 
@@ -305,7 +308,7 @@ def _while_running(hook):
 
     @functools.wraps(hook)
     def timed(self, *args, **kwargs):
-        if self._log is None:
+        if not self._running:
             return
         start = time.perf_counter()
         try:
@@ -366,7 +369,8 @@ class MemoryProfilerCallback(TrainerCallback):
         self.account_every, self.memory_history = account_every, memory_history
         self.own_seconds = self._elapsed = 0.0
         self._trainer: weakref.ref | None = None
-        self._log: RunLog | None = None
+        self._log: RunLog
+        self._running = False
         self._totals = RunTotals()
         self._floor: dict | None = None
         self._events: list[dict] = []
@@ -397,7 +401,7 @@ class MemoryProfilerCallback(TrainerCallback):
 
     # A run begins and ends.
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs):
         resumed = state.global_step > 0
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
@@ -425,6 +429,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
         self._probes.reset_peaks()
         self._begun = self._section_begun = time.perf_counter()
+        self._running = True
 
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
@@ -432,7 +437,7 @@ class MemoryProfilerCallback(TrainerCallback):
         machine.listen(None)
         if self.memory_history and args.device.type == "cuda":
             machine.remember_allocations(False)
-        self._log = None
+        self._running = False
 
     def _describe(self, args, state, model) -> dict:
         device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
@@ -501,19 +506,19 @@ class MemoryProfilerCallback(TrainerCallback):
         """Close the record since the last one."""
         now, readings = time.perf_counter(), self._probes.read()
         self._elapsed = now - self._begun
-        peak, where = peak_of(readings)
-        record = {
+        device, host = readings["device"], readings["host"]
+        record: dict[str, Any] = {
             "step": self._step,
             "phase": phase,
             "seconds": self._elapsed,
             "step_seconds": now - self._section_begun,
             **readings,
-            "measured": peak if where == "device" else peak - self._baseline,
+            "measured": host["peak_rss"] - self._baseline if device is None else device["peak_allocated"],
             "held": None,
             "unexplained": None,
         }
         if self._held is not None:
-            record["held"], record["unexplained"] = self._explain(record["measured"])
+            record["held"], record["unexplained"] = self._explain(*self._held, record["measured"])
         self._totals.add(record)
         self._recent.append(record)
         for place, key in (("device", "peak_allocated"), ("host", "peak_rss")):
@@ -545,9 +550,9 @@ class MemoryProfilerCallback(TrainerCallback):
             self._log.write("run.json", self._run)
         self._accounting_seconds += time.perf_counter() - start
 
-    def _explain(self, measured: int) -> tuple[dict, int]:
+    @staticmethod
+    def _explain(counted: ByteTable, device: dict | None, measured: int) -> tuple[dict, int]:
         """Bytes by category, and the measured ones that are in none."""
-        counted, device = self._held
         held = {category: {"device": there, "host": host} for category, there, host in counted.rows()}
         if device is None:
             return held, measured - counted.total("device") - counted.total("host")
@@ -558,7 +563,7 @@ class MemoryProfilerCallback(TrainerCallback):
     # Output for users.
 
     @_while_running
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs: Any = None, **kwargs):
         if self._recent and "learning_rate" in logs:
             values = self._log_values()
             logs.update(values)
@@ -616,10 +621,10 @@ class MemoryProfilerCallback(TrainerCallback):
 
         Returns the folder; `None` outside a training.
         """
-        return None if self._log is None else self._record_out_of_memory(None if error is None else str(error), None)
+        return self._record_out_of_memory(None if error is None else str(error), None) if self._running else None
 
     def _about_to_raise(self, requested: int) -> None:
-        if self._log is not None:
+        if self._running:
             self._record_out_of_memory(None, requested)
 
     def _record_out_of_memory(self, message: str | None, requested: int | None) -> Path:

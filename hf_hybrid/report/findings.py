@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from hf_hybrid.records.log import summed
 from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading
 from hf_hybrid.report.run_folder import Run, leaps_made, phase_stretches, verdicts_of
 
@@ -125,7 +124,7 @@ def _backward_passes(run: Run) -> dict:
 
 def _seconds(run: Run) -> dict:
     """Return the wall time of all starts of the run; for one that was killed, up to its last record."""
-    logged, starts = summed(run.starts)
+    logged, starts = run.log.wall_time()
     trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}

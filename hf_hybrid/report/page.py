@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from hf_hybrid.files import plain
 from hf_hybrid.records.readings import PHASES, as_dict, evenly, number, reading
@@ -152,7 +153,11 @@ def _step_rows(run: Run, steps: Sequence[int]) -> list[dict]:
 
 def _memory_columns(entry: dict, device_total: float | None) -> dict:
     used, total, source = used_memory(entry, device_total)
-    row = {"used": used, "total": total, "utilisation": used / total if used is not None and total else None}
+    row: dict[str, Any] = {
+        "used": used,
+        "total": total,
+        "utilisation": used / total if used is not None and total else None,
+    }
     row |= {"used_source": source, **{name: reading(entry, name) for name in ("seconds", "step_seconds")}}
     for name in ("allocated", "reserved", "peak_allocated", "peak_reserved"):
         row[f"device_{name}"] = reading(entry, f"device.{name}")

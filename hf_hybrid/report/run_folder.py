@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.records.course import is_on_course, is_same_run
-from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, load_log, up_to
+from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log, up_to
 from hf_hybrid.records.readings import (
     PHASES,
     as_dict,
@@ -79,8 +79,8 @@ class Run:
     last_step: int
     max_steps: int | None
     finished: bool
-    starts: list[float | None] = field(default_factory=list)
-    """Seconds of each start of the run, as its log has them: up to the last line of one that was killed."""
+    log: Log
+    """`hybrid_log.jsonl` as it is read: the time of each start, and lines with what a report shows of them."""
     notes: list[str] = field(default_factory=list)
     """Notes on files that could not be read."""
 
@@ -158,7 +158,7 @@ def load_run(folder: str | Path) -> Run:
         last_step=last_step,
         max_steps=max_steps,
         finished=ended or bool(max_steps and last_step >= max_steps),
-        starts=log.starts,
+        log=log,
         notes=files.notes,
     )
     if not leaps_made(run):

@@ -23,7 +23,7 @@ from hf_hybrid.hub import origins
 from hf_hybrid.hub.card import code, text
 from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
-from hf_hybrid.records.log import wall_time
+from hf_hybrid.records.log import load_log
 from hf_hybrid.records.summary import format_seconds
 
 TESTS = Path(__file__).parents[1]
@@ -215,7 +215,7 @@ def test_wall_time_is_that_of_all_starts(tmp_path, leaps):
         new_trainer(tmp_path / "out", callbacks=[Slow()], **options).train(resume_from_checkpoint=True)
     trainer = new_trainer(tmp_path / "out", **options)
     runtime = trainer.train(resume_from_checkpoint=True).metrics["train_runtime"]
-    seconds, starts = wall_time(tmp_path / "out")
+    seconds, starts = load_log(tmp_path / "out").wall_time()
     assert starts == 3 and runtime < seconds
     assert f"Wall time of training, over 3 starts: {format_seconds(seconds)}" in section(
         card_of(trainer), "Hardware and time"
