@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Replace a JSON file as [`write_text`] does."""
-    write_text(path, json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
+    """Replace a JSON file as [`write_text`] does. An infinity becomes a string that `float` reads, NaN becomes null."""
+    write_text(path, json.dumps(plain(values, infinity_as_text=True), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -46,15 +46,21 @@ def write_note(path: Path, values: dict) -> None:
         logger.warning("`%s` could not be written, and training goes on without it: %s", path, error)
 
 
-def plain(value: Any) -> Any:
-    """Make values valid JSON: an infinity becomes a string that `float` reads, a NaN becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
+def plain(value: Any, *, infinity_as_text: bool = False) -> Any:
+    """
+    Make values valid JSON. Scalars of numpy and torch become numbers, and NaN becomes null.
+
+    An infinity becomes null too, or a string that `float` reads: a checkpoint needs it back, a log shows numbers alone.
+    """
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, infinity_as_text=infinity_as_text) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
+        return [plain(item, infinity_as_text=infinity_as_text) for item in value]
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return str(value) if infinity_as_text and not math.isnan(value) else None
 
 
 BASE_NAME = "hybrid_base.json"

@@ -35,7 +35,6 @@ from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
-from hf_hybrid.hub.provenance import shareable
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
@@ -49,11 +48,12 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
-from hf_hybrid.report.run_folder import LogFile
 from hf_hybrid.run.forecast import Forecast
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import Run

@@ -20,6 +20,9 @@ FLOORS = {
 # Rooms of the arithmetic floor that must not know each other.
 STRANGERS = ({"leaps", "streaming"}, {"leaps", "phase_memory"}, {"world_model", "streaming"}, {"leaps", "plan"})
 
+# Rooms that can be deleted, with those that import them: the core works without.
+OPTIONAL = {"report": {"cli"}}
+
 
 def room(name: str) -> str:
     return name.removeprefix("hf_hybrid.").split(".")[0]
@@ -66,6 +69,13 @@ def test_rooms_of_a_floor_form_no_cycle():
 
     for name in arrows:
         reach(name, frozenset({name}))
+
+
+@pytest.mark.parametrize("optional", OPTIONAL)
+def test_the_core_does_not_import_optional_rooms(optional):
+    """Not even within a function, which is where imports are easily overlooked."""
+    importers = {room(module_name(path)) for path in FILES if optional in imported_rooms(path)}
+    assert importers - {optional} <= OPTIONAL[optional]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

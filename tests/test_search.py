@@ -9,7 +9,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback
 from hf_hybrid.checkpoints.manifest import read_manifest
-from hf_hybrid.report.run_folder import load_run, read_log
+from hf_hybrid.records.log import read_log
+from hf_hybrid.report.run_folder import load_run
 
 RATES = (1e-4, 1e-2, 1e-3)
 MODES = {"leaps": {}, "no_leaps": {"enable_predict": False}}

@@ -34,7 +34,7 @@ from filelock import FileLock, Timeout
 from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.cli.options import ENVIRONMENT
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
-from hf_hybrid.report.run_folder import read_log
+from hf_hybrid.records.log import read_log
 
 PROCESS = (sys.executable, "-m", "hf_hybrid.cli.trial")
 POLL_SECONDS = 0.5

@@ -40,6 +40,7 @@ from hf_hybrid.export.formats import (
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.files import write_json, write_text
 from hf_hybrid.hub import provenance
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def export(
         result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
         result["versions"] = provenance.versions(FORMATS[format].package, "lm_eval" if tasks else None)
-        result = provenance.shareable(result)
+        result = shareable(result)
         write_json(exported / RESULT_NAME, result)
         write_text(
             exported / REPOCARD_NAME, _card(Path(card or source / REPOCARD_NAME), output.name, result, tokenizer)

@@ -28,11 +28,13 @@ from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.config import config_values
 from hf_hybrid.hub import origins, provenance
 from hf_hybrid.hub.origins import data_facts
-from hf_hybrid.hub.provenance import clean, one_line, unique
+from hf_hybrid.hub.provenance import one_line, unique
 from hf_hybrid.optimizers import optimizer_name
+from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
+from hf_hybrid.records.readings import PHASES
+from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
-from hf_hybrid.report.run_folder import PHASES, wall_time
 
 # The template and what it writes values with.
 
@@ -93,7 +95,7 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
     if given["license"] is None and model["base"]:
         given = {**given, **origins.license_of(model["base"])}
     finished = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
-    logged, starts = wall_time(trainer.log_file.folder)
+    logged, starts = load_log(trainer.log_file.folder).wall_time()
     known = logged is not None or not summary.get("resumed")  # `train_runtime` covers one start of a resumed run
     seconds = None if finished is None or not known else logged or finished
     own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
@@ -111,7 +113,9 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
         "held_out": len(probes) if hasattr(probes, "__len__") and summary["leaps"] else None,
         "evaluation": evaluation,
         "baseline": baseline,
-        "compared": {key: (value, baseline[key]) for key, value in own.items() if value and key in (baseline or {})},
+        "compared": {
+            key: (value, baseline[key]) for key, value in own.items() if value and baseline and key in baseline
+        },
         "location": json.dumps(one_line(clean(trainer.hub_model_id or args.hub_model_id or args.output_dir))),
         "settings": {name: value for name, value in settings.items() if name not in hybrid},
         "hybrid_options": {name: value for name, value in settings.items() if name in hybrid},
@@ -244,7 +248,10 @@ def metadata_of(name: str, model: dict, given: dict, metrics: dict[str, float], 
         tags += [f"base_model:adapter:{model['base']}"] * bool(model["base"])
     card_data = ModelCardData(
         library_name="peft" if model["adapter"] else "transformers",
-        **{key: given.get(key) for key in ("language", "license", "license_name", "license_link")},
+        language=given.get("language"),
+        license=given.get("license"),
+        license_name=given.get("license_name"),
+        license_link=given.get("license_link"),
         base_model=model["base"],
         base_model_relation=("adapter" if model["adapter"] else "finetune") if model["base"] else None,
         pipeline_tag=model["task"],

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from huggingface_hub import constants, model_info
 from huggingface_hub.errors import HFValidationError
@@ -21,7 +21,7 @@ from hf_hybrid.hub.provenance import listed, unique
 from hf_hybrid.leaps.directions import DIRECTIONS, Direction, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.optimizers import optimizer_name
-from hf_hybrid.report.run_folder import evenly
+from hf_hybrid.records.readings import evenly
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,15 @@ _SAMPLED_ROWS = 64
 """Rows of a data set whose length is read for a card."""
 
 
-def is_repo_id(name: object) -> bool:
+def is_repo_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a repository on the Hub."""
+    if not isinstance(name, str):
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return isinstance(name, str)
+    return True
 
 
 _BUILDERS = {
@@ -51,7 +53,7 @@ def is_local(name: str) -> bool:
     return os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
 
 
-def is_dataset_id(name: object) -> bool:
+def is_dataset_id(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a data set on the Hub: no file, no folder, and no builder of `datasets`."""
     if not is_repo_id(name) or is_local(name):
         return False
@@ -140,7 +142,7 @@ def license_of(base: str) -> dict[str, str]:
         logger.info("The licence of `%s` could not be looked up: %s", base, error)
         return {}
     keys = ("license", "license_name", "license_link")
-    return {key: stated.get(key) for key in keys if isinstance(stated.get(key), str)}
+    return {key: value for key in keys if isinstance(value := stated.get(key), str)}
 
 
 def data_of(trainer) -> list[dict[str, Any]]:

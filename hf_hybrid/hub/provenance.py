@@ -1,9 +1,7 @@
 """
 Provenance of a run: its command, hardware, versions and experiment trackers.
 
-All of it is published with the card, so secrets are removed first ([`redact`]) and paths say nothing of the machine
-([`clean`]). What cannot be recognised as a secret stays: a password behind an option named `--note`, for example.
-Other files that people share (options, summary, profile, report) go through [`shareable`].
+All of it is published with the card, so records/redaction.py removes secrets and paths of the machine first.
 """
 
 from __future__ import annotations
@@ -19,27 +17,14 @@ import sys
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 import hf_hybrid
+from hf_hybrid.records.redaction import REMOVED, clean, is_secret_name, redact
 from hf_hybrid.records.summary import format_bytes
 
-_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
-_TOKENIZER_WORDS = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image"}
-_SECRET_VALUES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
-)
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-_NAMED_IN_JSON = re.compile(r"""((["'])([\w-]+)\2\s*:\s*(["']))((?:(?!\4).)*)""")
-# A path from the root or from a drive, through at least one folder. Not within a word, an address, or `~/`.
-_ABSOLUTE = re.compile(
-    r"(?<![\w.~:/\\-])(?:[A-Za-z]:[/\\]|\\\\|/)(?:[^\s/\\'\"`,;:<>|]+[/\\])+([^\s/\\'\"`,;:<>|]+)[/\\]?"
-)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]+")
-REMOVED = "REMOVED"
 
 
 def one_line(value: object) -> str:
@@ -55,54 +40,6 @@ def unique(values: Iterable) -> list:
 def listed(value: str | Iterable | None) -> list:
     """A list of what may be one text, several, or `None`."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an option or variable of this name holds a secret: `hub_token` does, `pad_token` does not."""
-    words = set(re.split(r"[-_.]+", name.lower()))
-    if words & _SECRET_WORDS:
-        return not (words & _SECRET_WORDS == {"token"} and words & _TOKENIZER_WORDS)
-    return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
-
-
-def redact(value: str, secrets: Iterable[str] = ()) -> str:
-    """
-    A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials
-    in addresses, and values under secret names in JSON.
-    """
-    of_environment = (value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= 8)
-    for secret in sorted({*filter(None, secrets), *of_environment}, key=len, reverse=True):
-        value = value.replace(secret, REMOVED)
-    value = _CREDENTIALS_IN_URL.sub(f"{REMOVED}@", _SECRET_VALUES.sub(REMOVED, value))
-    return _NAMED_IN_JSON.sub(lambda found: found[1] + (REMOVED if is_secret_name(found[3]) else found[5]), value)
-
-
-def clean(value: Any, secrets: Iterable[str] = ()) -> str:
-    """A value as it may be published: redacted, with paths from the working folder or `~`, and others by name alone."""
-    shown = redact(str(value), secrets).replace("file:///", "/")
-    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
-        prefix = str(folder).rstrip("/\\")
-        if prefix:  # the root of the file system shortens nothing
-            shown = re.sub(rf"(?<![\w./-]){re.escape(prefix)}(?:[/\\]|(?![\w.-]))", short, shown)
-    return _ABSOLUTE.sub(r"\1", shown) or ("." if str(value) else "")
-
-
-def shareable(value: Any) -> Any:
-    """Plain values with every text in them [`clean`]."""
-    cleaned: dict[str, str] = {}  # the same few texts come again and again
-
-    def share(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: share(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [share(item) for item in value]
-        if not isinstance(value, str):
-            return value
-        if value not in cleaned:
-            cleaned[value] = clean(value)
-        return cleaned[value]
-
-    return share(value)
 
 
 _OWN_MODULES = {
@@ -215,7 +152,7 @@ def trackio_url() -> str | None:
     variables = getattr(sys.modules.get("trackio"), "context_vars", None)
     run = variables.current_run.get() if variables is not None else None
     space = getattr(run, "_space_id", None)
-    if space is None:
+    if run is None or space is None:
         return None
     query = urllib.parse.urlencode({"project": run.project, "runs": run.name, "sidebar": "collapsed"})
     return f"https://{space.replace('/', '-')}.hf.space?{query}"

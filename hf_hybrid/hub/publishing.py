@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
@@ -14,7 +14,13 @@ from huggingface_hub.constants import REPOCARD_NAME
 from hf_hybrid.files import write_json, write_text
 from hf_hybrid.hub.card import card_facts, render
 from hf_hybrid.hub.origins import is_dataset_id, is_local
-from hf_hybrid.hub.provenance import clean, listed, trackio_url, unique
+from hf_hybrid.hub.provenance import listed, trackio_url, unique
+from hf_hybrid.records.redaction import clean
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
-class PublishingMixin:
+class PublishingMixin(Trainer):
     """
     Model cards and pushing, for any `Trainer` subclass that has `hybrid_summary()`.
 
@@ -105,8 +111,9 @@ class PublishingMixin:
             logger.exception("The model card could not be written. Training and pushing go on without it.")
 
     def _write_card(self, given: dict[str, Any], baseline: Any) -> None:
-        folder, path = Path(self.args.output_dir), Path(self.args.output_dir) / REPOCARD_NAME
+        folder = Path(self.args.output_dir)  # ty: ignore[invalid-argument-type] - `TrainingArguments` fills it in
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / REPOCARD_NAME
         given, left_out = _acceptable(given)
         try:
             compared = _baseline(baseline, folder)

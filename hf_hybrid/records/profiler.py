@@ -15,7 +15,7 @@ Counting takes time in proportion to the number of tensors. It is done as often 
 the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
 is a *spike*.
 
-docs/profiling.md describes the files that a profile consists of; `run_folder.RunLog` writes them.
+docs/profiling.md describes the files that a profile consists of; `RunLog` in log.py writes them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import psutil
@@ -42,8 +43,9 @@ import hf_hybrid
 from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
+from hf_hybrid.records.log import PROFILE, RunLog
+from hf_hybrid.records.readings import peak_of, reading
 from hf_hybrid.records.summary import format_bytes
-from hf_hybrid.report.run_folder import PROFILE, RunLog, peak_of, reading
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,8 @@ class HostMemory:
 
     def _read_status(self) -> tuple[int, int]:
         text = os.pread(self._status.fileno(), 8192, 0)
-        return tuple(int(text[text.index(name) :].split(None, 2)[1]) * 2**10 for name in (b"VmRSS:", b"VmHWM:"))
+        rss, peak = (int(text[text.index(name) :].split(None, 2)[1]) * 2**10 for name in (b"VmRSS:", b"VmHWM:"))
+        return rss, peak
 
 
 class MemoryProbes:
@@ -102,7 +105,7 @@ class MemoryProbes:
         self.driver = DriverMemory(device) if device.type == "cuda" else None
         self.host = HostMemory()
 
-    def read(self, *, with_driver: bool = True) -> dict[str, dict[str, int] | None]:
+    def read(self, *, with_driver: bool = True) -> dict[str, Any]:
         """`device`, `nvml` and `host`; `None` for what this machine lacks. Without the driver it is quicker."""
         return {
             "device": None if self.device is None else self.device.read(),
@@ -165,13 +168,13 @@ class PhaseTotals:
         self._peaks: deque[float] = deque(maxlen=self.WINDOW)
         self._is_high = False
 
-    def rises(self, peak: float) -> bool:
+    def rises(self, peak: float | None) -> bool:
         """Whether this peak would begin a spike."""
         return not self._is_high and self._stands_out(peak)
 
-    def _stands_out(self, peak: float) -> bool:
+    def _stands_out(self, peak: float | None) -> bool:
         enough = len(self._peaks) >= self.LEAST
-        return enough and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
+        return enough and peak is not None and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
 
     def add(self, record: dict) -> dict | None:
         """Count one more record, and return the spike that it begins, if it does."""
@@ -185,7 +188,8 @@ class PhaseTotals:
             usual = statistics.median(self._peaks)
             spike = {"step": record["step"], "phase": record["phase"], "where": where, "bytes": peak, "usual": usual}
         self._is_high = self._stands_out(peak)
-        self._peaks.append(peak)
+        if peak is not None:
+            self._peaks.append(peak)
         if record.get("held") is not None:
             self.accounted += 1
             self._unexplained += record["unexplained"]
@@ -229,7 +233,7 @@ class RunTotals:
         if spike is not None and len(self.spikes) < self.SPIKES_KEPT:
             self.spikes.append(spike)
         peak, where = peak_of(record)
-        if self.peak is None or peak > self.peak["bytes"]:
+        if peak is not None and (self.peak is None or peak > self.peak["bytes"]):
             self.peak = {"bytes": peak, "where": where, "step": record["step"], "phase": record["phase"]}
         self.most_measured = max(self.most_measured, record["measured"])
 
@@ -303,7 +307,7 @@ def _while_running(hook):
 
     @functools.wraps(hook)
     def timed(self, *args, **kwargs):
-        if self._log is None:
+        if not self._running:
             return
         start = time.perf_counter()
         try:
@@ -364,7 +368,8 @@ class MemoryProfilerCallback(TrainerCallback):
         self.account_every, self.memory_history = account_every, memory_history
         self.own_seconds = self._elapsed = 0.0
         self._trainer: weakref.ref | None = None
-        self._log: RunLog | None = None
+        self._log: RunLog
+        self._running = False
         self._totals = RunTotals()
         self._floor: dict | None = None
         self._events: list[dict] = []
@@ -395,10 +400,8 @@ class MemoryProfilerCallback(TrainerCallback):
 
     # A run begins and ends.
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: Any = None, optimizer: Any = None, **kwargs):
         resumed = state.global_step > 0
-        if self._log is not None:  # of a training that an error ended
-            self._log.close()
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
         self._probes = MemoryProbes(args.device)
@@ -425,6 +428,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self.own_seconds = self._accounting_seconds = self._elapsed = 0.0
         self._probes.reset_peaks()
         self._begun = self._section_begun = time.perf_counter()
+        self._running = True
 
     @_while_running
     def on_train_end(self, args, state, control, **kwargs):
@@ -432,8 +436,7 @@ class MemoryProfilerCallback(TrainerCallback):
         machine.listen(None)
         if self.memory_history and args.device.type == "cuda":
             machine.remember_allocations(False)
-        self._log.close()
-        self._log = None
+        self._running = False
 
     def _describe(self, args, state, model) -> dict:
         device = {"type": args.device.type, "name": platform.processor() or platform.machine()}
@@ -502,19 +505,19 @@ class MemoryProfilerCallback(TrainerCallback):
         """Close the record since the last one."""
         now, readings = time.perf_counter(), self._probes.read()
         self._elapsed = now - self._begun
-        peak, where = peak_of(readings)
-        record = {
+        device, host = readings["device"], readings["host"]
+        record: dict[str, Any] = {
             "step": self._step,
             "phase": phase,
             "seconds": self._elapsed,
             "step_seconds": now - self._section_begun,
             **readings,
-            "measured": peak if where == "device" else peak - self._baseline,
+            "measured": host["peak_rss"] - self._baseline if device is None else device["peak_allocated"],
             "held": None,
             "unexplained": None,
         }
         if self._held is not None:
-            record["held"], record["unexplained"] = self._explain(record["measured"])
+            record["held"], record["unexplained"] = self._explain(*self._held, record["measured"])
         self._totals.add(record)
         self._recent.append(record)
         for place, key in (("device", "peak_allocated"), ("host", "peak_rss")):
@@ -546,9 +549,9 @@ class MemoryProfilerCallback(TrainerCallback):
             self._log.write("run.json", self._run)
         self._accounting_seconds += time.perf_counter() - start
 
-    def _explain(self, measured: int) -> tuple[dict, int]:
+    @staticmethod
+    def _explain(counted: ByteTable, device: dict | None, measured: int) -> tuple[dict, int]:
         """Bytes by category, and the measured ones that are in none."""
-        counted, device = self._held
         held = {category: {"device": there, "host": host} for category, there, host in counted.rows()}
         if device is None:
             return held, measured - counted.total("device") - counted.total("host")
@@ -559,7 +562,7 @@ class MemoryProfilerCallback(TrainerCallback):
     # Output for users.
 
     @_while_running
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs: Any = None, **kwargs):
         if self._recent and "learning_rate" in logs:
             values = self._log_values()
             logs.update(values)
@@ -617,10 +620,10 @@ class MemoryProfilerCallback(TrainerCallback):
 
         Returns the folder; `None` outside a training.
         """
-        return None if self._log is None else self._record_out_of_memory(None if error is None else str(error), None)
+        return self._record_out_of_memory(None if error is None else str(error), None) if self._running else None
 
     def _about_to_raise(self, requested: int) -> None:
-        if self._log is not None:
+        if self._running:
             self._record_out_of_memory(None, requested)
 
     def _record_out_of_memory(self, message: str | None, requested: int | None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -34,7 +35,7 @@ def short_logs(logs: dict) -> dict:
     return shown
 
 
-class PositionBar(tqdm):
+class PositionBar(tqdm):  # ty: ignore[unsupported-base]
     """A bar that reads the run's position when it is drawn, which is less often than every step."""
 
     def __init__(self, *args, position_of_run: Callable[[], RunPosition | None], **kwargs):
@@ -63,13 +64,13 @@ class HybridProgressCallback(ProgressCallback):
             self.training_bar = PositionBar(position_of_run=self.trainer.run_position, **options)
         self.current_step = 0
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs: Any = None, **kwargs):
         super().on_log(args, state, control, logs=short_logs(logs), **kwargs)
 
 
 def install_progress(trainer) -> None:
     """Replace Trainer's bar or table. A user's own callbacks stay."""
-    choices = {ProgressCallback: lambda: HybridProgressCallback}
+    choices: dict[type, Callable[[], Any]] = {ProgressCallback: lambda: HybridProgressCallback}
     # Looked up, not imported: the module needs IPython, and Trainer has imported it where it chose the table.
     of_notebooks = sys.modules.get("transformers.utils.notebook")
     if of_notebooks is not None:

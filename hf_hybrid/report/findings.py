@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from hf_hybrid.report.run_folder import (
-    PHASES,
-    Run,
-    as_dict,
-    count_of,
-    dicts_of,
-    leaps_made,
-    number,
-    peak_of,
-    phase_stretches,
-    reading,
-    summed,
-    verdicts_of,
-)
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading
+from hf_hybrid.report.run_folder import Run, leaps_made, phase_stretches, verdicts_of
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
@@ -136,7 +124,7 @@ def _backward_passes(run: Run) -> dict:
 
 def _seconds(run: Run) -> dict:
     """Return the wall time of all starts of the run; for one that was killed, up to its last record."""
-    logged, starts = summed(run.starts)
+    logged, starts = run.log.wall_time()
     trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
     if run.profile.seconds > 0:
         return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}

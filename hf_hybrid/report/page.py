@@ -13,23 +13,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from hf_hybrid.hub.provenance import shareable
+from hf_hybrid.files import plain
+from hf_hybrid.records.readings import PHASES, as_dict, evenly, number, reading
+from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
-from hf_hybrid.report.run_folder import (
-    PHASES,
-    Run,
-    as_dict,
-    evenly,
-    leaps_made,
-    load_run,
-    number,
-    phase_stretches,
-    plain,
-    reading,
-)
+from hf_hybrid.report.run_folder import Run, leaps_made, load_run, phase_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +153,11 @@ def _step_rows(run: Run, steps: Sequence[int]) -> list[dict]:
 
 def _memory_columns(entry: dict, device_total: float | None) -> dict:
     used, total, source = used_memory(entry, device_total)
-    row = {"used": used, "total": total, "utilisation": used / total if used is not None and total else None}
+    row: dict[str, Any] = {
+        "used": used,
+        "total": total,
+        "utilisation": used / total if used is not None and total else None,
+    }
     row |= {"used_source": source, **{name: reading(entry, name) for name in ("seconds", "step_seconds")}}
     for name in ("allocated", "reserved", "peak_allocated", "peak_reserved"):
         row[f"device_{name}"] = reading(entry, f"device.{name}")

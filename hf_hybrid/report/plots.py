@@ -13,15 +13,17 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
+from hf_hybrid.records.readings import evenly, number, reading
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
 from hf_hybrid.report.findings import ACCEPTED, accepted
-from hf_hybrid.report.run_folder import Run, Stretch, evenly, leaps_made, number, phase_stretches, reading
+from hf_hybrid.report.run_folder import Run, Stretch, leaps_made, phase_stretches
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {
@@ -97,10 +99,10 @@ def draw(name: str, title: str, alt: str, painter: Callable, folder: Path) -> Pl
 
 
 @contextmanager
-def _style(salt: str) -> Iterator[None]:
+def _style(salt: str) -> Generator[None]:
     import matplotlib
 
-    values = {
+    values: dict[Any, Any] = {
         "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
         "font.size": 8,
         "svg.fonttype": "none",
@@ -274,7 +276,10 @@ def _draw_bytes(axis, place: str, series: Sequence[tuple[str, list, str, dict]])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     axis.set_ylim(0, 1.12 * most / unit)
     axis.set_ylabel(f"{place}, {name}")
-    scaled = [(label, [(step, value / unit) for step, value in points], *rest) for label, points, *rest in series]
+    scaled = [
+        (label, [(step, value / unit) for step, value in points], colour, options)
+        for label, points, colour, options in series
+    ]
     lines(axis, scaled)
 
 
@@ -400,8 +405,9 @@ def _loss_alt(run: Run, found: dict) -> str:
 def paint_rate(figure, run: Run) -> bool | None:
     """The learning rate that was used, and below it the gain of every leap."""
     rates = run.series("learning_rate")
-    gains = [{"step": leap["step"], "gain": number(leap.get("gain")), "accepted": accepted(leap)} for leap in run.leaps]
-    gains = [row for row in gains if row["gain"] is not None]
+    gains = [
+        (leap["step"], gain, accepted(leap)) for leap in run.leaps if (gain := number(leap.get("gain"))) is not None
+    ]
     if not rates and not gains:
         return False
     phases, panels = _phases(run), bool(rates) + bool(gains)
@@ -412,11 +418,11 @@ def paint_rate(figure, run: Run) -> bool | None:
         axes[0].set_ylim(0, 1.1 * max(rate for _, rate in rates) or 1.0)
         axes[0].yaxis.set_major_formatter("{x:g}")  # `3e-05`, without an offset or a power beside the axis
     if gains:
-        axis, values = axes[panels - 1], [row["gain"] for row in gains]
+        axis, values = axes[panels - 1], [gain for _, gain, _ in gains]
         axis.set_title("gain of each leap")
         fates = ((True, "accepted", "o", KEPT, 3.5), (False, "rejected or rolled back", "X", LOST, 5))
         for stayed, name, marker, colour, size in fates:
-            points = [(row["step"], row["gain"]) for row in gains if row["accepted"] is stayed]
+            points = [(step, gain) for step, gain, kept in gains if kept is stayed]
             if points:
                 label = f"{len(points):,} {name}"
                 axis.plot(*zip(*thinned(points)), marker, color=colour, markersize=size, label=label, mew=0)

@@ -3,7 +3,7 @@ Records of a run: its last leaps, and the counters behind `hybrid_summary()`. St
 
 The record is part of every checkpoint, so it must not grow with the run. It keeps the last leaps, the last events and
 the last changes of the learning rate's scale, and exact counts of all of them. The whole history is on disk:
-`hybrid_log.jsonl` (report/run_folder.py) gets a line for each leap and each event.
+`hybrid_log.jsonl` (records/log.py) gets a line for each leap and each event.
 """
 
 from __future__ import annotations

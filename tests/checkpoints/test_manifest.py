@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoints import manifest
 from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
-from hf_hybrid.report.run_folder import LOG_NAME
+from hf_hybrid.records.log import LOG_NAME
 
 OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
 

@@ -8,8 +8,9 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.records.log import LOG_NAME, LogFile, read_log
 from hf_hybrid.report.findings import findings
-from hf_hybrid.report.run_folder import LOG_NAME, LogFile, load_run, read_log
+from hf_hybrid.report.run_folder import load_run
 
 
 def steps_of(folder):

@@ -429,20 +429,20 @@ def test_where_the_kernel_keeps_no_mark_the_peak_is_sampled(tmp_path):
 # What is written.
 
 
-def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
+def test_a_full_disk_does_not_end_the_training(tmp_path, caplog, monkeypatch):
     profiler = MemoryProfilerCallback()
 
     class Break(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                profiler._log._files["steps.jsonl"] = types.SimpleNamespace(write=self.fail, close=lambda: None)
+                monkeypatch.setattr("hf_hybrid.records.log.append_line", self.fail)
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4:
                 profiler.record_out_of_memory(MemoryError("full"))
 
         @staticmethod
-        def fail(line):
+        def fail(path, entry):
             raise OSError(28, "No space left on device")
 
     trainer = run(tmp_path, profiler, Break(), max_steps=6)

@@ -13,10 +13,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
-from hf_hybrid.report.run_folder import load_run, phase_stretches, wall_time
+from hf_hybrid.report.run_folder import load_run, phase_stretches
 
 
 @pytest.fixture
@@ -233,6 +234,22 @@ def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, 
     assert len(told) == 1 and "`profile`" in told[0] and not any("earlier run" in note for note in alone["notes"])
 
 
+def test_a_history_with_two_losses_at_a_step_is_still_of_one_run(tmp_path):
+    plain_run(tmp_path)
+    path = tmp_path / "checkpoint-100" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"].insert(1, {"step": 10, "loss": 7.0})
+    path.write_text(json.dumps(state))
+    assert load_run(tmp_path).last_step == 100
+
+
+def test_steps_in_the_profile_are_those_of_its_lines(tmp_path):
+    plain_run(tmp_path, steps=10)
+    logs = [{"step": step, "logs": {"step": {}, "loss": 1.0}} for step in (20, 30)]  # damaged
+    profile(tmp_path, [step_record(30, "train")], logs)
+    assert load_run(tmp_path).series("loss")[-2:] == [(20, 1.0), (30, 1.0)]
+
+
 @pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
 def test_options_are_those_of_the_newer_run(tmp_path, undrawn, options):
     train_and_save_state(tmp_path, "leaps", 12, [])
@@ -273,7 +290,7 @@ def test_wall_time_adds_up_over_the_starts_of_a_run(tmp_path):
     lines += [{"step": 60, "eval_loss": 1.0, "seconds": 300.0}]
     (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
     seconds = findings(load_run(tmp_path))["headline"]["seconds"]
-    assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and wall_time(tmp_path) == (15.0, 2)
+    assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and load_log(tmp_path).wall_time() == (15.0, 2)
 
 
 def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path, undrawn):

@@ -1,16 +1,12 @@
 """What a run leaves for others (options, summary, log, profile, report, card) says nothing of the machine's folders."""
 
 import json
-import os
 import sys
 
-import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.files import write_text
-from hf_hybrid.hub.provenance import clean, shareable
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.page import write_comparison, write_report
 
@@ -40,29 +36,3 @@ def test_no_shared_file_names_a_folder_of_the_machine(tmp_path, monkeypatch):
     found = {path.name for path in files if b"-of-ada" in path.read_bytes() or bytes(tmp_path) in path.read_bytes()}
     assert found <= OF_TRAINER
     assert json.loads((folder / "hybrid_config.json").read_text())["output_dir"] == "out"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("/data/ada/out/", "out"),
-        ("C:\\Users\\ada\\text.txt", "text.txt"),
-        ("--data=/srv/ada/x.json", "--data=x.json"),
-        ("`/srv/ada/x.json` is empty", "`x.json` is empty"),
-        ("file:///srv/ada/x", "x"),
-        ("https://host/ada/x and org/model, ../ada/x, ~/ada/x, 1/2, /think", None),
-    ],
-)
-def test_paths_from_the_root_become_names(value, shown):
-    expected = value if shown is None else shown
-    assert clean(value) == expected and shareable({"a": [value, 1, None]}) == {"a": [expected, 1, None]}
-
-
-def test_what_lies_in_the_way_of_a_temporary_file_is_not_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
-    precious = tmp_path / "precious"
-    precious.write_text("of another user")
-    (tmp_path / "_README.md.guessed").symlink_to(precious)
-    with pytest.raises(FileExistsError):
-        write_text(tmp_path / "README.md", "mine")
-    assert precious.read_text() == "of another user" and "README.md" not in os.listdir(tmp_path)

@@ -1,11 +1,11 @@
-"""`RunLog` of `hf_hybrid/report/run_folder.py`: what a profiled run writes, by process, and when the disk is full."""
+"""`RunLog` of `hf_hybrid/records/log.py`: what a profiled run writes, by process, and when the disk is full."""
 
 import json
 
 import pytest
 import torch
 
-from hf_hybrid.report.run_folder import RunLog
+from hf_hybrid.records.log import RunLog
 
 
 def lines(folder, name="steps.jsonl"):
@@ -19,7 +19,6 @@ def test_other_processes_write_their_own_files_only(tmp_path):
         log.add_step({"step": 1, "rank": log.rank})
         log.add_log({"step": 1})
         log.write("summary.json", {})
-        log.close()
     second.write_out_of_memory(4, {})
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
         "logs.jsonl", "oom-4-rank1", "run.json", "steps-rank1.jsonl", "steps.jsonl", "summary.json",
@@ -48,3 +47,20 @@ def test_files_written_whole_do_not_end_it_either(tmp_path, caplog):
     log.write("run.json", {})
     assert caplog.text.count("cannot be written") == 1, "after the first, nothing is tried"
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["oom-1"]
+
+
+def test_half_a_line_costs_no_other_line_and_a_link_is_not_followed(tmp_path, caplog):
+    log = RunLog(tmp_path / "profile")
+    log.add_step({"step": 1})
+    with (tmp_path / "profile" / "steps.jsonl").open("a") as file:
+        file.write('{"step": 2, "dev')  # as a full disk leaves it, also in the middle of a run
+    log.add_step({"step": 3})
+    assert [line["step"] for line in log.records()] == [1, 3]
+    resumed = RunLog(tmp_path / "profile", resumed=True)
+    resumed.add_step({"step": 2})
+    resumed.add_step({"step": 3})
+    assert [line.get("resumed") for line in log.records()] == [None, None, True, None]
+    target = tmp_path / "of_another_user"
+    (tmp_path / "profile" / "logs.jsonl").symlink_to(target)
+    resumed.add_log({"step": 3})
+    assert not target.exists() and "logs.jsonl` cannot be written" in caplog.text

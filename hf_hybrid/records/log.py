@@ -1,0 +1,260 @@
+"""
+Files that a run appends to: its log, and the profile of its memory. Standard library only.
+
+Both are JSON Lines, and both keep three promises. Each line is handed to the system at once, so a killed run keeps it.
+A line that a kill or a full disk cut short costs no other line ([`append_line`]). No disk error ends a training.
+
+Nothing is rewritten. A run that goes on from a checkpoint makes the steps after it again, so the lines of those steps
+are superseded, and readers leave them out ([`up_to`]).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.files import plain, write_json
+from hf_hybrid.records.readings import number, numbered, read_lines
+from hf_hybrid.records.redaction import shareable
+
+logger = logging.getLogger(__name__)
+
+LOG_NAME = "hybrid_log.jsonl"
+PROFILE = "profile"
+CHECKPOINT = r"checkpoint-(\d+)"
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # others may have put a link into a shared folder; Windows has no such flag
+
+# Writing.
+
+
+def append_line(path: Path, entry: dict) -> None:
+    """
+    Append an entry to a file as a line of JSON, on a new line if the last one was cut short.
+
+    Raises:
+        OSError: If the file cannot be written, or is a link.
+    """
+    line = json.dumps(plain(entry), allow_nan=False, default=str)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o666), "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        is_cut = size and file.read(1) != b"\n"
+        file.write(f"{chr(10) if is_cut else ''}{line}\n".encode())
+
+
+class LogFile:
+    """
+    Appends to `hybrid_log.jsonl` in a run's output folder, from the first step on; docs/logging.md describes its lines.
+
+    The file grows with the run, so that nothing else has to. A training begins with a line
+    `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a new run and the step of the checkpoint for a
+    resumed one: it supersedes lines above it that belong to later steps. Each line after it has the `seconds` since
+    then, so that the time of a run that was killed and resumed can be summed up.
+
+    Without leaps the folder holds only what `Trainer` writes, because scripts count its files. The log then moves into
+    the newest checkpoint when the training ends, and back when another training begins.
+
+    Args:
+        folder (`str` or `Path`): The output folder.
+        writes (`bool`): Whether this process writes. Only the first one should.
+    """
+
+    def __init__(self, folder: str | Path, *, writes: bool):
+        self.folder, self.writes = Path(folder).absolute(), writes  # scripts may change their folder
+        self.path = self.folder / LOG_NAME
+        self._begun: float | None = None
+        self._has_failed = False
+
+    def begin(self, step: int, max_steps: int, folder: str | Path | None = None, **about: Any) -> None:
+        """
+        Begin a training that goes on from `step` to `max_steps`. Nothing is written before.
+
+        A trial of a hyperparameter search has a `folder` of its own; by default it is the run's. The first line holds
+        what else is known `about` the training.
+        """
+        if folder is not None:
+            self.folder = Path(folder).absolute()
+        self._begun, self.path = time.perf_counter(), self.folder / LOG_NAME
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._move(_log_in(self.folder), self.path)
+        self.add({"step": step, "begun": True, "max_steps": max_steps, **about})
+
+    def move_into_checkpoint(self) -> None:
+        """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""
+        checkpoints = numbered(self.folder, CHECKPOINT)
+        if self.writes and checkpoints and self._move(self.path, checkpoints[-1][1] / LOG_NAME):
+            self.path = checkpoints[-1][1] / LOG_NAME
+
+    def _move(self, old: Path, new: Path) -> bool:
+        try:
+            if old != new:
+                os.replace(old, new)
+            return True
+        except OSError as error:
+            logger.warning("`%s` cannot be moved to `%s`: %s", old, new, error)
+            return False
+
+    def add(self, entry: dict) -> None:
+        """Append a line. If the disk refuses it, a warning says so once, and the next line is tried all the same."""
+        if not self.writes or self._begun is None:
+            return
+        since = {} if "begun" in entry else {"seconds": round(time.perf_counter() - self._begun, 3)}
+        try:
+            append_line(self.path, {**entry, **since})
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("`%s` cannot be written, and a report will lack these lines: %s", self.path, error)
+            self._has_failed = True
+
+
+class RunLog:
+    """
+    Writes one process's part of a profile folder; docs/profiling.md describes its files.
+
+    A new run moves what lies there to a folder of the same name with `-previous` behind it; a resumed one appends, and
+    marks its first lines. Other processes than the first write only their own `steps-rankN.jsonl` and `oom-STEP-rankN`.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int = 0, resumed: bool = False):
+        self.folder, self.rank, self.resumed = Path(folder).absolute(), rank, resumed  # scripts may change their folder
+        self.steps_name = "steps.jsonl" if rank == 0 else f"steps-rank{rank}.jsonl"
+        if rank == 0 and not resumed and self.folder.is_dir() and os.listdir(self.folder):
+            previous = self.folder.with_name(self.folder.name + "-previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            self.folder.rename(previous)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._begun: set[str] = set()
+        self.broken = False
+
+    def write(self, name: str, values: dict) -> None:
+        """Replace `run.json` or `summary.json`."""
+        if self.rank == 0:
+            self._try(name, lambda: write_json(self.folder / name, shareable(plain(values))))
+
+    def add_step(self, record: dict) -> None:
+        """Add a line to `steps.jsonl`."""
+        self._append(self.steps_name, record)
+
+    def add_log(self, entry: dict) -> None:
+        """Add a line to `logs.jsonl`."""
+        if self.rank == 0:
+            self._append("logs.jsonl", entry)
+
+    def records(self) -> Iterator[dict]:
+        """What this process wrote to its steps so far, without a line that a kill cut short."""
+        return read_lines(self.folder / self.steps_name, [])
+
+    def out_of_memory_folder(self, step: int) -> Path:
+        """The folder of an out-of-memory error in step `step`."""
+        return self.folder / (f"oom-{step}" if self.rank == 0 else f"oom-{step}-rank{self.rank}")
+
+    def write_out_of_memory(self, step: int, values: dict, dump: Callable[[str], None] | None = None) -> Path | None:
+        """
+        Write `records.json` of an error, and the `cuda_snapshot.pickle` of the first error in a step by calling `dump`
+        with its path. Returns the snapshot, if it was written now.
+        """
+        folder = self.out_of_memory_folder(step)
+        snapshot = folder / "cuda_snapshot.pickle"
+
+        def write() -> Path | None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "records.json", shareable(plain(values)))
+            if dump is None or snapshot.exists():
+                return None
+            dump(str(snapshot))
+            return snapshot
+
+        return self._try(folder.name, write)
+
+    def _append(self, name: str, entry: dict) -> None:
+        path, is_first = self.folder / name, name not in self._begun
+        self._begun.add(name)
+
+        def write() -> None:
+            if is_first and self.rank and not self.resumed:
+                path.unlink(missing_ok=True)  # the first process has moved the older folder away, unless it had none
+            append_line(path, {**entry, "resumed": True} if is_first and self.resumed else entry)
+
+        self._try(name, write)
+
+    def _try(self, name: str, write: Callable[[], Path | None]) -> Path | None:
+        """Write, and after the first error write nothing more, because a full disk must not end a training."""
+        if self.broken:
+            return None
+        try:
+            return write()
+        except OSError as error:
+            self.broken = True
+            logger.warning("`%s` cannot be written. The training goes on without it: %s", self.folder / name, error)
+            return None
+
+
+# Reading.
+
+
+@dataclass
+class Log:
+    """What a log has of its newest run, and how many earlier runs it has."""
+
+    lines: list[dict] = field(default_factory=list)
+    starts: list[float | None] = field(default_factory=list)
+    """Seconds of each start, up to the last line of one that was killed; `None` if it left no time."""
+    earlier_runs: int = 0
+
+    def wall_time(self) -> tuple[float | None, int]:
+        """
+        Seconds of all starts together, if all are known, and their number. Steps that were made again count, because
+        their time passed.
+        """
+        known = [seconds for seconds in self.starts if seconds is not None]
+        return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
+
+
+def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
+    """Read `hybrid_log.jsonl` of an output folder; arguments as in [`read_log`]."""
+    log, ended = Log(), False
+    for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
+        if "begun" in line:
+            if line["step"]:
+                log.lines = up_to(log.lines, line["step"])
+            else:
+                log = Log(earlier_runs=log.earlier_runs + any("begun" not in earlier for earlier in log.lines))
+            log.starts.append(0.0)
+            ended = False
+        elif log.starts and not ended:  # an evaluation that follows the training is none of it
+            runtime = number(line.get("train_runtime"))
+            ended = runtime is not None
+            log.starts[-1] = runtime if ended else number(line.get("seconds"))
+        log.lines.append(line if only is None else {key: line[key] for key in only if key in line})
+    return log
+
+
+def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> list[dict]:
+    """
+    Return the lines of `hybrid_log.jsonl` that hold, which means without those that a later training superseded.
+
+    Args:
+        folder (`str` or `Path`): The output folder of the run.
+        notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
+        only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
+    """
+    return load_log(folder, notes, only).lines
+
+
+def up_to(lines: Iterable[dict], step: int) -> list[dict]:
+    """Return the lines that hold when a run goes on from `step`: it makes the later steps again."""
+    return [line for line in lines if line["step"] <= step]
+
+
+def _log_in(folder: Path) -> Path:
+    """The log of the run in `folder`: there, or in the newest checkpoint that has one."""
+    places = [folder / LOG_NAME, *(path / LOG_NAME for _, path in reversed(numbered(folder, CHECKPOINT)))]
+    return next((path for path in places if os.path.lexists(path)), places[0])

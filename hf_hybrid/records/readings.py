@@ -1,0 +1,139 @@
+"""
+Reading what a run wrote: JSON that may be damaged, and numbers out of it. Standard library only.
+
+A run may have been killed, a disk may have been full, and anybody may have edited a file. What cannot be read is left
+out with a note, and a value of another type than expected counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hf_hybrid.part import Phase
+
+T = TypeVar("T")
+
+PHASES = tuple(phase.value for phase in Phase)
+"""Names of the phases in records, in the order of `Phase.index`."""
+_DEEPEST = 32
+"""Levels of nesting in a file that are read; a run writes fewer than ten."""
+
+# Files.
+
+
+def read_json(path: Path, notes: list[str]) -> object:
+    """Return the value in a JSON file; `None` if there is none or it is broken, which is noted."""
+    if not path.is_file():
+        return None
+    try:
+        return _parsed(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        notes.append(f"`{path.name}` in `{path.parent.name}` cannot be read and was left out.")
+        return None
+
+
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict]:
+    """Yield the objects of a JSON Lines file that have a step. A killed run may have left half of a line."""
+    if not path.is_file():
+        return
+    lines = broken = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in filter(str.strip, file):
+                lines += 1
+                try:
+                    found = with_steps([_parsed(line)])
+                except ValueError:
+                    found = []
+                broken += not found
+                yield from found
+    except OSError as error:
+        notes.append(f"`{path.name}` cannot be read: {error.strerror}.")
+    if broken:
+        notes.append(f"{broken} of {lines} lines of `{path.name}` cannot be read and were left out.")
+
+
+def numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """Return the entries of a folder whose whole name matches, in the order of the number that is the first group."""
+    matches = ((re.fullmatch(pattern, path.name), path) for path in folder.glob("*"))
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _parsed(text: str) -> object:
+    """
+    The value of a JSON text.
+
+    Raises:
+        ValueError: If it is broken, or nested deeper than a run writes.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if text.count("{") + text.count("[") > _DEEPEST and _is_deeper(value, _DEEPEST):
+        raise ValueError("too deep")
+    return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
+
+
+# Values.
+
+
+def number(value: object) -> float | None:
+    """`value` if it is a number that a plot can show, else `None`: files may hold nulls, strings, NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -1e100 < value < 1e100 else None
+
+
+def count_of(value: object) -> int | None:
+    """`value` as a number of steps, leaps or passes; `None` if it cannot be one."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found < 2**53 else None
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """`value` if it is a dictionary, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def dicts_of(value: object) -> list[dict]:
+    """The dictionaries in `value` if it is a list."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def with_steps(entries: object) -> list[dict]:
+    """The dictionaries in a list that have a step, which is a whole number in the result."""
+    steps = ((entry, count_of(entry.get("step"))) for entry in dicts_of(entries))
+    return [{**entry, "step": step} for entry, step in steps if step is not None]
+
+
+def reading(entry: dict, name: str) -> float | None:
+    """A number out of a record by its dotted name: `device.peak_allocated`."""
+    part, _, key = name.partition(".")
+    value = entry.get(part)
+    return number(as_dict(value).get(key) if key else value)
+
+
+def peak_of(entry: dict) -> tuple[float | None, str]:
+    """The highest use within a record, and where: of torch's allocator if there is a device, else of the process."""
+    peak = reading(entry, "device.peak_allocated")
+    if peak is not None:
+        return peak, "device"
+    peak = reading(entry, "host.peak_rss")
+    return reading(entry, "host.rss") if peak is None else peak, "host"
+
+
+def evenly(entries: Sequence[T], most: int) -> list[T]:
+    """`most` of the entries, evenly spaced from the first to the last; all of them if they are no more."""
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]

@@ -1,0 +1,53 @@
+"""`hf_hybrid/files.py`: small files are replaced whole or not at all, and JSON holds every number."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from hf_hybrid.files import plain, write_json, write_note, write_text
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "README.md"
+    write_text(path, "first")
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "second")
+    assert path.read_text() == "first" and os.listdir(tmp_path) == ["README.md"]
+
+
+def test_a_note_that_cannot_be_written_is_only_warned_of(tmp_path, caplog):
+    write_note(tmp_path / "absent" / "note.json", {"a": 1})
+    assert "note.json` could not be written, and training goes on without it" in caplog.text
+    write_note(tmp_path / "note.json", {"a": 1})
+    assert json.loads((tmp_path / "note.json").read_text()) == {"a": 1}
+
+
+def test_what_lies_in_the_way_of_a_temporary_file_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    precious = tmp_path / "precious"
+    precious.write_text("of another user")
+    (tmp_path / "_README.md.guessed").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "README.md", "mine")
+    assert precious.read_text() == "of another user" and "README.md" not in os.listdir(tmp_path)
+
+
+def test_checkpoints_get_infinity_back_and_logs_show_none(tmp_path):
+    values = {
+        1: [math.inf, -math.inf, math.nan],
+        "scalars": (torch.tensor(2.5), np.float32(math.inf), np.int64(3), True),
+    }
+    assert plain(values) == {"1": [None, None, None], "scalars": [2.5, None, 3, True]}
+    write_json(tmp_path / "state.json", values)
+    read = json.loads((tmp_path / "state.json").read_text(), parse_constant=pytest.fail)
+    assert read == {"1": ["inf", "-inf", None], "scalars": [2.5, "inf", 3, True]}
+    assert float(read["1"][1]) == -math.inf
