@@ -181,7 +181,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self._unsealed: Path | None = None
+        self._unsealed: str | None = None
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] | None = None
@@ -190,7 +190,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._epochs_began_at: list[int] = []
         self._leave_step()
         super().__init__(*args, **kwargs)
-        self._start, self._total_limit = manifest.new_run(self.model), self.args.save_total_limit
+        self._start = manifest.new_run(self.model)
         self.hybrid_args = (
             self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
         )
@@ -377,7 +377,7 @@ class HybridTrainerMixin(PublishingMixin):
     @property
     def run_folder(self) -> Path:
         """Where the run leaves its files: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
-        return Path(self._get_output_dir(self.trial))
+        return Path(super()._get_output_dir(self.trial))
 
     def call_model_init(self, trial=None):
         """Make the model of a training. In a search each trial has its own, and between trials there is none."""
@@ -768,42 +768,59 @@ class HybridTrainerMixin(PublishingMixin):
         if self.args.should_save:
             manifest.weights_saved(output_dir or self.args.output_dir)
 
+    def _get_output_dir(self, trial):
+        # While a checkpoint is saved, Trainer and trainers that add files to it write into a temporary folder.
+        folder = super()._get_output_dir(trial)
+        return folder if self._unsealed is None else os.path.join(folder, manifest.SAVING_NAME)
+
     def _save_checkpoint(self, model, trial):
-        """Save, seal, and only then delete older checkpoints: Trainer would before the new one is whole."""
+        """Save into a temporary folder, seal, and only then delete older checkpoints. Trainer finds none to delete."""
         if self._is_changing:
             logger.info("A checkpoint was asked for inside a leap, a pass or an update: it is saved after the step.")
             self._save_put_off = True
             return
         self._end_step()
-        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        with manifest.replacing(folder) if self.args.should_save else contextlib.nullcontext():
+        folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        with manifest.saving(Path(folder)) if self.args.should_save else contextlib.nullcontext():
             self.accelerator.wait_for_everyone()
-            self._unsealed, self._total_limit = folder, self.args.save_total_limit
-            with manifest.total_limit(self.args, None), self._as_before_step():
-                super()._save_checkpoint(model, trial)
-            self._seal()
+            self._unsealed = folder
+            try:
+                with self._as_before_step():
+                    super()._save_checkpoint(model, trial)
+                    self._seal()
+            finally:
+                self._unsealed = None
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            manifest.rotate(folder.parent, self._total_limit, run=self._start.run, newest=folder, best=best)
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            manifest.rotate(Path(folder).parent, limit, run=self._start.run, newest=Path(folder), best=best)
 
     def _seal(self) -> None:
-        """Make the checkpoint that was written whole, once every process has written its files."""
+        """Make the checkpoint whole and give it its name, once every process has written its files."""
         if self._unsealed is None:
             return
         folder, self._unsealed = self._unsealed, None
+        self._note_best(folder)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            manifest.seal(folder, self.state.global_step, self._start, in_step=self._begun is not None)
+            manifest.seal(Path(folder), self.state.global_step, self._start, in_step=self._begun is not None)
+        self.accelerator.wait_for_everyone()  # the others may load it at once, as the best one
+
+    def _note_best(self, folder: str) -> None:
+        """Note which checkpoint is the best. Trainer looks for it where it writes, and only the new one is there."""
+        best = os.path.join(os.path.dirname(folder), f"checkpoint-{self.state.best_global_step}")
+        is_there = bool(self.state.best_global_step) and (best == folder or os.path.isdir(best))
+        if is_there and self.state.best_model_checkpoint != best:
+            self.state.best_model_checkpoint = best
+            if self.args.should_save:
+                self.state.save_to_json(manifest.temporary(Path(folder)) / manifest.TRAINER_STATE_NAME)
 
     def _push_from_checkpoint(self, checkpoint_folder):
+        folder = self._unsealed or checkpoint_folder
         self._seal()  # before its files are collected
-        with manifest.total_limit(self.args, self._total_limit):
-            super()._push_from_checkpoint(checkpoint_folder)
+        super()._push_from_checkpoint(folder)
 
     def _save(self, output_dir=None, *args, **kwargs):
-        # `training_args.bin` holds the limit that the user set.
-        limit = self._total_limit if self._unsealed else self.args.save_total_limit
-        with self.memory.suspended(), manifest.total_limit(self.args, limit):
+        with self.memory.suspended():
             super()._save(output_dir, *args, **kwargs)
         if self.args.should_save:
             note_base(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)

@@ -53,6 +53,7 @@ HOOKS = {
     "_save": "output_dir state_dict",
     "_load_best_model": "",
     "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_get_output_dir": "trial",
     "_save_checkpoint": "model trial",
     "_push_from_checkpoint": "checkpoint_folder",
     "_save_optimizer_and_scheduler": "output_dir",
@@ -63,7 +64,6 @@ ENTRIES = {"__init__", "train", "predict"}
 # Private methods that are called and not overridden, with what is passed.
 CALLED = {
     "_get_learning_rate": "",
-    "_get_output_dir": "* trial",
     "_load_rng_state": "checkpoint",
     "_prepare_inputs": "inputs",
 }

@@ -3,13 +3,16 @@ Checkpoints that are whole or refused.
 
 Trainer writes a checkpoint file by file, takes the folder with the highest number for the newest, and loads what it
 finds there. A file that is missing, cut short, changed or of another run goes unnoticed, or fails deep inside. Here a
-checkpoint is sealed by a manifest, and is checked against it before anything is loaded.
+checkpoint gets its name only when it is whole, and is checked against its manifest before anything is loaded.
 
-A save. What an earlier save left under the same name is moved aside, so that no old file becomes part of the new
-checkpoint, and so that there is a whole one at any moment. A file marks the folder as unfinished until the manifest is
-there. Trainer writes its files. Then all of them are hashed and flushed to the disk in parallel threads: hashing takes
-the processor while flushing waits for the disk. The manifest is written last, and its presence means that the
-checkpoint is whole. Only then older checkpoints are deleted, in the order of their steps.
+A save. Trainer writes into a temporary folder, `_hybrid_saving/checkpoint-N`. All files are hashed and flushed to the
+disk in parallel threads: hashing takes the processor while flushing waits for the disk. Then the manifest is written:
+it seals the checkpoint. Last, one rename gives the folder its name. Only then older checkpoints are deleted, in the
+order of their steps.
+
+A kill at any moment. A save without a manifest is deleted by the next save or start. A save with one is whole, and the
+next save or start gives it its name. A checkpoint of the same name is emptied only when its successor is sealed, and
+then the successor replaces the empty folder. So there is a whole checkpoint at any moment, and a folder of its name.
 
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
 says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of
@@ -19,9 +22,9 @@ checked. A run that was interrupted in its first save begins anew, with a warnin
 A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
 the file is written only where older checkpoints or weights are, so that the folder is otherwise as `Trainer` leaves it.
 It also has the checksums of the weights that were in the folder when training began, until others are saved: if the
-newest run is interrupted, the weights in its folder are not its own. A run is a list of pairs `[id, step]`: what has
-this id began at this step. A new run has one pair. If a run is continued from a checkpoint while it has later ones, a
-pair is added, because those later ones are of a course that was abandoned.
+newest run is interrupted, the weights in its folder are not its own. A run is a list of pairs `[id, step]`. Each pair
+names a course and its first step. A new run has one pair. If a run is continued from a checkpoint while it has later
+ones, a pair is added, because those later ones are of a course that was abandoned.
 """
 
 from __future__ import annotations
@@ -34,28 +37,28 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
-from torch import nn
-from transformers import TrainingArguments
 
 from hf_hybrid.files import write_json, write_note
-from hf_hybrid.run.weights import canonical
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
+SAVING_NAME = "_hybrid_saving"
+"""Folder beside the checkpoints in which the next one is written. Uploads leave out what begins with `_`."""
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
-_ASIDE, _PARTIAL = "_replaced-", "_replacing-"  # uploads leave out what begins with `_`
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
-_UNFINISHED = "hybrid_unfinished.txt"  # in a checkpoint while it is written
-_PASSING = (_UNFINISHED, "checkpoint-is-incomplete.txt")  # the latter in Trainer's just-in-time checkpoints
 
 Run = list[list]
 """`[[id, first step], ...]`, the newest last."""
@@ -97,6 +100,8 @@ def new_run(model: nn.Module | None) -> Start:
 
 def names_digest(model: nn.Module) -> str:
     """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
+    from hf_hybrid.run.shards import canonical  # here, because it needs torch and nothing else does
+
     return _digest_of([canonical(name) for name, _ in model.named_parameters()])
 
 
@@ -104,29 +109,25 @@ def names_digest(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[None]:
+def saving(folder: Path) -> Iterator[None]:
     """
-    Context in which a checkpoint is written. One that is there already stays aside until [`seal`].
+    Context in which Trainer writes the checkpoint `folder`, into [`SAVING_NAME`] beside it, and [`seal`] is called.
 
-    If the save fails, no part of it is left, and the one that it was to replace is put back.
+    If the save fails, no part of it is left.
 
     Raises:
         OSError: If the disk is full, with what to do; other errors pass.
     """
-    _undo_unfinished(folder)  # a save that was killed
-    if folder.is_dir():
-        _put_aside(folder)
+    output_dir = folder.parent
+    settle(output_dir)  # a save that was killed
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _UNFINISHED).touch()
+        temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
     except Exception as error:
-        if not (is_sealed(folder) or _aside(folder).is_dir()):
-            shutil.rmtree(folder, ignore_errors=True)
-        _undo_unfinished(folder)
+        settle(output_dir)
         if not _is_full(error):
             raise
-        last, output_dir = last_checkpoint(folder.parent), folder.parent
+        last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
         raise OSError(
             errno.ENOSPC,
@@ -138,29 +139,79 @@ def replacing(folder: Path) -> Iterator[None]:
 
 def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
     """
-    Flush all files of a checkpoint to the disk, and then write the manifest that makes it whole.
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
 
     Args:
-        folder (`Path`): The checkpoint.
+        folder (`Path`): The checkpoint, as it will be called.
         step (`int`): Steps that the run has made.
         start (`Start`): Of the run.
         in_step (`bool`): Whether the next step was under way, with its batches fetched.
     """
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _PASSING]
-    with ThreadPoolExecutor(THREADS) as waiting, ThreadPoolExecutor(THREADS) as pool:
+    written = temporary(folder)
+    paths = sorted(path for path in written.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(THREADS) as waiting:
         flushed = [waiting.submit(_flush, path) for path in paths]
-        files = _known(pool, folder, paths)
+        files = _facts(written, paths)
         for work in flushed:
             work.result()
     values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
     values |= {"model": start.model, "files": files}
     for inner in {path.parent for path in paths}:
         _flush(inner)
-    write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
-    _flush(folder)
+    write_json(written / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
+    settle(folder.parent)
+
+
+def settle(output_dir: Path) -> list[Path]:
+    """
+    End the saves of a folder, also those of a process that was killed: what is sealed gets its name, and the rest is
+    deleted. Return what was deleted.
+    """
+    folder, cut_short = output_dir / SAVING_NAME, []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if is_sealed(path):
+            _put_in_place(path, output_dir / path.name)
+        else:
+            _delete(path)
+            cut_short.append(path)
+    with contextlib.suppress(OSError):  # there is none
+        folder.rmdir()
+    return cut_short
+
+
+def temporary(folder: Path) -> Path:
+    """Return where a checkpoint is written."""
+    return folder.parent / SAVING_NAME / folder.name
+
+
+def _put_in_place(sealed: Path, folder: Path) -> None:
+    """
+    Give a sealed checkpoint its name; one that has this name already is deleted.
+
+    A folder of this name is there at every moment: a job that is restarted after a kill looks for one, and begins anew
+    if it sees none.
+    """
+    for entries in (sealed, sealed.parent, folder.parent):
+        _flush(entries)
+    for path in (folder / MANIFEST_NAME, *folder.iterdir()) if folder.is_dir() else ():
+        _delete(path)
+    try:
+        os.replace(sealed, folder)  # an empty folder is replaced in one stroke
+    except OSError:  # not on Windows, nor where the name is a link; and some mounted buckets rename no folders
+        shutil.copytree(sealed, folder, dirs_exist_ok=True)
+        for path in (*folder.rglob("*"), folder):
+            _flush(path)
+        _delete(sealed)
     _flush(folder.parent)
-    (folder / _UNFINISHED).unlink(missing_ok=True)
-    shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder: its manifest first, so that nothing takes the rest for whole."""
+    if path.is_dir() and not path.is_symlink():
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best: str | None) -> None:
@@ -172,23 +223,11 @@ def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best:
     if not limit or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)}
+    of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest.run, manifest.step, run)}
     oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
     surplus = len(oldest_first) - max(limit, len(kept))
     for folder in [folder for folder in oldest_first if folder.resolve() not in kept][: max(surplus, 0)]:
-        # Without its manifest a folder is no checkpoint, also where the deletion is cut short.
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def total_limit(args: TrainingArguments, limit: int | None) -> Iterator[None]:
-    """Set `save_total_limit` for a while."""
-    before, args.save_total_limit = args.save_total_limit, limit
-    try:
-        yield
-    finally:
-        args.save_total_limit = before
+        _delete(folder)
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -200,8 +239,7 @@ def holds_a_run(output_dir: str | Path) -> bool:
 def write_run(output_dir: str | Path, run: Run) -> None:
     """Write which run is the newest of a folder, as it begins, and which weights are there already."""
     folder, values = Path(output_dir), {"schema_version": SCHEMA_VERSION, "run": run}
-    with ThreadPoolExecutor(THREADS) as pool:
-        earlier = _known(pool, folder, _weights(folder))
+    earlier = _facts(folder, _weights(folder))
     write_note(folder / RUN_NAME, values | ({"earlier_weights": earlier} if earlier else {}))
 
 
@@ -224,8 +262,7 @@ def earlier_weights(folder: str | Path) -> list[str]:
     """
     folder = Path(folder)
     known = _read_json(folder / RUN_NAME).get("earlier_weights", {}) if (folder / RUN_NAME).is_file() else {}
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [name for name, facts in _known(pool, folder, _weights(folder)).items() if known.get(name) == facts]
+    return [name for name, facts in _facts(folder, _weights(folder)).items() if known.get(name) == facts]
 
 
 def _is_full(error: BaseException | None) -> bool:
@@ -239,39 +276,6 @@ def _is_full(error: BaseException | None) -> bool:
     return False
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(_ASIDE + folder.name)
-
-
-def _put_aside(folder: Path) -> None:
-    """
-    Keep a checkpoint under another name, and leave its folder empty.
-
-    The files are linked, not moved, so that a folder of its name is there at every moment: a job that is restarted
-    after a kill looks for one, and begins anew if it sees none.
-    """
-    partial = folder.with_name(_PARTIAL + folder.name)
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-    try:
-        shutil.copytree(folder, partial, copy_function=os.link)
-    except OSError:  # the file system has no hard links
-        shutil.rmtree(partial, ignore_errors=True)
-        os.replace(folder, _aside(folder))
-    else:
-        os.replace(partial, _aside(folder))
-        _empty(folder)
-
-
-def _empty(folder: Path) -> None:
-    """Delete what is in a checkpoint. Its manifest goes first, so that nothing takes the rest for whole."""
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def _weights(folder: Path) -> list[Path]:
     """Return the files of weights that lie in a folder."""
     if not folder.is_dir():
@@ -279,19 +283,23 @@ def _weights(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file())
 
 
-def _known(pool: ThreadPoolExecutor, folder: Path, paths: list[Path]) -> dict[str, dict]:
-    """Return what a manifest has of files: the bytes and the checksum of each, by its path in the folder."""
+def _facts(folder: Path, paths: list[Path]) -> dict[str, dict]:
+    """
+    Return what a manifest has of files: the bytes and the checksum of each, by its path in the folder.
+
+    A file is hashed in blocks, so that all threads share a big one.
+    """
+    sizes = {path: path.stat().st_size for path in paths}
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashing = {
+            path: [pool.submit(_digest_of_block, path, start) for start in range(0, size, BLOCK)]
+            for path, size in sizes.items()
+        }
+        digests = {path: _digest_of([block.result() for block in blocks]) for path, blocks in hashing.items()}
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
-        for path, digest in zip(paths, _digests(pool, paths))
+        path.relative_to(folder).as_posix(): {"bytes": sizes[path], "xxh3_128": digest}
+        for path, digest in digests.items()
     }
-
-
-def _digests(pool: ThreadPoolExecutor, paths: Iterable[Path]) -> list[str]:
-    """Return the checksums of files: each is hashed in blocks, so that all threads share a big one."""
-    starts = [(path, range(0, path.stat().st_size, BLOCK)) for path in paths]
-    blocks = [[pool.submit(_digest_of_block, path, start) for start in found] for path, found in starts]
-    return [_digest_of([block.result() for block in found]) for found in blocks]
 
 
 def _digest_of_block(path: Path, start: int) -> str:
@@ -360,9 +368,8 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
             found.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
     if found:
         return found
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = dict(zip(manifest.files, _digests(pool, [folder / name for name in manifest.files])))
-    changed = [name for name, known in manifest.files.items() if digests[name] != known["xxh3_128"]]
+    facts = _facts(folder, [folder / name for name in manifest.files])
+    changed = [name for name, known in manifest.files.items() if facts[name] != known]
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 
@@ -406,11 +413,11 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     Raises:
         CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
     """
-    start = new_run(model)
+    start, output_dir = new_run(model), Path(output_dir)
+    cut_short = settle(output_dir)
     if not resume:
         return start
-    output_dir = Path(output_dir)
-    folder, start.warnings = _newest(output_dir) if resume is True else _named(Path(resume))
+    folder, start.warnings = _newest(output_dir, cut_short) if resume is True else _named(Path(resume))
     if folder is None:
         return start
     start.folder, manifest = str(folder), read_manifest(folder)
@@ -423,7 +430,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         if model is not None and manifest.model != start.model:
             start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
-        abandoned = any(_belongs(other, manifest.run) for other in later)
+        abandoned = any(_belongs(other.run, other.step, manifest.run) for other in later)
         start.in_step = manifest.in_step
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
     start.warnings += _not_saved(folder)
@@ -432,9 +439,10 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
 
 def _named(folder: Path) -> tuple[Path, list[str]]:
     """Return a checkpoint that the user named, and what cannot be checked in it."""
+    if is_sealed(temporary(folder)):  # the save was killed right before the rename
+        _put_in_place(temporary(folder), folder)
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
-    _undo_unfinished(folder)
     warnings = []
     try:
         manifest = read_manifest(folder)
@@ -462,17 +470,13 @@ def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
     return sorted(saved) if there and not saved & there else []
 
 
-def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
+def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[str]]:
     """
     Return the newest whole checkpoint of the newest run of a folder, and why newer ones are passed over.
 
-    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and the job
-    that restarts it resumes because it sees a folder.
+    Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and a job
+    that is restarted may always resume. `cut_short` is what [`settle`] deleted.
     """
-    for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
-        _undo_unfinished(output_dir / aside.name.removeprefix(_ASIDE))
-    for partial in output_dir.glob(f"{_PARTIAL}checkpoint-*"):
-        shutil.rmtree(partial, ignore_errors=True)
     folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
     run, passed_over = _run_of(output_dir), {}
     sealed = run is not None or any(is_sealed(folder) for folder in folders)
@@ -481,7 +485,7 @@ def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
             manifest = read_manifest(folder)
             if manifest is None and sealed:
                 reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
-            elif manifest is not None and run is not None and not _belongs(manifest, run):
+            elif manifest is not None and run is not None and not _belongs(manifest.run, manifest.step, run):
                 reason = f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
             else:
                 reason = _refusal(folder, manifest)
@@ -490,14 +494,12 @@ def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
         if reason is None:
             return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
         passed_over[folder] = reason
-    if len(folders) == 1 and not is_sealed(folders[0]) and (sealed or _was_cut_short(folders[0])):
-        return None, [f"`{folders[0]}` is the first save of a run, and was cut short: the run begins anew."]
+    # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
+    begun = [folder for folder in folders if not (is_sealed(folder) or (folder / TRAINER_STATE_NAME).is_file())]
+    if folders == begun and len(folders) <= 1 and (begun or cut_short):
+        first = (begun or cut_short)[0]
+        return None, [f"`{first}` is the first save of a run, and was cut short: the run begins anew."]
     raise CheckpointError(_nothing(output_dir, passed_over))
-
-
-def _was_cut_short(folder: Path) -> bool:
-    """Whether the save of a checkpoint without a manifest did not end. Trainer writes its own state last."""
-    return (folder / _UNFINISHED).is_file() or not (folder / TRAINER_STATE_NAME).is_file()
 
 
 def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
@@ -509,20 +511,6 @@ def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
         f"{text}. Passed over: {found}. Start anew without `resume_from_checkpoint`, or set it to the folder of one of "
         "them that you want to continue."
     )
-
-
-def _undo_unfinished(folder: Path) -> None:
-    """Where a save that replaces a checkpoint was cut short, put back the one that it replaces."""
-    aside = _aside(folder)
-    if aside.is_dir():
-        if is_sealed(folder):
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            if folder.is_dir():
-                _empty(folder)
-                if os.name == "nt":  # elsewhere an empty folder is replaced in one stroke
-                    folder.rmdir()
-            os.replace(aside, folder)
 
 
 def _not_saved(folder: Path) -> list[str]:
@@ -551,7 +539,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     if run is None:
         sealed = [folder for folder in _checkpoints(output_dir) if is_sealed(folder)]
     else:
-        sealed = [folder for folder, manifest in _manifests(output_dir) if _belongs(manifest, run)]
+        sealed = [path for path, manifest in _manifests(output_dir) if _belongs(manifest.run, manifest.step, run)]
     return str(max(sealed, key=_step_of)) if sealed else None
 
 
@@ -590,11 +578,11 @@ def _run_of(output_dir: Path) -> Run | None:
         ) from None
 
 
-def _belongs(manifest: Manifest, run: Run) -> bool:
-    """Whether a checkpoint lies on the course of a run."""
-    ids = [name for name, _ in run]
-    mine = manifest.run[-1][0]
+def _belongs(run: Run, step: int, newest: Run) -> bool:
+    """Whether a checkpoint of step `step` of a run lies on the course of the newest one."""
+    ids = [name for name, _ in newest]
+    mine = run[-1][0]
     if mine not in ids:
         return False
-    continued = run[ids.index(mine) + 1 :]
-    return not continued or manifest.step <= continued[0][1]
+    continued = newest[ids.index(mine) + 1 :]
+    return not continued or step <= continued[0][1]

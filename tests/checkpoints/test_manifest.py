@@ -1,6 +1,7 @@
 """`hf_hybrid/checkpoints/manifest.py`: checkpoints that are whole or refused, which one a resume takes or deletes."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoints import manifest
 from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
 from hf_hybrid.records.log import LOG_NAME
+from hf_hybrid.trainer import HybridTrainerMixin
 
 OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -128,8 +130,8 @@ def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder
         manifest.write_run(folder, [["of the run", 0]])
     if cut == "in the last file of an unknown run":
         shutil.rmtree(first)
-        with contextlib.suppress(KeyboardInterrupt), manifest.replacing(first):
-            (first / "trainer_state.json").touch()  # opened, and not yet written
+        with contextlib.suppress(KeyboardInterrupt), manifest.saving(first):
+            (manifest.temporary(first) / "trainer_state.json").touch()  # opened, and not yet written
             raise KeyboardInterrupt  # which leaves the folder as a kill does
     trainer = build(folder)
     trainer.train(resume_from_checkpoint=True)
@@ -155,59 +157,149 @@ def test_what_trainer_would_start_anew_without_a_word_is_said(folder):
     assert "Random generators are not restored" in said
 
 
+def save(checkpoint, content="of the new save"):
+    """Save a checkpoint of one file, as Trainer would."""
+    with manifest.saving(checkpoint):
+        (manifest.temporary(checkpoint) / "trainer_state.json").write_text(content)
+        manifest.seal(checkpoint, 6, manifest.new_run(None), in_step=False)
+
+
 def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     """And no file of the old one becomes part of the new one."""
     checkpoint = folder / "checkpoint-6"
     (checkpoint / "old.bin").write_text("of an earlier save")
     for _ in range(2):
-        save = manifest.replacing(checkpoint)
-        save.__enter__()
-        checkpoint.mkdir(exist_ok=True)
-        (checkpoint / "model.safetensors").write_text("half of it")  # killed here, and once more
+        manifest.saving(checkpoint).__enter__()
+        (manifest.temporary(checkpoint) / "model.safetensors").write_text("half of it")  # killed here, and once more
     assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
-    with manifest.replacing(checkpoint):
-        checkpoint.mkdir(exist_ok=True)
-        manifest.seal(checkpoint, 6, manifest.new_run(tiny_model()), in_step=False)
-    assert not list(folder.glob("_*")) and os.listdir(checkpoint) == [MANIFEST_NAME]
+    assert not list(folder.glob("_*"))
+    save(checkpoint)
+    assert not list(folder.glob("_*")) and sorted(os.listdir(checkpoint)) == [MANIFEST_NAME, "trainer_state.json"]
 
 
-def test_a_kill_at_any_moment_of_a_replacement_leaves_a_folder_to_resume_from(folder, tmp_path, monkeypatch):
-    """A job that is restarted looks for `checkpoint-*`, and would begin anew if it saw none."""
-    (folder / "checkpoint-6" / "old.bin").write_text("of an earlier save")
+class Killed(BaseException):
+    """Ends a process where no code of it runs any more."""
+
+
+def kill_after(call, left):
+    """Kill after so many calls of the system, that one included."""
+
+    def calling(*args, **kwargs):
+        if left[0] <= 0:
+            raise Killed  # in other threads too
+        done = call(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        return done
+
+    return calling
+
+
+def renames_no_folders(replace):
+    """As some mounted buckets."""
+
+    def replacing(old, new):
+        if os.path.isdir(old):
+            raise OSError(errno.ENOTSUP, "folders are not renamed here")
+        replace(old, new)
+
+    return replacing
+
+
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_path, monkeypatch, replaces, renames):
+    """
+    The old one or the new one, and none of both is mixed. A job that is restarted looks for `checkpoint-*`, and would
+    begin anew if it saw none.
+    """
+    old = {path.name for path in (folder / "checkpoint-6").iterdir() if path.name != LOG_NAME}
+    kept = "checkpoint-6" if replaces else "checkpoint-4"
     for path in folder.glob("checkpoint-*"):
-        if path.name != "checkpoint-6":
+        if path.name != kept:
             shutil.rmtree(path)
-
-    class Killed(BaseException):
-        pass
-
-    def kill_after(original, left):
-        def call(*args, **kwargs):
-            original(*args, **kwargs)
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-
-        return call
-
+    outcomes = []
     for moment in itertools.count(1):
-        out, left = tmp_path / str(moment), [moment]
+        out, left, killed = tmp_path / str(moment), [moment], False
         shutil.copytree(folder, out)
-        checkpoint, killed = out / "checkpoint-6", False
         with monkeypatch.context() as patched:
-            for name in ("link", "mkdir", "rename", "replace", "rmdir", "unlink"):
+            if not renames:
+                patched.setattr(os, "replace", renames_no_folders(os.replace))
+            for name in ("fsync", "mkdir", "open", "rename", "replace", "rmdir", "unlink"):
                 patched.setattr(os, name, kill_after(getattr(os, name), left))
             try:
-                manifest.replacing(checkpoint).__enter__()
+                save(out / "checkpoint-6")
             except Killed:
                 killed = True
-        (checkpoint / "model.safetensors").write_text("half of it") if not killed else None
-        assert checkpoint.is_dir()
-        assert found(out)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
-        assert not list(out.glob("_*"))
+        assert (out / kept).is_dir()
+        if moment % 2:  # the next save ends what this one left, and otherwise the next start
+            manifest.saving(out / "checkpoint-8").__enter__()
+        taken, said = found(out)
+        files = {path.name for path in (out / taken).iterdir() if path.name != LOG_NAME}
+        if files == {MANIFEST_NAME, "trainer_state.json"}:
+            assert taken == "checkpoint-6" and (out / taken / "trainer_state.json").read_text() == "of the new save"
+            outcomes.append("new")
+        else:
+            assert taken == kept and files == old
+            outcomes.append("old")
+        assert "passed over" not in said and not list(out.glob("_*"))
         if not killed:
             break
-    assert moment > 10
+    assert moment > 15 and sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"old", "new"}
+
+
+def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(folder, tmp_path, monkeypatch):
+    """Also by a run in another folder, which does not touch what else is saved there."""
+    checkpoint, other = folder / "checkpoint-6", folder / manifest.SAVING_NAME / "checkpoint-8"
+    shutil.copytree(checkpoint, manifest.temporary(checkpoint))
+    other.mkdir()
+    (checkpoint / MANIFEST_NAME).unlink()
+    start = manifest.find(checkpoint, tmp_path / "elsewhere", tiny_model())
+    assert start.folder == str(checkpoint) and is_sealed(checkpoint) and not start.warnings and other.is_dir()
+
+
+def test_the_best_checkpoint_has_its_name_in_every_checkpoint(tmp_path):
+    """Trainer notes where it writes. Where the folder of a run was moved, the best one is found there."""
+
+    losses = itertools.chain([5.0, 3.0], itertools.repeat(4.0))
+
+    def train(folder, steps, resume=None):
+        options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+        config = hybrid_config(folder, enable_predict=False, max_steps=steps, **options)
+        trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(30), eval_dataset=ByteText(4))
+        trainer._evaluate = lambda trial, ignored: {"eval_loss": next(losses)}
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    train(tmp_path / "a", 4)
+    state = json.loads((tmp_path / "a" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "a" / "checkpoint-4")
+    os.rename(tmp_path / "a", tmp_path / "b")
+    moved = train(tmp_path / "b", 8, resume=True)
+    assert moved.state.best_model_checkpoint == str(tmp_path / "b" / "checkpoint-4")
+    assert (tmp_path / "b" / "checkpoint-4").is_dir()
+
+
+class AddsAFile(Trainer):
+    """Of a trainer that keeps more than Trainer does, as TRL's with adaptive entropy."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        (folder / "added.json").write_text("{}")
+
+
+class HybridAddsAFile(HybridTrainerMixin, AddsAFile):
+    pass
+
+
+def test_what_another_trainer_adds_becomes_part_of_the_checkpoint(tmp_path):
+    config = hybrid_config(tmp_path, enable_predict=False, **OPTIONS)
+    HybridAddsAFile(tiny_model(), config, train_dataset=ByteText(30)).train()
+    sealed = manifest.read_manifest(tmp_path / "checkpoint-6")
+    assert "added.json" in sealed.files and not manifest.damages(tmp_path / "checkpoint-6", sealed)
 
 
 def test_weights_that_the_user_saved_anew_are_taken(folder):
