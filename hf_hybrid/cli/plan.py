@@ -222,7 +222,7 @@ class _Report:
         return "\n".join(lines) + "\n"
 
     def _floor(self, plan: Plan) -> float | None:
-        from hf_hybrid.plan.estimate import step_floor_seconds
+        from hf_hybrid.plan.traffic import step_floor_seconds
 
         tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
         return None if self.rates is None else step_floor_seconds(plan, tokens, self.rates)

@@ -110,10 +110,10 @@ class Setup:
     def changes(self, other: Setup) -> dict[str, object]:
         """The fields of `HybridConfig` that lead from this setup to another."""
         pairs = ((field.name, getattr(other, field.name)) for field in fields(self))
-        return dict(option(name, value) for name, value in pairs if value != getattr(self, name))
+        return dict(config_option(name, value) for name, value in pairs if value != getattr(self, name))
 
 
-def option(name: str, value: object) -> tuple[str, object]:
+def config_option(name: str, value: object) -> tuple[str, object]:
     """The option of `HybridConfig` that a field of [`Setup`] stands for, and its value there."""
     if name in ("vram", "ram"):
         name, value = {"vram": "vram_budget_gib", "ram": "host_budget_gib"}[name], value and value / 2**30
