@@ -123,8 +123,9 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors of a tensor: itself, unless it is sparse or a wrapper around others."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
         parts = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh as well
         return [dense for part in parts if isinstance(part, torch.Tensor) for dense in _dense_parts(part)]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]

@@ -28,9 +28,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, format_bytes
 from hf_hybrid.plan.setups import Setup, Way, config_option
@@ -63,7 +63,6 @@ class Plan:
     stage: str = ""  # of a traced resident model, when the device holds most: "forward", "backward" or "update"
     traced: bool = False  # else activations are estimated from sizes
     parked: int = 0  # bytes of activations that wait on the host
-    way: Way | None = None  # that was planned, of the usual ones
 
     @property
     def peak_device_bytes(self) -> int:
@@ -97,12 +96,17 @@ class Plan:
         return 0 if self.setup.ram is None else max(self.peak_host_bytes - self.setup.ram, 0)
 
     @property
-    def fits(self) -> bool:
-        """Whether device (with its margin) and host are large enough. Without a limit they are."""
-        return not (self.device_shortfall or self.host_shortfall)
+    def shortfall(self) -> int:
+        """Bytes by which device and host together are too small."""
+        return self.device_shortfall + self.host_shortfall
 
     @property
-    def options(self) -> dict[str, object]:
+    def fits(self) -> bool:
+        """Whether device (with its margin) and host are large enough. Without a limit they are."""
+        return not self.shortfall
+
+    @property
+    def options(self) -> dict[str, Any]:
         """The fields of `HybridConfig` that carry the plan out."""
         names = ["batch_size", "gradient_accumulation_steps", "autocast", "enable_predict", "optimizer_states"]
         names += ["memory", "chunked_loss"]
@@ -140,11 +144,23 @@ class Plan:
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class WayPlan(Plan):
+    """The plan of a usual way to train."""
+
+    way: Way
+
+
 class Estimator:
     """Plans of one model, by its sizes and its tracer; without a tracer, activations are estimated from the sizes."""
 
     def __init__(self, shape: ModelShape, tracer: Tracer | None = None):
         self.shape, self.tracer = shape, tracer
+
+    @property
+    def cannot_chunk(self) -> str | None:
+        """Why the loss cannot be computed in chunks. Without a tracer this is not known, and `None`."""
+        return None if self.tracer is None else self.tracer.cannot_chunk
 
     def plan(self, setup: Setup) -> Plan:
         """Return the best plan. If nothing fits, raise [`PlanError`] with the bytes and the nearest plan that works."""
@@ -168,8 +184,9 @@ class Estimator:
             return
         for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
             candidate = self.streamed(setup, setup.resident_layers or 0, ends)
-            if setup.resident_layers is None and setup.vram is not None:
-                room = (setup.device_budget - candidate.peak_device_bytes) // WeightBytes(self.shape, setup).slot
+            budget = setup.device_budget
+            if setup.resident_layers is None and budget is not None:
+                room = (budget - candidate.peak_device_bytes) // WeightBytes(self.shape, setup).slot
                 candidate = self.streamed(setup, min(max(room, 0), len(self.shape.layers)), ends)
             yield candidate
 
@@ -235,9 +252,8 @@ class Estimator:
         """Other options and their costs: speed is cheap, leaps and exact numbers are expensive."""
         has_base = any(layer.frozen for layer in self.shape.layers)
         is_adamw = setup.states_per_weight == 2 and self.shape.total.trainable and not self.shape.total.muon
-        can_chunk = self.tracer is None or self.tracer.cannot_chunk is None
         levers = [
-            (not setup.chunked_loss and can_chunk, 1, {"chunked_loss": True}),
+            (not setup.chunked_loss and self.cannot_chunk is None, 1, {"chunked_loss": True}),
             (setup.resident_layers is not None, 1, {"resident_layers": None}),
             (setup.stream_embeddings is False, 1, {"stream_embeddings": None}),
             (not setup.offload_activations, 2, {"offload_activations": True}),
@@ -282,28 +298,25 @@ class Estimator:
     def _reason(self, refused: Plan) -> str:
         setup, parts, margin = refused.setup, [], refused.margin_bytes
         beside = f" and needs {format_bytes(margin)} beside" if margin else ""
-        for place, held, more, over, name, limit in (
+        for place, held, more, short, name, limit in (
             ("device", refused.peak_device_bytes, beside, refused.device_shortfall, "vram_budget_gib", setup.vram),
             ("host", refused.peak_host_bytes, "", refused.host_shortfall, "host_budget_gib", setup.ram),
         ):
-            if over:
-                over = f"{format_bytes(over)} ({over} bytes) over `{name}={limit / 2**30:.3g}`"
+            if limit is not None and short:
+                over = f"{format_bytes(short)} ({short} bytes) over `{name}={limit / 2**30:.3g}`"
                 parts.append(f"the {place} would hold an estimated {format_bytes(held)}{more}, {over}")
-        slot = WeightBytes(self.shape, setup).slot
-        if refused.mode == "streamed" and setup.vram is not None and slot > setup.device_budget:
+        slot, budget = WeightBytes(self.shape, setup).slot, setup.device_budget
+        if refused.mode == "streamed" and budget is not None and slot > budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
         return f"`memory={setup.memory}` cannot train this model: {'; '.join(parts)}."
 
 
-def _first_that_fits(plans: Iterable[Plan]) -> Plan:
+def _first_that_fits(plans: Iterator[Plan]) -> Plan:
     """Return the first plan that fits, else the one that exceeds its limits least."""
-    least, over = None, math.inf
-    for plan in plans:
-        short = plan.device_shortfall + plan.host_shortfall
-        if short < over:
-            least, over = plan, short
-        if not short:
-            break
+    least = next(plans)
+    while not least.fits and (plan := next(plans, None)) is not None:
+        if plan.shortfall < least.shortfall:
+            least = plan
     return least
 
 
@@ -312,13 +325,16 @@ class PlanError(ValueError):
 
     def __init__(self, message: str, plan: Plan | None = None):
         super().__init__(message)
-        self.plan, self.nearest, self.changes = plan, None, {}
+        self.plan = plan
+        self.nearest: Plan | None = None
+        self.changes: dict[str, Any] = {}
 
 
 def refuse(reason: str, what: ModelShape | Plan, nearest: str | None = None) -> PlanError:
     """Return an error with `reason`, the bytes of a plan or of a model's weights, and `nearest`, which works."""
-    refused = what if isinstance(what, Plan) else None
-    shown = what.describe() if refused else ByteTable()
-    if not refused:
+    if isinstance(what, Plan):
+        refused, shown = what, what.describe()
+    else:
+        refused, shown = None, ByteTable()
         shown.add("weights", "device", what.total.bytes((what.trainable_bytes, what.element_bytes)))
     return PlanError(f"{reason}\n\n{shown}\n\n{nearest or 'No change of options is known to work.'}", refused)
