@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
@@ -51,6 +52,10 @@ class HelpText(str):
         group (`str`, *optional*): Heading that begins with this option, in `--help` and in docs/configuration.md.
     """
 
+    text: str
+    limits: dict[str, float]
+    group: str | None
+
     def __new__(cls, text: str, group: str | None = None, **limits: float):
         made = super().__new__(cls, f"{text} Must be {in_words(limits)}." if limits else text)
         made.text, made.limits, made.group = text, limits, group
@@ -62,7 +67,7 @@ def option(default: Any, text: str, *, group: str | None = None, **limits: float
     return field(default=default, metadata={"help": HelpText(text, group, **limits)})
 
 
-def in_words(limits: dict[str, float]) -> str:
+def in_words(limits: Mapping[str, float]) -> str:
     """Return a range in the words of help texts and error messages."""
     if limits.keys() == {"at_least", "at_most"}:
         return f"between {limits['at_least']} and {limits['at_most']}"
@@ -308,7 +313,7 @@ class HybridArguments:
                 f"{self.guard_checkpoint_at}`, as the warning comes first. Lower the one or raise the other."
             )
 
-    def preset_value(self, name: str):
+    def preset_value(self, name: str) -> Any:
         """Return the option as given, or else the preset's value."""
         given = getattr(self, name)
         return PRESETS[self.preset][name] if given is None else given
@@ -349,7 +354,7 @@ def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
         check_range(checked.name, getattr(options, checked.name), checked.metadata["help"].limits)
 
 
-def check_range(name: str, value: float | None, limits: dict[str, float]) -> None:
+def check_range(name: str, value: float | None, limits: Mapping[str, float]) -> None:
     """Refuse a value outside a range."""
     # A NaN is in no range.
     if value is not None and not all(_LIMITS[limit][1](value, bound) for limit, bound in limits.items()):
@@ -380,11 +385,11 @@ def as_declared(name: str, value: Any, hint: Any) -> Any:
             number = float(value)
         except (ValueError, OverflowError):
             number = math.inf
-        if number.is_integer() or kind is float and not math.isinf(number):  # a NaN is left to `check_ranges`
+        if number % 1 == 0 or kind is float and not math.isinf(number):  # a NaN is left to `check_ranges`
             return value if type(value) in (int, kind) else kind(value)
     raise ValueError(f"`{name}` must be {_WANTED[kind]}, got `{value!r}`.")
 
 
-def hybrid_values(arguments: HybridArguments) -> dict:
+def hybrid_values(arguments: HybridArguments) -> dict[str, Any]:
     """Return only the options of this module, by name."""
     return {option.name: getattr(arguments, option.name) for option in fields(HybridArguments)}

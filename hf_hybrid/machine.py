@@ -18,13 +18,16 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -57,43 +60,44 @@ _LAUNCHED = {
 }
 
 
-def sharding_of(args: Any) -> str | None:
+def sharding_of(args: TrainingArguments) -> str | None:
     """
     Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP.
 
     The options ask for it, or the environment that `accelerate launch` sets.
     """
+    asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
     for name, variable in _LAUNCHED.items():
-        if getattr(args, name, None) or _is_on(variable):
+        if asked.get(name) or _is_on(variable):
             return name
     return None
 
 
-def shards_by_fsdp2(args: Any) -> bool:
+def shards_by_fsdp2(args: TrainingArguments) -> bool:
     """Whether FSDP2 shards the weights, the only mechanism whose shards leaps take."""
     if sharding_of(args) != "fsdp":
         return False
-    if getattr(args, "fsdp", None):
-        return (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version") == 2
+    if args.fsdp:
+        return (args.fsdp_plugin_args or {}).get("fsdp_version") == 2
     return os.environ.get("FSDP_VERSION") == "2"
 
 
-def mixed_precision_of(args: Any) -> str:
+def mixed_precision_of(args: TrainingArguments) -> str:
     """Return `"no"`, `"bf16"` or `"fp16"`, from the options or else from the launcher."""
-    if getattr(args, "fp16", False):
+    if args.fp16:
         return "fp16"
-    if getattr(args, "bf16", False):
+    if args.bf16:
         return "bf16"
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def computes_on_cpu(args: Any) -> bool:
+def computes_on_cpu(args: TrainingArguments) -> bool:
     """Whether the options or the launcher ask for the CPU, or there is nothing else."""
-    asked = getattr(args, "use_cpu", False) or _is_on("ACCELERATE_USE_CPU")
+    asked = args.use_cpu or _is_on("ACCELERATE_USE_CPU")
     return asked or not torch.accelerator.is_available()
 
 
-def check_whole_parameters(model: Any) -> None:
+def check_whole_parameters(model: nn.Module) -> None:
     """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "device_mesh", None) is not None:
@@ -386,7 +390,7 @@ class RandomStates:
             torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> Generator[None]:
         """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
         current = RandomStates.now(self.place)
         self.restore()

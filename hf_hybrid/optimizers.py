@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,16 @@ from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from transformers import TrainingArguments
+
+    InRounds = Callable[
+        [Iterable[tuple[DTensor, torch.Size, Tensor]], Callable[[DTensor, Tensor], Tensor]],
+        Iterable[tuple[DTensor, Tensor]],
+    ]
+
 Named = dict[str, nn.Parameter]
-InRounds = Callable[
-    [Iterable[tuple[nn.Parameter, torch.Size, Tensor]], Callable[[nn.Parameter, Tensor], Tensor]],
-    Iterable[tuple[nn.Parameter, Tensor]],
-]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Devices on which torch has a fused AdamW."""
@@ -49,9 +55,9 @@ _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
-def optimizer_name(args: Any) -> str:
+def optimizer_name(args: TrainingArguments | type[TrainingArguments]) -> str:
     """Return the option `optim` of `TrainingArguments` as text. transformers turns it into an enumeration member."""
-    return str(getattr(args.optim, "value", args.optim))
+    return str(args.optim.value if isinstance(args.optim, Enum) else args.optim)
 
 
 def steps_in_backward(optim: str) -> bool:
@@ -144,13 +150,17 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
     ):
-        common = {"lr": lr, "weight_decay": weight_decay}
-        muon = {"momentum": momentum, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
-        self._inner: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW([{"params": []}], **common, betas=betas, eps=eps),
-            "muon": torch.optim.Muon([{"params": []}], **common, **muon),
-        }
-        super().__init__(params, common)
+        adamw = torch.optim.AdamW([{"params": []}], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        muon = torch.optim.Muon(
+            [{"params": []}],
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=True,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._inner: dict[str, torch.optim.Optimizer] = {"adamw": adamw, "muon": muon}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def share(self, in_rounds: InRounds) -> None:
         """
@@ -198,8 +208,8 @@ class MuonAdamW(torch.optim.Optimizer):
             for group, rate in zip(inner.param_groups, rates):
                 group["lr"] = rate * group["rate_scale"]
             try:
-                if self._in_rounds is not None and inner is self._inner["muon"]:
-                    self._step_in_rounds(inner)
+                if self._in_rounds is not None and isinstance(inner, torch.optim.Muon):
+                    self._step_in_rounds(inner, self._in_rounds)
                 else:
                     inner.step()
             finally:
@@ -207,7 +217,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     group["lr"] = rate
         return loss
 
-    def _step_in_rounds(self, muon: torch.optim.Muon) -> None:
+    def _step_in_rounds(self, muon: torch.optim.Muon, in_rounds: InRounds) -> None:
         """As `muon.step()`, where each process holds some rows of every matrix."""
         group_of, tasks = {}, []
         for group in muon.param_groups:
@@ -221,7 +231,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 update = parameter.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
                 group_of[parameter] = group
                 tasks.append((parameter, parameter.shape, update.to_local()))
-        for parameter, step in self._in_rounds(tasks, lambda key, update: _muon_step(update, group_of[key])):
+        for parameter, step in in_rounds(tasks, lambda key, update: _muon_step(update, group_of[key])):
             rate, decay = group_of[parameter]["lr"], group_of[parameter]["weight_decay"]
             parameter.to_local().mul_(1 - rate * decay).add_(step, alpha=rate)
 
@@ -281,24 +291,25 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
         if isinstance(module, _EMBEDDING):
             yield module
         for question in ("get_input_embeddings", "get_output_embeddings"):
-            try:
-                end = getattr(module, question)()
-            except (AttributeError, NotImplementedError):
-                continue
+            end = _answer(module, question)
             if isinstance(end, nn.Module):
                 yield end
+
+
+def _answer(module: nn.Module, question: str) -> object:
+    try:
+        return getattr(module, question)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _vocabulary_sizes(model: nn.Module) -> set[int]:
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     sizes, widths = {getattr(config, "vocab_size", None)}, {getattr(config, "hidden_size", None)}
-    try:
-        embedding = model.get_input_embeddings()
-        sizes.add(getattr(embedding, "num_embeddings", None))
-        widths.add(getattr(embedding, "embedding_dim", None))
-    except (AttributeError, NotImplementedError):
-        pass  # the config alone has to do
+    embedding = _answer(model, "get_input_embeddings")  # without one the config alone has to do
+    sizes.add(getattr(embedding, "num_embeddings", None))
+    widths.add(getattr(embedding, "embedding_dim", None))
     # If the width of the model equals the length of its vocabulary (bytes, say), the length of a side decides nothing.
     return {size for size in sizes - widths if isinstance(size, int)}
 

@@ -69,7 +69,12 @@ from hf_hybrid.streaming.activations import ActivationCheckpointing
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
-from hf_hybrid.streaming.optimizer import LazyOptimizer, UnsupportedOptimizerError, check_separable
+from hf_hybrid.streaming.optimizer import (
+    STATES_PER_WEIGHT,
+    LazyOptimizer,
+    UnsupportedOptimizerError,
+    check_separable,
+)
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
 
@@ -838,21 +843,6 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             _shape(model, device_map),
             "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
         )
-
-
-STATES_PER_WEIGHT = {
-    "adamw_torch": 2,
-    "adamw_torch_fused": 2,
-    "adafactor": 0,
-    "sgd": 0,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "muon": 2,
-}
-"""
-Optimizers that can be stepped unit by unit, and the values they keep per weight (Adafactor's are far fewer; Muon's are
-AdamW's, but one for hidden matrices).
-"""
 
 
 def phase_memory_parts(trainer) -> list[Part]:

@@ -24,7 +24,7 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, adapter_rate, muon_groups, split_parameters
-from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
+from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.run.run import Run
@@ -540,5 +540,5 @@ def test_a_refusal_does_not_propose_8bit_states():
     assert "8bit" not in str(caught.value)
 
 
-def shape_without_muon(shape: ModelShape) -> tuple[Unit, ...]:
-    return tuple(Unit(layer.trainable, layer.frozen) for layer in shape.layers)
+def shape_without_muon(shape: ModelShape) -> tuple[WeightCount, ...]:
+    return tuple(WeightCount(layer.trainable, layer.frozen) for layer in shape.layers)

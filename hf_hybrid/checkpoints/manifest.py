@@ -100,7 +100,7 @@ def new_run(model: nn.Module | None) -> Start:
 
 def names_digest(model: nn.Module) -> str:
     """Return what tells models apart: a digest of the names of all parameters, wherever they are."""
-    from hf_hybrid.run.shards import canonical  # here, because it needs torch and nothing else does
+    from hf_hybrid.run.weights import canonical  # here, because it needs torch and nothing else does
 
     return _digest_of([canonical(name) for name, _ in model.named_parameters()])
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Silence what transformers and others log about a model that is never trained."""
     import transformers
 
@@ -222,7 +222,7 @@ class _Report:
         return "\n".join(lines) + "\n"
 
     def _floor(self, plan: Plan) -> float | None:
-        from hf_hybrid.plan.estimate import step_floor_seconds
+        from hf_hybrid.plan.traffic import step_floor_seconds
 
         tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
         return None if self.rates is None else step_floor_seconds(plan, tokens, self.rates)

@@ -57,7 +57,7 @@ def to_bitnet(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model, "is_quantized", False):
         raise ValueError(f"`{type(model).__name__}` is quantised already. Load it in float32 or bfloat16.")
     config = BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online")
-    skipped = BitNetHfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    skipped = BitNetHfQuantizer.get_modules_to_not_convert(model, None, list(model._keep_in_fp32_modules or ()))
     weights = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     training = model.training
     replace_with_bitnet_linear(model, modules_to_not_convert=skipped, quantization_config=config)
@@ -69,13 +69,13 @@ def to_bitnet(model: PreTrainedModel) -> PreTrainedModel:
             )
         for key in dict(module.named_parameters(recurse=False)):
             setattr(module, key, weights[f"{name}.{key}"])  # the new layers have none of their own yet
-    model.is_quantized, model.quantization_method = True, config.quant_method
-    model.hf_quantizer = BitNetHfQuantizer(config, pre_quantized=True)
+    quantizer = BitNetHfQuantizer(config, pre_quantized=True)
+    vars(model).update(is_quantized=True, quantization_method=config.quant_method, hf_quantizer=quantizer)
     model.config.quantization_config = config
     return model.train(training)
 
 
-def _ternary_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _ternary_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     from transformers.integrations.bitnet import AutoBitLinear
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, AutoBitLinear)]
@@ -99,7 +99,7 @@ def write_packed(model: PreTrainedModel, folder: Path, max_shard_size: str) -> N
         scale = rounded.abs().max().clamp(min=1e-5)  # every weight is 0 or this, up to the sign
         state[f"{name}.weight"] = pack_weights((rounded / scale).round())
         state[f"{name}.weight_scale"] = (1 / scale).reshape(1)  # `BitLinear` divides by it
-    tied = list(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else []
+    tied = [*(model._tied_weights_keys or ())] if model.config.tie_word_embeddings else []
     save_torch_state_dict(state, folder, max_shard_size=max_shard_size, shared_tensors_to_discard=tied)
     latent, model.config.quantization_config = model.config.quantization_config, BitNetQuantConfig()
     model.config.save_pretrained(folder)

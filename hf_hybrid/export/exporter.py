@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def export(
         raise ExportError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
     check_source(source)
     config, tokenizer = read_config(source), read_tokenizer(source)
-    own = config.dtype or torch.float32
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     kept = kept_dtype(format, dtype, own)
     check_format(format, config, tokenizer, kept)
     warning = caveat(format, config)
@@ -111,7 +111,8 @@ def export(
         result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
         result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
-        result["versions"] = provenance.versions(FORMATS[format].package, "lm_eval" if tasks else None)
+        packages = (FORMATS[format].package, "lm_eval" if tasks else None)
+        result["versions"] = provenance.versions(*(name for name in packages if name is not None))
         result = shareable(result)
         write_json(exported / RESULT_NAME, result)
         write_text(
@@ -133,7 +134,7 @@ def check_output(output: Path) -> None:
 
 
 @contextmanager
-def _workshop(output: Path) -> Iterator[Path]:
+def _workshop(output: Path) -> Generator[Path]:
     """A folder beside the output, on the same disk; what a killed export left in it is removed."""
     work = output.absolute().with_name(f"_{output.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)
@@ -205,7 +206,8 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found[0] = (title, before, f"{after} ({100 * result['loss_change']:+.2f} %)")
     for task, scores in original["tasks"].items():
         for name in (name for name in scores if "_stderr" not in name):
-            found.append((f"{task}: {name}", *(_score(part["tasks"][task], name) for part in (original, exported))))
+            before, after = (_score(part["tasks"][task], name) for part in (original, exported))
+            found.append((f"{task}: {name}", before, after))
     return found
 
 

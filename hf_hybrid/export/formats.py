@@ -148,7 +148,7 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, dtype: tor
 
 def _try_int4(dtype: torch.dtype) -> None:
     """Quantise a layer: which devices and packages torchao's int4 needs changes with its version."""
-    from torchao.quantization import quantize_
+    from torchao.quantization.quant_api import quantize_
 
     try:
         layer = nn.Sequential(nn.Linear(256, 256, dtype=dtype)).to(device())
@@ -202,7 +202,8 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     """
     in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        # With `output_loading_info` it returns two things, which its annotation does not say.
+        model, found = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
             folder, dtype=dtype, device_map={"": device()}, output_loading_info=True, **in_gguf, **quantization
         )
     except Exception as error:  # whatever a broken file leads to

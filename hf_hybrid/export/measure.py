@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_hybrid.plan.accounting import storage_bytes
 
@@ -144,6 +144,8 @@ def generation_speeds(*models: PreTrainedModel) -> list[float]:
 
 @torch.no_grad()
 def _generate(model: PreTrainedModel) -> None:
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"`{type(model).__name__}` generates no text.")
     prompt = torch.arange(1, PROMPT + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     generated = model.generate(
         input_ids=prompt,

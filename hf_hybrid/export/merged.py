@@ -19,13 +19,16 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_hybrid.files import BASE_NAME
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +47,13 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     Returns:
         A plain model in the dtype of the base.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     base = _base(folder, peft, device, as_trained)
     model = peft.PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
     for module in model.modules():
-        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+        if isinstance(module, BaseTunerLayer):
             _merge_in_fp32(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that everything is merged already, and that embeddings are not tied
@@ -74,14 +79,15 @@ def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
         base = base.dequantize()
         base._weight_conversions = None  # transformers would pack the weights again when it saves them, and cannot
     if (folder / "tokenizer_config.json").is_file():
-        tokens = len(AutoTokenizer.from_pretrained(folder))
-        if tokens > base.get_input_embeddings().weight.shape[0]:  # training added some
-            base.resize_token_embeddings(tokens)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows = base.get_input_embeddings().get_parameter("weight").shape[0]
+        if tokenizer is not None and len(tokenizer) > rows:  # training added some
+            base.resize_token_embeddings(len(tokenizer))
     return base
 
 
 @torch.no_grad()
-def _merge_in_fp32(module: nn.Module) -> None:
+def _merge_in_fp32(module: BaseTunerLayer) -> None:
     held = list(module.get_base_layer().parameters(recurse=False))
     dtypes = [parameter.dtype for parameter in held]
     for parameter in held:
@@ -91,26 +97,34 @@ def _merge_in_fp32(module: nn.Module) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _embeddings(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    """Input embeddings and head, as far as there are any, without adapters around them."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return tuple(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer for layer in layers)
+    return [layer.get_base_layer() if _has_adapters(layer) else layer for layer in layers if layer is not None]
+
+
+def _has_adapters(layer: nn.Module | None) -> TypeGuard[BaseTunerLayer]:
+    return hasattr(layer, "get_base_layer")
 
 
 def _give_each_its_own(model: PreTrainedModel) -> bool:
     """Untie embeddings that have adapters, which would else be added to both. Returns whether that was done."""
-    entry, head = _embeddings(model)
+    layers = _embeddings(model)
     adapted = any(hasattr(layer, "merge") for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
-    if not adapted or entry is None or head is None or entry.weight is not head.weight:
+    if not adapted or len(layers) < 2:
         return False
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    entry, head = layers
+    if entry.weight is not head.weight:
+        return False
+    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone(), requires_grad=False)
     return True
 
 
 def _tie_again(model: PreTrainedModel) -> None:
-    entry, head = _embeddings(model)
-    model.config.tie_word_embeddings = torch.allclose(entry.weight.float(), head.weight.float(), rtol=1e-5, atol=1e-7)
+    entry, head = (layer.get_parameter("weight") for layer in _embeddings(model))
+    model.config.tie_word_embeddings = torch.allclose(entry.float(), head.float(), rtol=1e-5, atol=1e-7)
     if model.config.tie_word_embeddings:
-        head.weight = entry.weight
+        _embeddings(model)[1].weight = entry
     else:
         logger.warning(
             "The adapters changed one of two tied embeddings: the merged model has both, and "

@@ -40,14 +40,14 @@ _REFUSED = {
 
 
 # Every hybrid option, all optional; other names are refused.
-_OPTIONAL = {name: (hint | None, None) for name, hint in get_type_hints(HybridArguments).items()}
+_OPTIONAL: dict[str, Any] = {name: (hint | None, None) for name, hint in get_type_hints(HybridArguments).items()}
 HybridOptions = create_model("HybridOptions", __config__=ConfigDict(extra="forbid"), **_OPTIONAL)
 
 
 class HybridInputArgs(BaseModel):
     """The key that the plugin adds to Axolotl's YAML file."""
 
-    hybrid: HybridOptions | None = None
+    hybrid: HybridOptions | None = None  # ty: ignore[invalid-type-form]  # a class that pydantic makes
 
 
 @dataclass

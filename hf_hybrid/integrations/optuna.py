@@ -32,6 +32,7 @@ from hf_hybrid.run.final_loss import FinalLoss, forecast_final_loss
 
 try:
     import optuna
+    from optuna.trial import FrozenTrial, TrialState
 except ImportError as error:
     raise ImportError(
         f"`ForecastPruner` and `hf-hybrid sweep` need Optuna, which cannot be imported here ({error}). Install it with "
@@ -40,8 +41,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-FrozenTrial, TrialState = optuna.trial.FrozenTrial, optuna.trial.TrialState
 
 MARGIN = 0.005
 """A trial that could win by less than this share of the loss is not worth its steps."""
@@ -93,7 +92,7 @@ class ForecastPruner(optuna.pruners.BasePruner):
             return True
         if trial.last_step >= self.max_steps(trial):
             return False  # nothing is left to save
-        own, rival = self.forecast(trial), self._rival(study, trial)
+        own, rival = self.forecast(trial), self._rival(study, trial, trial.last_step)
         if own is None or rival is None:
             return False
         mark, correction = rival
@@ -104,28 +103,32 @@ class ForecastPruner(optuna.pruners.BasePruner):
         Low, median and high (90 %) of the loss at which a trial would end, as it was judged: lowered by what is known
         of its strongest rival. `None` if too little is known of it, or if its loss was not finite.
         """
-        own, rival = self.forecast(trial), self._rival(study, trial)
-        if own is None:
+        own = self.forecast(trial)
+        if own is None or trial.last_step is None:
             return None
+        rival = self._rival(study, trial, trial.last_step)
         correction = 1.0 if rival is None else rival[1]
         return correction * own.low, correction * own.median, correction * own.high
 
-    def _rival(self, study: optuna.Study, trial: FrozenTrial) -> tuple[float, float] | None:
+    def _rival(self, study: optuna.Study, trial: FrozenTrial, last_step: int) -> tuple[float, float] | None:
         """
         Return what the strongest other trial is nearly sure to reach, and the factor by which its forecast was too high
-        after the last step of `trial`, at most 1. `None` without another trial that a forecast knows.
+        after the `last_step` of `trial`, at most 1. `None` without another trial that a forecast knows.
         """
         rivals = []
         for other in study.get_trials(deepcopy=False):
             found = None if other.number == trial.number else self.forecast(other)
             if found is not None and other.state != TrialState.FAIL:
-                rivals.append((found.median if other.state == TrialState.COMPLETE else found.high, other.number, other))
+                reached = found.median if other.state == TrialState.COMPLETE else found.high
+                rivals.append((reached, other.number, other, found))
         if not rivals:
             return None
-        mark, _, rival = min(rivals)
-        then, now = self.forecast(rival, min(trial.last_step, rival.last_step)), self.forecast(rival)
-        known = then is not None and min(then.median, now.median) > 0
-        return mark, min(now.median / then.median, 1.0) if known else 1.0
+        mark, _, rival, now = min(rivals)  # numbers differ, so trials are never compared
+        step = last_step if rival.last_step is None else min(last_step, rival.last_step)
+        then = self.forecast(rival, step)
+        if then is None or min(then.median, now.median) <= 0:
+            return mark, 1.0
+        return mark, min(now.median / then.median, 1.0)
 
     def forecast(self, trial: FrozenTrial, step: int | None = None) -> FinalLoss | None:
         """
@@ -134,15 +137,17 @@ class ForecastPruner(optuna.pruners.BasePruner):
         Returns `None` if that is too little, or if the loss was not finite.
         """
         step = trial.last_step if step is None else step
+        if step is None:
+            return None
         key = (trial.number, step)
-        if step is not None and key not in self._forecasts:
+        if key not in self._forecasts:
             seen = {at: loss for at, loss in sorted(trial.intermediate_values.items()) if at <= step}
             rates = scheduled_rates(self.args, self.max_steps(trial), trial.params)
             known = seen and all(map(math.isfinite, seen.values()))
             self._forecasts[key] = (
                 forecast_final_loss(list(seen), list(seen.values()), rates, len(rates)) if known else None
             )
-        return self._forecasts.get(key)
+        return self._forecasts[key]
 
     def standing(self, study: optuna.Study, trial: FrozenTrial) -> tuple[int, float] | None:
         """
@@ -150,7 +155,7 @@ class ForecastPruner(optuna.pruners.BasePruner):
 
         Finished trials come first, by their values. Then come those that were ended, by where they would have ended.
         """
-        if trial.state == TrialState.COMPLETE:
+        if trial.state == TrialState.COMPLETE and trial.value is not None:
             return 0, trial.value
         if trial.state not in (TrialState.PRUNED, TrialState.FAIL):
             return None
@@ -184,9 +189,13 @@ def scheduled_rates(args: TrainingArguments, max_steps: int, parameters: dict[st
         if hasattr(args, name):
             setattr(args, name, value)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    more = {"num_warmup_steps": args.get_warmup_steps(max_steps), "num_training_steps": max_steps}
+    given = args.lr_scheduler_kwargs  # text only until the arguments are made
     scheduler = get_scheduler(
-        args.lr_scheduler_type, optimizer, **more, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {})
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=dict(given) if isinstance(given, dict) else {},
     )
     factor = rate_at(scheduler)
     return [args.learning_rate * (1.0 if factor is None else factor(step)) for step in range(max_steps)]

@@ -196,7 +196,7 @@ class Int8Predict(Part):
         self._forward = _expanded_linear if multiply is None else partial(_int8_linear, multiply)
         self.meter = NoiseMeter(noise_limit)
         self._linears: list[nn.Linear] = []
-        self._parked: list[tuple[nn.Parameter, Tensor]] = []
+        self._parked: list[tuple[Tensor, Tensor]] = []
         self._forced = False
 
     def begin(self, run: Run) -> None:
@@ -265,7 +265,7 @@ class Int8Predict(Part):
                     self._park(weight)
             module.forward = partial(self._forward, module, *stored[id(weight)])
 
-    def _park(self, weight: nn.Parameter) -> None:
+    def _park(self, weight: Tensor) -> None:
         beside = copies_beside(weight.device)
         # Nobody reads it before it is copied back, on the same stream.
         host = host_tensor(weight.shape, weight.dtype, pin=beside).copy_(weight.data, non_blocking=beside)
@@ -280,16 +280,16 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    weight = torch.empty(codes.shape, dtype=_compute_dtype(x), device=codes.device)
-    return F.linear(x, dequantize_rows(codes, scales, weight), module.bias)
+def _expanded_linear(module: nn.Linear, codes: Tensor, scales: Tensor, input: Tensor) -> Tensor:
+    weight = torch.empty(codes.shape, dtype=_compute_dtype(input), device=codes.device)
+    return F.linear(input, dequantize_rows(codes, scales, weight), module.bias)
 
 
-def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    dtype = _compute_dtype(x)
+def _int8_linear(matmul: Callable, module: nn.Linear, codes: Tensor, scales: Tensor, input: Tensor) -> Tensor:
+    dtype = _compute_dtype(input)
     # Quantised and scaled back here: the matching functions of bitsandbytes go through fp16, which bf16 can exceed.
-    inputs, steps = quantize_rows(x.to(dtype).reshape(-1, x.shape[-1]))
+    inputs, steps = quantize_rows(input.to(dtype).reshape(-1, input.shape[-1]))
     out = matmul(inputs, codes).float().mul_(steps).mul_(scales.view(-1))
     if module.bias is not None:
         out += module.bias
-    return out.to(dtype).view(*x.shape[:-1], -1)
+    return out.to(dtype).view(*input.shape[:-1], -1)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
@@ -171,7 +171,7 @@ class WeightPrecision(Part):
         self.precisions, self.autocast = dict(precisions), autocast
         self._dtypes: dict[Phase, torch.dtype | None] = {}
         self._linears: list[nn.Linear] = []
-        self._masters: list[tuple[nn.Linear, nn.Parameter]] = []
+        self._masters: list[tuple[nn.Linear, Tensor]] = []
         self._window = ExitStack()
 
     def begin(self, run: Run) -> None:
@@ -229,16 +229,18 @@ class WeightPrecision(Part):
     after_probe = before_export = _close  # an export finds it open where a forward or backward pass was broken off
 
 
-def _working_copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _working_copy(master: Tensor, dtype: torch.dtype) -> nn.Parameter:
     copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
     if copy.requires_grad:
         copy.register_post_accumulate_grad_hook(partial(_hand_over, master))
     return copy
 
 
-def _hand_over(master: nn.Parameter, copy: nn.Parameter) -> None:
+def _hand_over(master: Tensor, copy: Tensor) -> None:
     """The gradient of a copy is complete: add it to the master's, as autograd would have done, and drop it."""
     gradient, copy.grad = copy.grad, None
+    if gradient is None:
+        return
     if master.grad is None:
         master.grad = gradient.to(master.dtype)
     else:

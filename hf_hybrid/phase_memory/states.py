@@ -101,7 +101,7 @@ class QuantizedState(dict):
         value = super().__getitem__(key)
         return value.restore() if isinstance(value, QuantizedTensor) else value
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: object, default: Any = None, /) -> Any:
         return self[key] if key in self else default
 
 
@@ -227,7 +227,7 @@ class OptimizerStatePlacement(Part):
     def on_phase_change(self, old: Phase, new: Phase) -> None:
         if old is Phase.PREDICT:
             self._come_home()
-        if new is Phase.PREDICT:
+        if new is Phase.PREDICT and self._optimizer is not None:
             self._strategy.send(self._optimizer.state)
 
     def after_backward(self, phase: Phase) -> None:

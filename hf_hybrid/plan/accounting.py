@@ -123,8 +123,9 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors of a tensor: itself, unless it is sparse or a wrapper around others."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
         parts = [getattr(tensor, name) for name in names]  # a sharded tensor names its mesh as well
         return [dense for part in parts if isinstance(part, torch.Tensor) for dense in _dense_parts(part)]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
@@ -138,7 +139,7 @@ def _new_storages(tensor: Tensor, seen: set[Storage]) -> Iterator[tuple[Storage,
             yield key, part.untyped_storage().nbytes()
 
 
-class Parameter(NamedTuple):
+class ParameterCount(NamedTuple):
     """
     A parameter: its number of weights, whether they are trained, whether autocast lets them travel rounded, and its
     number of rows, as many as weights if that is not known.
@@ -155,7 +156,7 @@ class Parameter(NamedTuple):
         return -(-rows // processes) * (self.count // rows)
 
 
-class Unit(NamedTuple):
+class WeightCount(NamedTuple):
     """
     Number of trainable and of frozen weights of a part of a model; of the trainable, those that Muon moves.
 
@@ -165,7 +166,7 @@ class Unit(NamedTuple):
     trainable: int = 0
     frozen: int = 0
     muon: int = 0
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[ParameterCount, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -173,41 +174,41 @@ class Unit(NamedTuple):
         return self.trainable + self.frozen
 
     @property
-    def pieces(self) -> tuple[Parameter, ...]:
+    def by_parameter(self) -> tuple[ParameterCount, ...]:
         """The parameters; those of a unit that was made from its numbers alone count as one, or one of each kind."""
-        made = (Parameter(self.trainable, True), Parameter(self.frozen, False))
+        made = (ParameterCount(self.trainable, True), ParameterCount(self.frozen, False))
         return self.parameters or tuple(piece for piece in made if piece.count)
 
-    def join(self, other: Unit) -> Unit:
+    def join(self, other: WeightCount) -> WeightCount:
         """Both parts together."""
-        return Unit(*(mine + theirs for mine, theirs in zip(self, other)))
+        return WeightCount(*(mine + theirs for mine, theirs in zip(self, other)))
 
-    def bytes(self, per_weight: tuple[float, float]) -> float:
+    def bytes(self, per_weight: tuple[int, int]) -> int:
         """Return bytes, from a number of bytes per trainable and per frozen weight."""
         return self.trainable * per_weight[0] + self.frozen * per_weight[1]
 
-    def part(self, processes: int) -> Unit:
+    def part(self, processes: int) -> WeightCount:
         """What each of so many processes holds if they share the rows of every parameter."""
-        pieces = tuple(piece._replace(count=piece.part(processes)) for piece in self.pieces if piece.count)
+        pieces = tuple(piece._replace(count=piece.part(processes)) for piece in self.by_parameter if piece.count)
         trained, frozen = (sum(p.count for p in pieces if p.trained is kind) for kind in (True, False))
-        return Unit(trained, frozen, -(-self.muon // processes), pieces)
+        return WeightCount(trained, frozen, -(-self.muon // processes), pieces)
 
-    def split(self) -> tuple[Unit, Unit]:
+    def split(self) -> tuple[WeightCount, WeightCount]:
         """Return the streamed part of a unit, and the part that stays on the device (adapters under a tenth of it)."""
         if 0 < self.trainable < self.weights / 10:
             base, adapters = (tuple(p for p in self.parameters if p.trained == trained) for trained in (False, True))
-            return Unit(0, self.frozen, 0, base), Unit(self.trainable, 0, self.muon, adapters)
-        return self, Unit()
+            return WeightCount(0, self.frozen, 0, base), WeightCount(self.trainable, 0, self.muon, adapters)
+        return self, WeightCount()
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model that decide its memory."""
 
-    layers: tuple[Unit, ...]
-    embedding: Unit  # with the head, where both share their weight
-    head: Unit
-    rest: Unit
+    layers: tuple[WeightCount, ...]
+    embedding: WeightCount  # with the head, where both share their weight
+    head: WeightCount
+    rest: WeightCount
     hidden: int
     vocab: int
     element_bytes: int  # of a frozen weight
@@ -263,26 +264,26 @@ class ModelShape:
         )
 
     @functools.cached_property
-    def total(self) -> Unit:
+    def total(self) -> WeightCount:
         """All weights, each once."""
-        return functools.reduce(Unit.join, [*self.layers, self.embedding, self.head, self.rest])
+        return functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head, self.rest])
 
     def part(self, processes: int) -> ModelShape:
         """The rows that each of so many processes holds."""
         layers = tuple(layer.part(processes) for layer in self.layers)
         rest = {name: getattr(self, name).part(processes) for name in ("embedding", "head", "rest")}
         part = replace(self, layers=layers, **rest)
-        return replace(part, largest_trainable=max((p.count for p in part.total.pieces if p.trained), default=0))
+        return replace(part, largest_trainable=max((p.count for p in part.total.by_parameter if p.trained), default=0))
 
-    def place(self, stream_embeddings: bool) -> tuple[list[Unit], list[Unit], Unit]:
+    def place(self, stream_embeddings: bool) -> tuple[list[WeightCount], list[WeightCount], WeightCount]:
         """Return the streamed layers, the streamed embeddings and head, and the part that stays on the device."""
         ends = [self.embedding, self.head]
         layers, stay = zip(*(layer.split() for layer in self.layers))
-        travelling, adapters = zip(*(end.split() if stream_embeddings else (Unit(), end) for end in ends))
-        return list(layers), list(travelling), functools.reduce(Unit.join, stay + adapters, self.rest)
+        travelling, adapters = zip(*(end.split() if stream_embeddings else (WeightCount(), end) for end in ends))
+        return list(layers), list(travelling), functools.reduce(WeightCount.join, stay + adapters, self.rest)
 
 
-def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], rounds: Collection[int]) -> Unit:
+def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], rounds: Collection[int]) -> WeightCount:
     counts, found = [0, 0, 0], []
     for parameter in module.parameters() if module is not None else ():
         if id(parameter) not in seen:
@@ -290,8 +291,8 @@ def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], r
             counts[not parameter.requires_grad] += parameter.numel()
             counts[2] += parameter.numel() * (id(parameter) in muon)
             rows = parameter.shape[0] if parameter.ndim else None
-            found.append(Parameter(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
-    return Unit(*counts, tuple(found))
+            found.append(ParameterCount(parameter.numel(), parameter.requires_grad, id(parameter) in rounds, rows))
+    return WeightCount(*counts, tuple(found))
 
 
 def _usual_size(parameters: list[nn.Parameter]) -> int:

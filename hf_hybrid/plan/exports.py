@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_hybrid.plan.models import packed_bytes
@@ -16,7 +17,7 @@ GGUF_MIX = {"v_proj": "q8_0", "down_proj": "q5_1"}
 """The layers that are not q4_1 in q4_m."""
 
 
-def exported_bytes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+def exported_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
     """
     Return the bytes of all weights by format, without the headers of files.
 

@@ -10,14 +10,18 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import constants
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig, PeftModel
 
 MOST_LAYERS = 2000
 """Layers beyond which a config is refused as absurd. Building this many takes seconds."""
@@ -75,11 +79,11 @@ def _load(model: str | Path) -> PreTrainedConfig:
     raise ValueError(f"`model`: {why}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model of a config with all its layers on the meta device."""
     try:
         with torch.device("meta"):
@@ -92,7 +96,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
 # Adapters.
 
 
-def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more):
+def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more: Any) -> LoraConfig:
     """A `peft.LoraConfig` for a causal language model; `targets` names modules. Raises `ImportError` without peft."""
     if rank < 1:
         raise ValueError(f"`lora_r` must be at least 1, got {rank}. 8 to 64 is usual.")
@@ -100,10 +104,11 @@ def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more)
         from peft import LoraConfig
     except ImportError as error:
         raise ImportError('Adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
-    return LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM", **{"lora_alpha": 2 * rank, **more})
+    more.setdefault("lora_alpha", 2 * rank)
+    return LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM", **more)
 
 
-def add_adapters(model: nn.Module, config) -> nn.Module:
+def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     """Put the model of the meta device into a `peft.PeftModel` with a frozen base."""
     from peft import get_peft_model
 
@@ -135,7 +140,8 @@ class _Unpacked(torch.autograd.Function):
         return F.linear(inputs, torch.empty(shape, dtype=dtype))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
+        (grad,) = grads
         return grad @ torch.empty(ctx.shape, dtype=grad.dtype), None, None, None
 
 
@@ -148,17 +154,17 @@ class PackedLinear(nn.Linear):
         packed = torch.empty(packed_bytes(inputs * outputs), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., inputs]` to `[..., outputs]`, in the type of the inputs."""
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., inputs]` to `[..., outputs]`, in the type of the input."""
         shape = (self.out_features, self.in_features)
         with torch.autocast("cpu", enabled=False):
-            result = _Unpacked.apply(inputs.to(self.compute_dtype), self.weight, shape, self.compute_dtype)
+            result = _Unpacked.apply(input.to(self.compute_dtype), self.weight, shape, self.compute_dtype)
         if self.bias is not None:
             result = result + self.bias.to(self.compute_dtype)
-        return result.to(inputs.dtype).clone()  # peft clones what comes out of a base in 4 bits
+        return result.to(input.dtype).clone()  # peft clones what comes out of a base in 4 bits
 
 
-def pack_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def pack_base(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Pack, in place, the linear layers that transformers would load in 4 bits: all but the head."""
     head = model.get_output_embeddings()
     for parent, name, module in _children(model):
@@ -179,24 +185,24 @@ class _Rounded(torch.autograd.Function):
         return torch.empty_like(tensor)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad.clone()
+    def backward(ctx, *grads):
+        return grads[0].clone()
 
 
 class TernaryLinear(nn.Linear):
     """What an `AutoBitLinear` of transformers holds and allocates while it trains, without its numbers."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None):
         nn.Module.__init__(self)
         (self.out_features, self.in_features), self.weight, self.bias = weight.shape, weight, bias
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`."""
         weight = _Rounded.apply(self.weight)
-        return F.linear(_Rounded.apply(inputs), weight, self.bias)
+        return F.linear(_Rounded.apply(input), weight, self.bias)
 
 
-def make_ternary(model: nn.Module) -> nn.Module:
+def make_ternary(model: PreTrainedModel) -> PreTrainedModel:
     """Replace, in place, the linear layers that train with ternary weights: all but the head."""
     head = model.get_output_embeddings()
     for parent, name, module in _children(model):
@@ -209,8 +215,10 @@ def stand_in_for_low_bit(model: nn.Module) -> nn.Module:
     """Replace, in place, layers that need the numbers: those that bitsandbytes has packed, and ternary ones."""
     for parent, name, module in _children(model):
         kind = type(module).__name__
-        if kind == "Linear4bit" and not hasattr(module, "base_layer"):  # peft has one of this name
-            dtype = module.compute_dtype or torch.bfloat16
+        if not isinstance(module, nn.Linear):  # peft's `Linear4bit` is not, and has the packed one inside
+            continue
+        if kind == "Linear4bit":
+            dtype = vars(module)["compute_dtype"] or torch.bfloat16
             setattr(parent, name, PackedLinear(module.in_features, module.out_features, module.bias, dtype))
         elif kind == "AutoBitLinear":
             setattr(parent, name, TernaryLinear(module.weight, module.bias))

@@ -6,31 +6,36 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
-from hf_hybrid.plan.estimate import Estimator, Plan
+from hf_hybrid.plan.estimate import Estimator, Plan, WayPlan
 from hf_hybrid.plan.models import add_adapters, build, lora_config, make_ternary, pack_base, read_config
 from hf_hybrid.plan.setups import Setup, Way, loaded, parse_size, usual_ways
 from hf_hybrid.plan.trace import Excerpt, Tracer
 from hf_hybrid.streaming.layers import find_layers
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
 
 
 def plan_memory(
-    model: str | Path | object,
+    model: str | Path | PreTrainedConfig | nn.Module,
     *,
     sequence_length: int,
     batch_size: int = 1,
     dtype: str = "mixed",
     memory: str = "auto",
-    peft: object = None,
+    peft: str | PeftConfig | None = None,
     qat: str = "none",
     vram: str | int | None = None,
     ram: str | int | None = None,
@@ -115,12 +120,12 @@ class Planner:
 
     def __init__(
         self,
-        model: str | Path | object,
+        model: str | Path | PreTrainedConfig | nn.Module,
         *,
-        peft: object = None,
+        peft: str | PeftConfig | None = None,
         qat: str = "none",
         sequence_length: int | None = None,
-        **setup,
+        **setup: Any,
     ):
         if isinstance(peft, str) and peft not in ("lora", "qlora"):
             raise ValueError(f"`peft` must be lora, qlora or a `peft.PeftConfig`, got `{peft}`.")
@@ -130,8 +135,8 @@ class Planner:
         self.config = read_config(model)
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
-        sizes = {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
-        self.setup = Setup(sequence_length, workspace=workspace_bytes(), **setup | sizes)
+        setup |= {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
+        self.setup = Setup(sequence_length, workspace=workspace_bytes(), **setup)
         if self.setup.tokens > LARGEST_TRACE:
             tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
             raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")
@@ -143,22 +148,22 @@ class Planner:
         self._whole = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
         self._estimators: dict[tuple[str, str, bool], Estimator] = {}
 
-    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[Plan]:
+    def plans(self, dtype: str = "mixed", *, with_adapters: bool = True) -> list[WayPlan]:
         """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
         estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
-        ways = usual_ways(dtype, self.setup, estimator.tracer.cannot_chunk is None)
+        ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
         return [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
 
-    def plan(self, way: Way) -> Plan:
+    def plan(self, way: Way) -> WayPlan:
         """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""
         estimator = self._estimator(way.weights, way.trains, way.packed)
-        reason = estimator.tracer and estimator.tracer.cannot_chunk
+        reason = estimator.cannot_chunk
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
         setup = replace(way.setup, values_per_weight=None) if way.trains == "adapters" else way.setup
         if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
             estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
-        return replace(estimator.best(setup), way=way)
+        return WayPlan(**vars(estimator.best(setup)), way=way)
 
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)
@@ -166,9 +171,10 @@ class Planner:
             whole = self._whole(weights)
             excerpt = Excerpt.of(whole)
             change = pack_base if packed else make_ternary if self._ternary else (lambda model: model)
-            model = change(excerpt.model)
-            adapters = lora_config if self._peft in (None, "lora", "qlora") else lambda: self._peft
-            excerpt = replace(excerpt, model=add_adapters(model, adapters()) if trains == "adapters" else model)
+            excerpt = replace(excerpt, model=change(excerpt.model))
+            if trains == "adapters":
+                peft = lora_config() if self._peft is None or isinstance(self._peft, str) else self._peft
+                excerpt = replace(excerpt, model=add_adapters(excerpt.model, peft))
             # Leaps and counts are those of the weights that are packed.
             shape = self._estimator(weights, trains, False).shape if packed else _shape(excerpt, whole)
             self._estimators[key] = Estimator(shape, Tracer(excerpt))
@@ -184,7 +190,7 @@ def _shape(excerpt: Excerpt, whole: nn.Module) -> ModelShape:
     return replace(shape, layers=layers, buffer_bytes=sum(buffer.nbytes for buffer in whole.buffers()))
 
 
-def recommended(plans: Sequence[Plan], peft: str | None = None) -> Plan | None:
+def recommended(plans: Sequence[WayPlan], peft: str | None = None) -> WayPlan | None:
     """
     Return the first plan that fits, with exact states and weights if there is one.
 

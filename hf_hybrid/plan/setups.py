@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 DTYPES = ("mixed", "float32", "bfloat16")
 
@@ -107,13 +108,13 @@ class Setup:
             return self.vram
         return int((self.vram - CONTEXT_BYTES) / (1 + MARGIN))
 
-    def changes(self, other: Setup) -> dict[str, object]:
+    def changes(self, other: Setup) -> dict[str, Any]:
         """The fields of `HybridConfig` that lead from this setup to another."""
         pairs = ((field.name, getattr(other, field.name)) for field in fields(self))
-        return dict(option(name, value) for name, value in pairs if value != getattr(self, name))
+        return dict(config_option(name, value) for name, value in pairs if value != getattr(self, name))
 
 
-def option(name: str, value: object) -> tuple[str, object]:
+def config_option(name: str, value: Any) -> tuple[str, Any]:
     """The option of `HybridConfig` that a field of [`Setup`] stands for, and its value there."""
     if name in ("vram", "ram"):
         name, value = {"vram": "vram_budget_gib", "ram": "host_budget_gib"}[name], value and value / 2**30
@@ -170,15 +171,16 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
     """
     found: list[Way] = []
 
-    def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes) -> None:
+    def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes: Any) -> None:
         weights, autocast = loaded(dtype, trains)
         changes = {"memory": "off", "autocast": autocast, **changes}
         found.append(Way(title, replace(setup, **changes), trains, weights, packed))
 
     precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
-    chunks, chunked = {"chunked_loss": can_chunk}, ", chunked loss" * can_chunk
+    chunks: dict[str, Any] = {"chunked_loss": can_chunk}
+    chunked = ", chunked loss" * can_chunk
     if setup.processes > 1:
-        spared = {"activation_checkpointing": True}
+        spared: dict[str, Any] = {"activation_checkpointing": True}
         add(f"FSDP2, {precision}")
         add(f"FSDP2, {precision}, checkpointing", **spared)
         if dtype == "mixed":
@@ -188,8 +190,9 @@ def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
         add("FSDP2, LoRA, checkpointing", "adapters", **spared)
         add("FSDP2, LoRA, checkpointing, CPU offload", "adapters", **spared, cpu_offload=True)
         return found
-    less = {**chunks, "activation_checkpointing": True}
-    streamed, low = {**chunks, "memory": "stream"}, {"optimizer_states": "8bit"}
+    less: dict[str, Any] = {**chunks, "activation_checkpointing": True}
+    streamed: dict[str, Any] = {**chunks, "memory": "stream"}
+    low: dict[str, Any] = {"optimizer_states": "8bit"}
     add(precision)
     if can_chunk:
         add(f"{precision}{chunked}", **chunks)

@@ -34,7 +34,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +44,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from hf_hybrid.plan.models import stand_in_for_low_bit
 from hf_hybrid.plan.setups import Setup, checkpointing_option
-from hf_hybrid.streaming.layers import NoLayerListError, find_layers
+from hf_hybrid.streaming.layers import NoLayerListError, ask, base_model, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
 
@@ -66,34 +66,38 @@ Held = tuple[int, ...]  # bytes held at one moment: by owner, and of each owner 
 # A few layers of a model.
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 @dataclass(frozen=True)
-class Excerpt:
+class Excerpt(Generic[Model]):
     """A model with some layers of another, on the meta device."""
 
-    model: nn.Module
+    model: Model
     stands_for: tuple[int, ...]  # for each layer of the whole, the layer here; empty if no list of layers was found
 
     @classmethod
-    def of(cls, whole: nn.Module) -> Excerpt:
+    def of(cls, whole: Model) -> Excerpt[Model]:
         """Of a live model, whose weights may lie anywhere: no data is copied, and the model is not changed."""
         memo = _tensors_without_data(whole, "meta")
         try:
             layers = find_layers(whole)
         except NoLayerListError:
             return cls(_as_trained(copy.deepcopy(whole, memo)), ())
-        listed = _lists(whole.config, len(layers))
+        listed = _lists(_config(whole), len(layers))
         chosen, stands_for = _choose([_signature(listed, layer, index) for index, (_, layer) in enumerate(layers)])
         kept = whole.get_submodule(layers[0][0].rpartition(".")[0])
         memo[id(kept)] = short = nn.ModuleList()
-        short.extend(copy.deepcopy(kept[index], memo) for index in chosen)
+        short.extend(copy.deepcopy(layers[index][1], memo) for index in chosen)
         model = copy.deepcopy(whole, memo)
-        for part, name, values in _lists(model.config, len(layers)):
+        config = _config(model)
+        for part, name, values in _lists(config, len(layers)):
             setattr(part, name, [values[index] for index in chosen])
-        model.config.get_text_config().num_hidden_layers = len(chosen)
+        config.get_text_config().num_hidden_layers = len(chosen)
         for position, layer in enumerate(short if len(chosen) > 1 else ()):
-            for module in layer.modules():
-                if isinstance(getattr(module, "layer_idx", None), int):
-                    module.layer_idx = position
+            for attributes in map(vars, layer.modules()):
+                if isinstance(attributes.get("layer_idx"), int):
+                    attributes["layer_idx"] = position
         return cls(_as_trained(model), stands_for)
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
@@ -119,16 +123,24 @@ def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
     return memo
 
 
-def _as_trained(model: nn.Module) -> nn.Module:
+def _as_trained(model: Model) -> Model:
     """Run the step as `Trainer` does on a GPU."""
-    base = stand_in_for_low_bit(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    base.config.use_cache = False
-    attention = getattr(base.config, "_attn_implementation", None) or ""
-    if attention == "sdpa" or "flash" in attention:
+    base = stand_in_for_low_bit(base_model(model))
+    config = _config(base)
+    config.use_cache = False
+    attention = config._attn_implementation or ""
+    if isinstance(base, PreTrainedModel) and (attention == "sdpa" or "flash" in attention):
         AttentionInterface.register("hf_hybrid_fused", _attention)
         AttentionMaskInterface.register("hf_hybrid_fused", _mask)
         base.set_attn_implementation("hf_hybrid_fused")
     return model.train()
+
+
+def _config(model: nn.Module) -> PreTrainedConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"`{type(model).__name__}` has no config of transformers.")
+    return config
 
 
 def _choose(kinds: Sequence[object]) -> tuple[list[int], tuple[int, ...]]:
@@ -147,7 +159,7 @@ def _signature(listed: list[tuple], layer: nn.Module, index: int) -> tuple:
     return modules, weights, tuple(repr(values[index]) for _, _, values in listed)
 
 
-def _lists(config, layers: int) -> list[tuple[object, str, Sequence]]:
+def _lists(config: PreTrainedConfig, layers: int) -> list[tuple[object, str, Sequence]]:
     """What the config lists layer by layer."""
     parts = {id(part): part for part in (config, config.get_text_config())}.values()
     found = [(part, name, values) for part in parts for name, values in vars(part).items()]
@@ -168,7 +180,7 @@ class _FusedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *_):
         query, key, value, _, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
@@ -307,7 +319,7 @@ class StorageTracker(TorchDispatchMode):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(hook)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple = (), kwargs=None):
         result = _run_operation(func, args, kwargs or {})
         if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
             return result
@@ -323,11 +335,11 @@ class StorageTracker(TorchDispatchMode):
         return result
 
 
-def _run_operation(func, args, kwargs):
-    first = args[0] if args else None
-    if func is not torch.ops.aten._grouped_mm.default or first.dtype == torch.bfloat16:
+def _run_operation(func: Callable, args: tuple, kwargs: dict):
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     # Its shape function knows bf16 alone, though other types are computed as well.
+    first = args[0]
     like = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
     return torch.empty_strided(like.shape, like.stride(), dtype=first.dtype, device=first.device)
 
@@ -361,7 +373,8 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
         return owners.get(id(tensor), tracker.outside)
 
     def gradient_is_there(parameter: Tensor) -> None:
-        tracker.move(parameter.grad, "gradients", owner(parameter))
+        if parameter.grad is not None:
+            tracker.move(parameter.grad, "gradients", owner(parameter))
 
     for tensor in inputs.values():
         tracker.hold(tensor, "activations", tracker.outside)
@@ -417,11 +430,13 @@ _TRACED_ROWS = 1024  # of the chunked loss: two chunks
 
 
 def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    head, seen = model.get_output_embeddings(), []
+    head, seen = ask(model, "get_output_embeddings"), []
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"The head is a `{type(head).__name__}`, whose loss is not computed in chunks.")
 
-    def forward(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return hidden[..., :1]
+    def forward(input: Tensor) -> Tensor:
+        seen.append(input)
+        return input[..., :1]
 
     head.forward = forward
     model(input_ids=inputs["input_ids"])
@@ -443,7 +458,7 @@ class _FirstRows(torch.autograd.Function):
         return hidden[:rows]
 
     @staticmethod
-    def backward(ctx, _):
+    def backward(ctx, *_):
         gradient, ctx.gradient = ctx.gradient, None
         return gradient, None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -247,7 +247,7 @@ class Streamed(Resident):
         self.streamer.overlay = displaced
 
     @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> Generator[None]:
         attached = self.streamer.attached
         if attached:
             self.settle()
@@ -260,7 +260,7 @@ class Streamed(Resident):
                 self.streamer.attach()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Generator[None]:
         attached = self.streamer.attached
         self.streamer.attach()
         try:

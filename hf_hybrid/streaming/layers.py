@@ -100,6 +100,12 @@ def rounded_by_autocast(model: nn.Module) -> set[int]:
     return {id(p) for p in model.parameters() if p.dtype == torch.float32 and id(p) in linear - read}
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper of adapters, or the model itself."""
+    get_base = getattr(model, "get_base_model", None)
+    return model if get_base is None else get_base()
+
+
 def ask(model: nn.Module, question: str) -> nn.Module | None:
     """Return the result of `get_input_embeddings` or `get_output_embeddings`, if the model has it."""
     try:

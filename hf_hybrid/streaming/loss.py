@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_hybrid.machine import RandomStates
+from hf_hybrid.streaming.layers import base_model
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class ChunkedCausalLoss:
         reason = self.unsupported_reason(model)
         if reason is not None:
             raise ValueError(f"`model` cannot use the chunked loss: {reason}. Leave its loss as it is.")
-        self.base = _base_model(model)
+        self.base = base_model(model)
         self.head = self.base.get_output_embeddings()
         self.chunk_tokens = chunk_tokens
         self.disagreement: str | None = None  # why the last `agrees` was False
@@ -185,7 +186,7 @@ class ChunkedCausalLoss:
     @staticmethod
     def unsupported_reason(model: nn.Module) -> str | None:
         """Return why `model` cannot use the chunked loss, or `None`. Only `agrees` makes a forward pass."""
-        base = _base_model(model)
+        base = base_model(model)
         if not isinstance(base, PreTrainedModel):
             return f"`{type(base).__name__}` is not a transformers model"
         if base.config.is_encoder_decoder:
@@ -249,7 +250,7 @@ class ChunkedCausalLoss:
         return self.disagreement is None
 
     @contextlib.contextmanager
-    def active(self, inputs: dict[str, Any], probe: torch.Tensor | None = None) -> Iterator[_Call]:
+    def active(self, inputs: dict[str, Any], probe: torch.Tensor | None = None) -> Generator[_Call]:
         """Context in which the next forward pass on this thread, with these `inputs`, computes its loss in chunks."""
         if not self._hooks:
             raise RuntimeError("The chunked loss is not installed. Call `install()` or use it as a context manager.")
@@ -394,12 +395,8 @@ class ChunkedLossSwitch:
 
 
 def _vocabulary_size(model: nn.Module) -> int:
-    base = _base_model(model)  # Trainer also takes modules without a config
+    base = base_model(model)  # Trainer also takes modules without a config
     return getattr(base.config.get_text_config(), "vocab_size", 0) if isinstance(base, PreTrainedModel) else 0
-
-
-def _base_model(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:

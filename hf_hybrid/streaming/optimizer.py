@@ -39,9 +39,23 @@ from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.transfers import Fetched, is_big
 from hf_hybrid.streaming.units import Piece, Unit
 
-_OF_TORCH = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon")
-SEPARABLE = (*_OF_TORCH, "AdamW8bit", "MuonAdamW")
-"""Optimizers that step every parameter by itself, so that units may be stepped at different times."""
+SEPARABLE: dict[str, dict[str, int]] = {
+    "AdamW": {"adamw_torch": 2, "adamw_torch_fused": 2},
+    "Adafactor": {"adafactor": 0},
+    "SGD": {"sgd": 0},
+    "Adagrad": {"adagrad": 1},
+    "RMSprop": {"rmsprop": 1},
+    "MuonAdamW": {"muon": 2},
+    "AdamW8bit": {},
+    **{name: {} for name in ("Adam", "Adamax", "NAdam", "RAdam", "Adadelta", "Muon")},
+}
+"""
+Optimizers that step every parameter by itself, so that units may be stepped at different times. For each class the
+values of `optim` that make it, and how many states it keeps per weight (Adafactor's are far fewer than one; MuonAdamW
+keeps one of a hidden matrix). `optimizer_states="8bit"` makes AdamW8bit; the last are for `optimizers=`.
+"""
+STATES_PER_WEIGHT = {option: states for options in SEPARABLE.values() for option, states in options.items()}
+"""States per weight by `optim`, for the values of `optim` whose optimizers can be streamed."""
 
 
 class UnsupportedOptimizerError(ValueError):
@@ -59,7 +73,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedOptimizerError(
             f"`{type(optimizer).__module__}.{name}` is not known to step each parameter by itself, which streamed "
             "layers need. Choose `optim=adamw_torch_fused`, `optim=muon`, `optimizer_states=8bit`, or one of torch's "
-            f"{', '.join(_OF_TORCH)}; or `memory=off`."
+            f"{', '.join(name for name in SEPARABLE if hasattr(torch.optim, name))}; or `memory=off`."
         )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -215,7 +215,7 @@ class LayerStreamer:
         return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @contextlib.contextmanager
-    def _for_forward(self, unit: Unit) -> Iterator[None]:
+    def _for_forward(self, unit: Unit) -> Generator[None]:
         self.bring_in(unit)
         try:
             with torch.autocast(**autocast_now(self.device)):
@@ -224,7 +224,7 @@ class LayerStreamer:
             self.release(unit)
 
     @contextlib.contextmanager
-    def _for_backward(self, unit: Unit) -> Iterator[None]:
+    def _for_backward(self, unit: Unit) -> Generator[None]:
         """Context of a unit's recomputation. Its weights stay until the backward pass has left the unit."""
         if self._in_backward is not unit:
             self.end_backward()

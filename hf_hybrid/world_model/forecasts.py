@@ -190,7 +190,10 @@ class Calibration:
 
     def mean_errors(self, k: int) -> tuple[float, float, float] | None:
         """Mean absolute error in log loss of forecasts, persistence and power law; `None` before the first."""
-        return tuple(error / self.scored[k] for error in self.errors[k]) if self.scored[k] else None
+        if not self.scored[k]:
+            return None
+        forecast, persistence, law = (error / self.scored[k] for error in self.errors[k])
+        return forecast, persistence, law
 
     def state_dict(self) -> dict:
         """One list by scored horizon; JSON has no integer keys."""

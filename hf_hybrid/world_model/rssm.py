@@ -88,7 +88,10 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(members, 1, outputs)) if bias else None
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return torch.baddbmm(self.bias if add is None else add, x, self.weight)
+        added = self.bias if add is None else add
+        if added is None:
+            raise ValueError("`add` is missing, and this map has no bias.")
+        return torch.baddbmm(added, x, self.weight)
 
 
 class RSSM(nn.Module):
@@ -98,6 +101,15 @@ class RSSM(nn.Module):
     `deterministic` are the units of the GRU; `groups` are the categorical variables of the stochastic state, with
     `classes` each; `hidden` is the width of the hidden layers; `seed` is for the initial weights.
     """
+
+    # Buffers.
+    feature_mean: Tensor
+    feature_scale: Tensor
+    linear: Tensor
+    scale_shift: Tensor
+    """Added to log scales 1, 5 and 20 stretches ahead, interpolated between: calibrated offline on unseen runs."""
+    confidence_map: Tensor
+    """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
 
     _DRIFT = 0.05
     """Log-loss units of an output of 1."""
@@ -139,13 +151,11 @@ class RSSM(nn.Module):
         self.register_buffer("feature_scale", torch.ones(FEATURES))
         self.register_buffer("linear", torch.zeros(members, LINEAR, LINEAR_HORIZON))
         self.register_buffer("scale_shift", torch.zeros(len(SCORED)))
-        """Added to log scales 1, 5 and 20 stretches ahead, interpolated between: calibrated offline on unseen runs."""
         self.register_buffer("confidence_map", torch.tensor([0.0, 1.0]))
-        """Offset and slope of the logit of the confidence: calibrated offline on unseen runs."""
         with torch.no_grad():
             self.gates_action.weight[:, :2] = 0.0
             self.loss_out.weight[:, :, 1] = 0.0
-            self.loss_out.bias[:, 0, 2:] = torch.tensor([-3.5, -4.5])
+            self.loss_out.get_parameter("bias")[:, 0, 2:] = torch.tensor([-3.5, -4.5])
 
     # Inputs.
 

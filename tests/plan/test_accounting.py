@@ -12,8 +12,8 @@ from hf_hybrid.machine import device_memory, workspace_bytes
 from hf_hybrid.plan.accounting import (
     ByteTable,
     ModelShape,
-    Parameter,
-    Unit,
+    ParameterCount,
+    WeightCount,
     format_bytes,
     host_memory,
     measure_held,
@@ -144,30 +144,31 @@ def test_states_at_any_depth():
     assert measure_held(model, optimizer).get("states", "host") == 4 * (3 + 4 + 5)
 
 
-def numbers(unit: Unit) -> tuple[int, int, int]:
+def numbers(unit: WeightCount) -> tuple[int, int, int]:
     return unit.trainable, unit.frozen, unit.muon
 
 
 def test_processes_share_rows():
     """The first holds as many rows as any other, which are filled up."""
-    matrix, norm = Parameter(5 * 8, True, rows=5), Parameter(6, False, rows=6)
+    matrix, norm = ParameterCount(5 * 8, True, rows=5), ParameterCount(6, False, rows=6)
     assert [piece.part(2) for piece in (matrix, norm)] == [3 * 8, 3] and matrix.part(8) == 8
     held = matrix._replace(count=24), norm._replace(count=3)
-    assert Unit(40, 6, 40, (matrix, norm)).part(2) == Unit(24, 3, 20, held)
-    assert Unit(40).part(3).trainable == 14  # whose parameters are not known
+    assert WeightCount(40, 6, 40, (matrix, norm)).part(2) == WeightCount(24, 3, 20, held)
+    assert WeightCount(40).part(3).trainable == 14  # whose parameters are not known
 
 
 def test_shape_of_a_tied_model():
     model = tiny_model()
     shape = ModelShape.of(model, LAYERS)
-    shapes, norm = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)], Parameter(32, True, False, rows=32)
-    matrices = [Parameter(rows * columns, True, rows=rows) for rows, columns in shapes]
-    layer = Unit(LAYER, parameters=(*matrices, norm, norm))
+    shapes, norm = [(32, 32)] * 4 + [(64, 32)] * 2 + [(32, 64)], ParameterCount(32, True, False, rows=32)
+    matrices = [ParameterCount(rows * columns, True, rows=rows) for rows, columns in shapes]
+    layer = WeightCount(LAYER, parameters=(*matrices, norm, norm))
+    embedding = ParameterCount(EMBEDDING, True, False, 256)  # read, and never rounded
     assert shape == ModelShape(
         layers=(layer, layer),
-        embedding=Unit(EMBEDDING, parameters=(Parameter(EMBEDDING, True, False, 256),)),  # read, and never rounded
-        head=Unit(),
-        rest=Unit(32, parameters=(norm,)),
+        embedding=WeightCount(EMBEDDING, parameters=(embedding,)),
+        head=WeightCount(),
+        rest=WeightCount(32, parameters=(norm,)),
         hidden=32,
         vocab=256,
         element_bytes=4,
@@ -196,7 +197,7 @@ def test_shape_of_another_architecture():
     shape = ModelShape.of(model, ["transformer.h.0", "transformer.h.1"])
     assert (shape.hidden, shape.vocab, shape.tied) == (32, 64, True)
     assert shape.total.weights == sum(p.numel() for p in model.parameters())
-    assert not any(piece.rounds for piece in shape.total.pieces), "its matrices are not those of linear layers"
+    assert not any(piece.rounds for piece in shape.total.by_parameter), "its matrices are not those of linear layers"
 
 
 def test_shape_of_adapters():
@@ -207,9 +208,9 @@ def test_shape_of_adapters():
     assert (shape.element_bytes, shape.trainable_bytes) == (2, 4)
     layers, ends, resident = shape.place(stream_embeddings=True)
     assert [numbers(unit) for unit in [*layers, *ends]] == [(0, LAYER, 0)] * 2 + [(0, EMBEDDING, 0), (0, 0, 0)]
-    assert not any(piece.trained for layer in layers for piece in layer.pieces)
+    assert not any(piece.trained for layer in layers for piece in layer.by_parameter)
     assert numbers(resident) == (2 * adapter, 32, 0), "adapters stay on the device"
-    assert sum(piece.count for piece in resident.pieces if piece.trained) == 2 * adapter
+    assert sum(piece.count for piece in resident.by_parameter if piece.trained) == 2 * adapter
 
 
 def test_shape_without_layers_is_refused():

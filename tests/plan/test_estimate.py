@@ -9,9 +9,10 @@ from peft import LoraConfig, get_peft_model
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory
-from hf_hybrid.plan.accounting import ModelShape, Unit, storage_bytes
-from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse, step_floor_seconds, step_traffic
+from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
+from hf_hybrid.plan.estimate import Estimator, Plan, PlanError, refuse
 from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.plan.traffic import step_floor_seconds, step_traffic
 from hf_hybrid.setup import _working_dtypes, make_plan
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers
 from hf_hybrid.streaming.streamer import LayerStreamer
@@ -43,10 +44,10 @@ def plan(shape: ModelShape, **setup) -> Plan:
 
 def llama_8b(**changes) -> ModelShape:
     shape = ModelShape(
-        layers=(Unit(218_112_000),) * 32,
-        embedding=Unit(128256 * 4096),
-        head=Unit(128256 * 4096),
-        rest=Unit(4096),
+        layers=(WeightCount(218_112_000),) * 32,
+        embedding=WeightCount(128256 * 4096),
+        head=WeightCount(128256 * 4096),
+        rest=WeightCount(4096),
         hidden=4096,
         vocab=128256,
         element_bytes=2,
@@ -59,10 +60,10 @@ def llama_8b(**changes) -> ModelShape:
 def adapters_on_50b() -> ModelShape:
     """64 layers of 8192, rank 16 on four matrices each, in fp32 on a bf16 base."""
     return ModelShape(
-        layers=(Unit(1_500_000, 748_400_000),) * 64,
-        embedding=Unit(0, 128256 * 8192),
-        head=Unit(0, 128256 * 8192),
-        rest=Unit(0, 8192),
+        layers=(WeightCount(1_500_000, 748_400_000),) * 64,
+        embedding=WeightCount(0, 128256 * 8192),
+        head=WeightCount(0, 128256 * 8192),
+        rest=WeightCount(0, 8192),
         hidden=8192,
         vocab=128256,
         element_bytes=2,
@@ -365,7 +366,7 @@ IMPOSSIBLE = {
         },
     ),
     "leaps beside the weights": (
-        replace(llama_8b(), layers=(Unit(218_112_000),) * 2),
+        replace(llama_8b(), layers=(WeightCount(218_112_000),) * 2),
         {"sequence_length": 256, "memory": "off", "vram": 14 * GIB, "activation_checkpointing": True},
     ),
     "a frozen base too large for the host": (
@@ -453,8 +454,8 @@ def test_values_out_of_range_are_refused(tiny, options, message):
 
 
 def only_layers(trainable: int, frozen: int, stored: int) -> ModelShape:
-    nothing = Unit()
-    layers = (Unit(trainable, frozen),) * 10
+    nothing = WeightCount()
+    layers = (WeightCount(trainable, frozen),) * 10
     return ModelShape(layers, nothing, nothing, nothing, 4096, 1000, 2, stored, trainable)
 
 

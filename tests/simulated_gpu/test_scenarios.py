@@ -218,9 +218,7 @@ ONLY_ELSEWHERE = {
         "tests/export, on a CPU"
     ),
     "machine.py: return asked or not torch.accelerator.is_available()": "FSDP, which tests/test_machine.py asks for",
-    "plan/estimate.py: taken = pinned_bytes if setup.cpu_offload and per.on_gpu else lambda size: size": (
-        "tests/plan/test_shared_plans.py"
-    ),
+    "plan/step_memory.py: pinned = self.setup.cpu_offload and self.per.on_gpu": "tests/plan/test_shared_plans.py",
     "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
     "plan/setups.py: return self.vram": "`hf-hybrid plan`, which needs no device",
     "recovery.py: return None": "a CPU, which nothing watches",

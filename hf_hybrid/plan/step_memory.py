@@ -1,0 +1,450 @@
+"""
+What a step holds, from its beginning to its end: of a resident model that was not traced, a streamed and a shared one.
+
+Each kind of step is a class, and its methods follow the course of the step. Some bytes are there all the time; they go
+into the table as they are. Others are there at one moment only: a layer is recomputed, the loss is computed, weights
+are updated. These moments never coincide, so only the largest of them counts ([`add_largest`]).
+
+- [`UntracedStep`]: everything lies on the device, and activations are estimated.
+- [`StreamedStep`]: layers lie on the host and visit the device.
+- [`SharedStep`]: FSDP2 spreads the rows of all weights over processes.
+
+A *unit* is what travels or is gathered as one: a layer, the embeddings or the head. All sizes are in bytes unless a
+name says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from hf_hybrid.machine import locked_bytes, pinned_bytes
+from hf_hybrid.plan.accounting import ByteTable, ModelShape, ParameterCount, WeightCount
+from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.trace import Activations, Shared, eight_bit_sizes
+from hf_hybrid.streaming.units import padded
+
+# Without a trace: what autograd saves in a layer per token, hidden unit and byte of an activation, and how much more
+# recomputing it holds (a Llama in bf16 and SDPA attention: 49 B); fp32 tensors as large as the logits, of all tokens or
+# of two chunks, that the loss holds.
+SAVED_BY_A_LAYER, RECOMPUTED_LAYER = 49 / 2, 1.15
+LOGIT_COPIES, CHUNK_LOGIT_COPIES, CHUNK_TOKENS = 2.5, 2, 1024
+# Bytes of an 8-bit state per element: a code, and an fp32 absolute maximum per block of 256.
+EIGHT_BIT_STATE = 1 + 4 / 256
+# The 8-bit update works on so many elements at a time. Scratch in bytes per element: of bf16 weights, fp32 copies of
+# weights and gradient, random bits, and what is rounded; of fp32 weights, a mask of codes.
+UPDATE_CHUNK, UPDATE_SCRATCH = 2**24, {2: 13, 4: 1}
+# Orthogonalising, in Muon's step or a leap, holds of one matrix an fp32 tensor and at most four of its size in bf16;
+# leaps on the host compute in fp32.
+MUON_SCRATCH, LEAP_SCRATCH_ON_HOST = 4 + 4 * 2, 4 * 4
+
+DeviceBytes = dict[str, float]
+"""What one moment of a step adds on the device, by category."""
+
+
+def add_largest(table: ByteTable, *moments: DeviceBytes) -> None:
+    """Add the largest of several moments that never coincide."""
+    for category, count in max(moments, key=lambda moment: sum(moment.values())).items():
+        table.add(category, "device", count)
+
+
+# What a weight takes.
+
+
+class PerWeight(NamedTuple):
+    """Bytes per weight."""
+
+    trainable: int
+    frozen: int
+
+
+class WeightBytes:
+    """
+    What a model's weights, gradients, states and buffers take under a setup.
+
+    Attributes:
+        stored: Bytes of a weight in the dtype it is kept in.
+        computed: Bytes of a weight in the dtype it computes in: under autocast at most two.
+        second_copy: Bytes of the rounded copy beside a weight that does not compute as it is stored, else 0.
+        int8_layer: Bytes of a frozen weight of a layer that travels in int8, with its share of an fp32 scale per row;
+            `None` if nothing travels in int8.
+        state: Bytes of optimizer states per trainable weight.
+        update_scratch: Bytes that the 8-bit update works in.
+        orthogonal_device, orthogonal_host: Bytes that Muon or a leap works in while it orthogonalises its largest
+            matrix.
+        leap_values: fp32 values that the direction of leaps keeps of a trainable weight.
+        leap: Bytes per trainable weight of these values and of the snapshot before a leap; 0 without leaps.
+        slot: Bytes of a device slot, which the largest layer fits into.
+        locked: The page-locked bytes that a buffer takes on the host. On a CPU nothing is locked.
+    """
+
+    def __init__(self, shape: ModelShape, setup: Setup):
+        self.shape, self.setup = shape, setup
+        self.on_gpu = setup.accelerator == "cuda"
+        self.locked: Callable[[int], int] = locked_bytes if self.on_gpu else lambda size: size
+        self.stored = PerWeight(shape.trainable_bytes, shape.element_bytes)
+        self.computed = PerWeight(*(min(size, 2) if setup.autocast else size for size in self.stored))
+        pairs = zip(self.computed, self.stored)
+        self.second_copy = PerWeight(*(computed if computed < stored else 0 for computed, stored in pairs))
+        self.int8_layer = 1 + 4 / shape.hidden if setup.base_precision == "int8" else None
+        self.eight_bit = setup.optimizer_states == "8bit"
+        self.state = setup.states_per_weight * (EIGHT_BIT_STATE if self.eight_bit else self.stored.trainable)
+        chunk = min(shape.largest_trainable, UPDATE_CHUNK) if self.eight_bit else 0
+        self.update_scratch = math.ceil(chunk * UPDATE_SCRATCH.get(shape.trainable_bytes, 1))
+        leap_matrix = shape.largest_leap if setup.leaps else 0
+        self.orthogonal_device = MUON_SCRATCH * max(shape.largest_muon, leap_matrix)
+        self.orthogonal_host = max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap_matrix)
+        self.leap_values = setup.values_per_weight or 0
+        self.leap = 4 * self.leap_values + self.stored.trainable if setup.leaps else 0
+        self.slot = max(self.packed(layer.split()[0], int8=True) for layer in set(shape.layers))
+
+    def states(self, unit: WeightCount) -> float:
+        """Bytes of optimizer states: Muon keeps one tensor per weight."""
+        return unit.trainable * self.state - unit.muon * self.stored.trainable
+
+    def largest_gradient(self, unit: WeightCount) -> int:
+        """Bytes of the largest gradient of a unit, in the dtype of its master."""
+        return self.stored.trainable * max((p.count for p in unit.by_parameter if p.trained), default=0)
+
+    # Of a unit that travels.
+
+    def travelling(self, parameter: ParameterCount) -> int:
+        """Bytes of one of its weights as it travels, but for int8: rounded if autocast rounds it anyway."""
+        sizes = self.computed if parameter.rounds else self.stored
+        return sizes.trainable if parameter.trained else sizes.frozen
+
+    def packed(self, unit: WeightCount, *, int8: bool = False) -> int:
+        """Bytes of its weights as they travel, in one buffer; with `int8` frozen ones in int8, if the setup says so."""
+
+        def size(parameter: ParameterCount) -> float:
+            in_int8 = int8 and self.int8_layer is not None and not parameter.trained
+            return self.int8_layer if in_int8 else self.travelling(parameter)
+
+        return sum(padded(math.ceil(p.count * size(p))) for p in unit.by_parameter)
+
+    def rounded_weights(self, unit: WeightCount) -> int:
+        """Number of its trained weights that travel rounded, beside masters that stay on the host."""
+        trained = (p for p in unit.by_parameter if p.trained)
+        return sum(p.count for p in trained if self.travelling(p) < self.stored.trainable)
+
+    def gradients(self, unit: WeightCount) -> int:
+        """Bytes of its gradients on the device, and as they leave it. The host converts them."""
+        return sum(p.count * self.travelling(p) for p in unit.by_parameter if p.trained)
+
+    def leaving(self, unit: WeightCount, passes: int, together: int = 1) -> int:
+        """
+        Bytes of its gradients on the device until they have left.
+
+        Gradients are added up in the dtype of the masters in two cases: those of micro-batches that are walked
+        `together`, on the device; and on a GPU those of later `passes`, onto a sum that comes back from the host.
+        """
+        sums_on_the_way = passes > 1 and self.on_gpu
+        sums_while_walking = together > 1 and self.rounded_weights(unit) > 0
+        if not (sums_on_the_way or sums_while_walking):
+            return self.gradients(unit)
+        return self.stored.trainable * unit.trainable + self.largest_gradient(unit)
+
+    def add_to_host(self, table: ByteTable, unit: WeightCount, *, int8: bool, times: int = 1) -> None:
+        """Add what the host holds of so many such units: buffers that are page-locked take more than their size."""
+        trained = [p.count for p in unit.by_parameter if p.trained]
+        masters = 0
+        for parameter in unit.by_parameter:
+            in_int8 = int8 and self.int8_layer is not None and not parameter.trained
+            stored = self.stored.trainable if parameter.trained else self.stored.frozen
+            if self.travelling(parameter) < stored and not in_int8:
+                size = parameter.count * stored
+                # Only an update on the device makes masters travel.
+                masters += self.locked(size) if self.eight_bit else size
+        table.add("weights", "host", times * (self.locked(self.packed(unit, int8=int8)) + masters))
+        # Gradients land in the end of the buffers that they are converted in.
+        gradients = sum(self.locked(count * self.stored.trainable) for count in trained)
+        table.add("gradients", "host", times * gradients)
+        # The optimizer allocates states in full precision, which do not travel; those in 8 bits do.
+        states = self.states(unit)
+        if self.eight_bit:
+            states = sum(self.locked(size) for count in trained for size in eight_bit_sizes(count))
+        table.add("states", "host", times * states)
+
+    # What is there all the time.
+
+    def held(self, resident: WeightCount, *, streamed: bool = False) -> ByteTable:
+        """A table of what `resident` weights hold on the device, with gradients and states, and of what leaps keep."""
+        table = ByteTable()
+        table.add("weights", "device", resident.bytes(self.stored))
+        table.add("gradients", "device", resident.trainable * self.stored.trainable)
+        table.add("states", "device", self.states(resident))
+        table.add("buffers", "device", self.shape.buffer_bytes + self.setup.workspaces(streamed))
+        self.add_leaps(table, resident)
+        return table
+
+    def add_leaps(self, table: ByteTable, resident: WeightCount) -> None:
+        """Add what leaps keep: beside `resident` weights on the device if the setup says so, and else on the host."""
+        if not self.setup.leaps:
+            return
+        beside = resident.trainable if self.setup.buffers_device == "auto" else 0
+        for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
+            scratch = 4 * self.shape.largest_trainable if weights > 0 else 0
+            table.add("drift", place, weights * self.leap + scratch)
+        if self.setup.buffers_device == "cpu":
+            # Buffers on the host are page-locked where the weights lie on a GPU, and then take more than their size.
+            counts = [p.count for p in resident.by_parameter if p.trained]
+            values = sum(self.leap_values * self.locked(4 * count) for count in counts)
+            snapshots = sum(self.locked(count * self.stored.trainable) for count in counts)
+            table.add("drift", "host", values + snapshots - self.leap * sum(counts))
+
+
+# Steps.
+
+
+def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
+    """Estimate the activations of a model that was not traced, from its hidden size and vocabulary."""
+    width = max(min(shape.element_bytes, 2 if setup.autocast else 4), 2)
+    boundary = setup.tokens * shape.hidden * width
+    rows = min(setup.tokens, CHUNK_TOKENS) if setup.chunked_loss else setup.tokens
+    logits = rows * shape.vocab * 4 * (CHUNK_LOGIT_COPIES if setup.chunked_loss else LOGIT_COPIES)
+    layer = RECOMPUTED_LAYER * SAVED_BY_A_LAYER * boundary
+    return Activations(0, boundary, boundary, math.ceil(layer), math.ceil(logits))
+
+
+class UntracedStep:
+    """
+    A step with everything on the device, of a model that could not be traced.
+
+    In forward each layer leaves activations for its backward pass: its boundary if layers are checkpointed, and else
+    all that autograd saves. Then the loss is computed, layers are recomputed if they are checkpointed, and the weights
+    are updated.
+    """
+
+    def __init__(self, shape: ModelShape, setup: Setup, active: Activations):
+        self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
+
+    def table(self, parked: float) -> ByteTable:
+        """What the device holds at its largest moment; of the layers' activations, `parked` bytes wait on the host."""
+        shape = self.shape
+        table = self.per.held(shape.total)
+        table.add("weights", "device", shape.total.bytes(self.per.second_copy))  # autocast's casts, kept by autograd
+        left = self.active.boundary * (1 if self.setup.checkpointed else SAVED_BY_A_LAYER)
+        table.add("activations", "device", len(shape.layers) * left - parked)
+        add_largest(table, self.recomputing(), self.loss(), self.update())
+        return table
+
+    def loss(self) -> DeviceBytes:
+        """Head and loss compute: logits, and their copies."""
+        return {"activations": self.active.loss}
+
+    def recomputing(self) -> DeviceBytes:
+        """A checkpointed layer runs once more and goes backward: all that autograd saves of it is there again."""
+        return {"activations": self.active.layer if self.setup.checkpointed else 0}
+
+    def update(self) -> DeviceBytes:
+        """The optimizer steps: scratch of 8-bit states, and of orthogonalising."""
+        return {"buffers": self.per.update_scratch + self.per.orthogonal_device}
+
+
+class StreamedStep:
+    """
+    A step of a streamed model, whose layers (and maybe embeddings and head) live on the host and visit the device.
+
+    1. [`update`]: just before its forward pass a unit gets the update that the last step put off. With exact states
+       the host does it. With 8-bit states the device does, for which gradients and states travel there too.
+    2. Forward: each layer computes in its slot and leaves its boundary, of every micro-batch in flight. Backward holds
+       more, so this is no moment of its own.
+    3. [`loss`]: head and loss compute.
+    4. [`recomputing`]: backward, each layer visits the device again, is recomputed, and its gradients leave.
+
+    On a GPU what was sent before is still leaving in each of these moments ([`still_leaving`]).
+    """
+
+    def __init__(
+        self, shape: ModelShape, setup: Setup, active: Activations, resident_layers: int, stream_embeddings: bool
+    ):
+        self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
+        self.layers, self.ends, self.resident = shape.place(stream_embeddings)
+        self.stream_embeddings = stream_embeddings
+        # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
+        self.slots = (setup.prefetch_layers + 1 + resident_layers) * self.per.slot
+        # The output before the last is parked as well, though it is needed again at once.
+        waiting = (len(self.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
+        self.parked = waiting * active.output
+        self.parked_locked = waiting * self.per.locked(active.output)
+        # Gradients of embeddings or head leave after each micro-batch; those of a layer after each pass.
+        self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
+        self.gradients_of_an_end = max(self.per.leaving(end, setup.gradient_accumulation_steps) for end in self.ends)
+        self.gradients_of_a_layer = max(
+            self.per.leaving(layer, self.passes, setup.micro_batches_in_flight) for layer in set(self.layers)
+        )
+
+    def table(self) -> ByteTable:
+        """What the device holds at its largest moment, and the host between steps."""
+        table = self.per.held(self.resident, streamed=True)
+        self._add_visitors(table)
+        self._add_boundaries(table)
+        self._add_to_host(table)
+        add_largest(table, self.recomputing(), self.loss(), self.update())
+        return table
+
+    def _add_visitors(self, table: ByteTable) -> None:
+        """Weights that visit the device: a slot for each layer, and one unit of embeddings or head."""
+        table.add("weights", "device", self.slots + max(self.per.packed(end) for end in self.ends))
+        if self.per.int8_layer is not None:  # a layer in int8 is expanded where it computes
+            table.add("buffers", "device", max(layer.frozen for layer in self.layers) * self.per.computed.frozen)
+
+    def _add_boundaries(self, table: ByteTable) -> None:
+        """What layers leave for their backward pass: on the device, or with `offload_activations` all but two there."""
+        near = min(len(self.layers), 2) if self.setup.offload_activations else len(self.layers)
+        of_a_micro_batch = self.active.always + near * self.active.boundary
+        table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
+        table.add("activations", "host", self.parked_locked)
+
+    def _add_to_host(self, table: ByteTable) -> None:
+        """Weights, gradients and states of what is streamed, rounded copies that travel, and scratch of an update."""
+        for layer, times in Counter(self.layers).items():
+            self.per.add_to_host(table, layer, int8=True, times=times)
+        for end in self.ends:
+            self.per.add_to_host(table, end, int8=False)
+        table.add("buffers", "host", self.per.orthogonal_host)
+
+    def still_leaving(self) -> int:
+        """
+        Bytes that were sent to the host and have not arrived, up to the limit that `Transfers.most_leaving` sets: the
+        gradients of a unit; if nothing that travels is trained, parked activations. On a CPU a copy is over at once.
+        """
+        gradients = self.per.stored.trainable * max(unit.trainable for unit in (*self.layers, *self.ends))
+        leaving = gradients or min(self.slots, self.parked)
+        return leaving if self.per.on_gpu else 0
+
+    def update(self) -> DeviceBytes:
+        """A unit is updated before its forward pass; on the device only with 8-bit states."""
+        moment: DeviceBytes = {"gradients": self.still_leaving()}
+        if self.per.eight_bit:
+            per = self.per
+            # Gradients and states are there, and masters where the slot holds a rounded copy. Those of the layers that
+            # are fetched ahead arrive already.
+            masters = per.stored.trainable if per.second_copy.trainable else 0
+            per_weight = per.stored.trainable + per.state + masters
+            updated = max(unit.trainable for unit in (*self.layers, *self.ends))
+            arriving = max(layer.trainable for layer in self.layers) * self.setup.prefetch_layers
+            moment["buffers"] = (updated + arriving) * per_weight + per.update_scratch
+        return moment
+
+    def loss(self) -> DeviceBytes:
+        """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""
+        moment = {"activations": self.active.loss, "gradients": self.gradients_of_an_end + self.still_leaving()}
+        if not self.stream_embeddings:  # autocast's cast of the head; one that travels comes rounded
+            moment["buffers"] = self.shape.vocab * self.shape.hidden * self.per.second_copy.trainable
+        return moment
+
+    def recomputing(self) -> DeviceBytes:
+        """A layer runs once more and goes backward: what autograd saves of it, and its gradients, which leave."""
+        # On a CPU the gradient of embeddings or head is counted beside the layer that computes next.
+        beside = self.still_leaving() if self.per.on_gpu else self.gradients_of_an_end
+        return {"activations": self.active.layer, "gradients": self.gradients_of_a_layer + beside}
+
+
+def growing_gradient_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes per weight of the rows of gradients that grow on a process's device while a shared step goes backward."""
+    sent_at_once = setup.gradient_accumulation_steps == 1 and not setup.cpu_offload
+    return shape.trainable_bytes if sent_at_once else 0
+
+
+def estimated_shared_activations(shape: ModelShape, setup: Setup, gradient: int) -> tuple[Shared, Shared]:
+    """
+    Estimate [`SharedStep`]'s `at_layer` and `at_loss` of a model that was not traced; `gradient`: bytes per weight of
+    the rows of gradients that grow.
+    """
+    active = estimated_activations(shape, setup)
+    kept = len(shape.layers) * (1 if setup.checkpointed else SAVED_BY_A_LAYER) * active.boundary
+    gradients = gradient * shape.total.trainable / setup.processes
+    return Shared(kept + active.layer, gradients), Shared(kept + active.loss, 0)
+
+
+class SharedStep:
+    """
+    A step of one of several processes that share the rows of weights, gradients and states by FSDP2.
+
+    Rows lie on the device, or with `cpu_offload` on the host. FSDP2 gathers the weights of a whole group while it
+    computes. A group is a layer, the embeddings, or what comes last: norm and head, with embeddings that are tied.
+
+    1. Forward: a layer computes. Backward holds more, so this is no moment of its own.
+    2. [`loss`]: the last group computes; its weights stay from here to the end of its backward pass.
+    3. [`layer_backward`]: a layer goes backward, and its gradients are sent to the processes whose rows they are.
+    4. [`clipping`]: all gradients are there.
+    5. [`orthogonalising`]: Muon's update or a leap needs whole matrices.
+
+    `at_layer` and `at_loss` are the activations at 3 and 2, and the rows of gradients that have grown by then; a trace
+    gives both, for gradients of [`growing_gradient_bytes`].
+    """
+
+    def __init__(self, shape: ModelShape, setup: Setup, at_layer: Shared, at_loss: Shared):
+        self.at_layer, self.at_loss, processes = at_layer, at_loss, setup.processes
+        self.part = part = shape.part(processes)
+        # Buffers of leaps go where the rows go.
+        self.setup = setup = replace(setup, buffers_device="cpu") if setup.cpu_offload else setup
+        self.rows, self.per = part.total, WeightBytes(part, setup)
+        per = self.per
+        last = functools.reduce(WeightCount.join, [part.head, part.rest, *([part.embedding] if part.tied else [])])
+        groups = {*part.layers} if part.tied else {*part.layers, part.embedding}
+        self.gathered_last = processes * last.bytes(per.computed)
+        self.gathered = processes * max(group.bytes(per.computed) for group in groups)
+        self.gradients_of_last = processes * per.computed.trainable * last.trainable
+        self.gradients_of_group = processes * per.computed.trainable * max(group.trainable for group in groups)
+        self.largest_matrix = max(shape.largest_muon, shape.largest_leap if setup.leaps else 0)
+
+    def table(self) -> ByteTable:
+        """What the device holds at its largest moment, and the host between steps."""
+        setup, per, table = self.setup, self.per, ByteTable()
+        place = "host" if setup.cpu_offload else "device"
+        for parameter in self.rows.by_parameter:
+            stored = per.stored.trainable if parameter.trained else per.stored.frozen
+            table.add("weights", place, self._taken(parameter.count * stored))
+            table.add("states", place, 4 if parameter.trained else 0)  # the number of the step
+        table.add("states", place, per.states(self.rows))
+        table.add("buffers", "device", self.part.buffer_bytes + setup.workspaces(False))
+        per.add_leaps(table, self.rows)
+        if setup.cpu_offload:
+            table.add("gradients", "host", self._gradients())
+        if setup.gradient_accumulation_steps > 1:  # whole gradients: none is sent before the last micro-batch
+            gradients = setup.processes * per.computed.trainable * self.rows.trainable
+            table.add("gradients", "device", gradients)
+        add_largest(table, self.loss(), self.layer_backward(), self.clipping(), self.orthogonalising())
+        return table
+
+    def _taken(self, size: int) -> int:
+        """Bytes that a tensor of rows takes: torch page-locks those that it offloads from a GPU."""
+        pinned = self.setup.cpu_offload and self.per.on_gpu
+        return pinned_bytes(size) if pinned else size
+
+    def _gradients(self) -> int:
+        """Bytes of the rows of all gradients."""
+        trained = (p.count for p in self.rows.by_parameter if p.trained)
+        return sum(self._taken(count * self.per.stored.trainable) for count in trained)
+
+    def loss(self) -> DeviceBytes:
+        """The last group computes, and goes backward; the next group is received before this one has computed."""
+        return {
+            "activations": self.at_loss.activations,
+            "weights": self.gathered_last + max(self.gathered_last, self.gathered),  # received, then copied
+            "gradients": self.at_loss.gradients + self.gradients_of_last,
+        }
+
+    def layer_backward(self) -> DeviceBytes:
+        """A layer goes backward; what was sent of gradients lasts until that of the next group is due."""
+        sent = max(self.gradients_of_group, self.gradients_of_last)
+        return {
+            "activations": self.at_layer.activations,
+            "weights": 2 * self.gathered,
+            "gradients": self.at_layer.gradients + self.gradients_of_group + sent,
+        }
+
+    def clipping(self) -> DeviceBytes:
+        """The rows of all gradients are there."""
+        return {"gradients": 0 if self.setup.cpu_offload else self._gradients()}
+
+    def orthogonalising(self) -> DeviceBytes:
+        """Muon or a leap: the rows of all results; a matrix that was received, one to be sent, and scratch."""
+        results = 4 * sum(layer.trainable for layer in self.part.layers) if self.largest_matrix else 0
+        return {"buffers": results + (2 * 4 + MUON_SCRATCH) * self.largest_matrix}
