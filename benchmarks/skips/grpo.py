@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from datasets import Dataset
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.texts import language_reference
 from benchmarks.timing import Stopwatch
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
@@ -42,10 +42,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def prompts(share: float, count: int = 200) -> Dataset:
     """Begins of passages of Python's documentation; of each ten in a row, `share` are easy."""
-    names = sorted(topics.topics)
-    rows = [
-        f"{'+' if i % 10 < round(10 * share) else '-'}{topics.topics[names[i % len(names)]][:40]}" for i in range(count)
-    ]
+    texts = language_reference()
+    rows = [f"{'+' if i % 10 < round(10 * share) else '-'}{texts[i % len(texts)][:40]}" for i in range(count)]
     return Dataset.from_dict({"prompt": [row.replace("\n", " ") for row in rows]})
 
 
