@@ -80,6 +80,8 @@ def hybrid_trainer(model: PreTrainedModel, folder: str) -> Trainer:
     """Make a HybridTrainer whose phases are so short that all happen within HYBRID_STEPS steps."""
     config = HybridConfig(
         **_arguments(folder, HYBRID_STEPS),
+        direction="orthogonal",  # skips steps from the first leap on
+        leap_budget=1e6,  # a step of so few tokens costs little beside a leap
         warmup_phase_steps=2,
         full_phase_steps=2,
         correct_phase_steps=1,

@@ -52,6 +52,23 @@ def reward(prompts, completions, **_) -> list[float]:
     return [1.0 if p[0] == "+" else sum(map(ord, c)) % 7 / 7 for p, c in zip(prompts, completions)]
 
 
+class UpdateClock:
+    """CPU seconds of `training_step`: generating completions with their rewards, and the update."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._step, self._generation = Stopwatch(), Stopwatch()
+        trainer.training_step = self._step.around(trainer.training_step)
+        trainer._generate_and_score_completions = self._generation.around(trainer._generate_and_score_completions)
+
+    @property
+    def generation(self) -> float:
+        return self._generation.seconds
+
+    @property
+    def update(self) -> float:
+        return self._step.seconds - self._generation.seconds
+
+
 def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[str, torch.Tensor], dict]:
     """Return the CPU seconds of the update phase, the weights at the end, and what was left out."""
     trainer_class, config_class = ARMS[arm]
@@ -70,13 +87,11 @@ def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[
         )  # fmt: skip
         model, data = LlamaForCausalLM(config), prompts(share)
         trainer = trainer_class(model, reward, args, train_dataset=data, processing_class=make_tokenizer())
-        whole, generation = Stopwatch(), Stopwatch()
-        trainer.training_step = whole.around(trainer.training_step)
-        trainer._generate_and_score_completions = generation.around(trainer._generate_and_score_completions)
+        clock = UpdateClock(trainer)
         trainer.train()
         found = trainer.hybrid_summary() if arm == "hybrid" else {}
     weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    return whole.seconds - generation.seconds, weights, found
+    return clock.update, weights, found
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.report import matched_steps
+from benchmarks.speedup.tasks import QUIET, quickstart
 from benchmarks.workers import keep_busy
 
 HERE = Path(__file__).resolve().parent
@@ -62,8 +63,6 @@ def data() -> dict:
         import torch
         from transformers.utils import logging
 
-        from benchmarks.speedup.tasks import quickstart
-
         torch.set_num_threads(1)
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
@@ -94,8 +93,7 @@ def make(run: Run) -> dict:
         values = {
             **{"output_dir": folder, "max_steps": run.steps, "learning_rate": run.rate, "seed": run.seed},
             **{"optim": run.optim, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32},
-            **{"warmup_steps": 0.05, "use_cpu": True, "save_strategy": "no", "report_to": "none"},
-            **{"disable_tqdm": True, "logging_steps": 10**9, "dataloader_pin_memory": False},
+            **{"warmup_steps": 0.05, "use_cpu": True, **QUIET},
         }
         if hybrid:
             values |= {"lr_rescue": "off", "enable_predict": run.arm == "hybrid"}

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.tasks import TASKS, TextAndModels, training_arguments
+from benchmarks.speedup.tasks import QUIET, TASKS, TextAndModels, training_arguments
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.run import LeapRun
@@ -70,8 +70,7 @@ def build(arm: str, sources, steps: int, folder: str, clock: StepClock):
     data = sources.split("code")
     values = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 2e-3, "per_device_train_batch_size": 8,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9,
-        "dataloader_pin_memory": False,
+        **QUIET,
     }  # fmt: skip
     model = sources.model(TASKS["code"], 0)
     common = {"train_dataset": data["train"], "callbacks": [clock]}

@@ -21,6 +21,14 @@ PROBE, TEST = 64, 480
 DEFAULT_RATE, TRL_RATE, DPO_RATE = 5e-5, 2e-5, 1e-6
 """What `Trainer` trains with if nothing is said, TRL's `SFTTrainer`, and its `DPOTrainer`."""
 
+QUIET = {
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 10**9,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of runs that save, log and show nothing."""
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
 """
 Options with which plain AdamW was best from scratch (docs/evaluation.md), beside `Trainer`'s linear decay to zero.
@@ -345,11 +353,7 @@ def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder
         "seed": seed,
         "per_device_train_batch_size": task.batch,
         "per_device_eval_batch_size": 2 * task.batch,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_steps": 10**9,
-        "dataloader_pin_memory": False,
         "use_cpu": device() == "cpu",
+        **QUIET,
         **task.options,
     }
