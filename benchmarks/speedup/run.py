@@ -22,7 +22,6 @@ says how to get it. The peers want `pip install -r benchmarks/requirements.txt`,
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -110,15 +109,6 @@ def run_all(args, wanted_now: Callable[[], list[Run]], search: Search) -> None:
     keep_busy(make, missing, add, workers=args.workers, minutes=args.minutes)
 
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say on what runs are made, and for how long."""
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
-    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
-    parser.add_argument("--report", action="store_true", help="Only report what is there.")
-
-
 def named(args, arms: list[str]) -> list[Run]:
     """The runs that `--rate` names, the first seed of every arm before the second."""
     runs = itertools.product(args.task, args.seeds, arms, args.rate)
@@ -136,7 +126,11 @@ def main() -> None:
     parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")
     parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
     parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
-    add_machine_options(parser)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
+    parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
+    parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
     results = results_of(args)
     if not args.report:
