@@ -348,6 +348,14 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(nav_pages(config["nav"])) == pages
 
 
+def test_the_first_page_lists_every_page():
+    """The README says that it does."""
+    first = DOCS / "index.md"
+    listed = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)\s#]+\.md)", prose(first))}
+    missing = sorted(page_name(path) for path in set(DOCS.rglob("*.md")) - {first} if path.resolve() not in listed)
+    assert not missing, f"docs/index.md does not list {missing}"
+
+
 def test_symbols_of_the_api_pages_exist_and_are_documented():
     symbols = [name for path in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)", prose(path), re.M)]
     assert len(symbols) > 10
