@@ -27,6 +27,7 @@ from pathlib import Path
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import quickstart
+from benchmarks.texts import language_reference
 
 HERE = Path(__file__).resolve().parent
 FORMATS = ("gguf-q4_m", "gguf-q5_1", "nf4", "gguf-q4_0", "gguf-q4_1", "int8", "gguf-q8_0")
@@ -105,14 +106,12 @@ def reorder(folder: Path, to: Path) -> Path:
     return to
 
 
-def language_reference(folder: Path) -> list[dict]:
+def reference_batches(folder: Path) -> list[dict]:
     """Batches of Python's language reference, spread over the whole of it."""
-    from pydoc_data.topics import topics
-
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"]
+    ids = tokenizer("\n\n".join(language_reference()))["input_ids"]
     count, length = SEQUENCES["smollm2"]  # and of `reordered`
     starts = range(0, len(ids) - length, len(ids) // count)
     return batches([ids[start : start + length] for start in starts][:count])
@@ -168,7 +167,7 @@ def main() -> None:
             held_out = quickstart_run(source)[0]
         else:
             source = FOLDER if args.model == "smollm2" else reorder(FOLDER, source)
-            held_out = language_reference(source)
+            held_out = reference_batches(source)
         prompt = held_out[0]["input_ids"][:1, :16].tolist()
         for name in missing:
             exported = Path(folder, name)

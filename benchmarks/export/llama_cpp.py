@@ -17,10 +17,10 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from pydoc_data.topics import topics
 
-from benchmarks.export.formats import language_reference
+from benchmarks.export.formats import reference_batches
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.texts import language_reference
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parents[1] / "tests" / "rig" / "llama_cpp.mjs"
@@ -55,9 +55,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = Results(args.results, "llama_cpp", ("model", "format"))
-    held_out, tokenizer = language_reference(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    held_out, tokenizer = reference_batches(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
     rows = [row for batch in held_out for row in batch["input_ids"].tolist()]
-    texts = [topics[name] for name in sorted(topics)][:TEXTS]
+    texts = language_reference()[:TEXTS]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     original = measure.held_out(formats.load(FOLDER, torch.float32), held_out)
     version = json.loads(Path(module, "package.json").read_text())["version"]

@@ -27,7 +27,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.tasks import BATCH, TASKS, TextAndModels
+from benchmarks.speedup.tasks import BATCH, QUIET, TASKS, TextAndModels
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
 BASELINE = "adamw"
@@ -45,8 +45,7 @@ def train(sources: TextAndModels, arm: str, seed: int, steps: int, rate: float) 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, max_steps=steps, learning_rate=rate, seed=seed, per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=16, save_strategy="no", report_to="none", disable_tqdm=True,
-            logging_steps=10**9, dataloader_pin_memory=False,
+            per_device_eval_batch_size=16, **QUIET,
         )  # fmt: skip
         own = None if options is None else (AdamW8bit, {"lr": rate, "seed": seed, **options})
         trainer = Trainer(

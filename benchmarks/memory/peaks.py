@@ -5,12 +5,11 @@ Peak memory and time per optimizer step: streamed training, resident training an
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
     python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
-    python -m benchmarks.memory.peaks --gpu --dry_run     # the same with tiny models on the CPU
     python -m benchmarks.memory.peaks --report            # the table from what is there
 
 Every mode runs in a process of its own, one after the other, on random weights and tokens; nothing is downloaded.
 `--models`, `--modes` and `--tokens` choose rows. Each row is appended to the results as soon as it is measured, and a
-finished row is not measured again. `--smoke` and `--dry_run` write to a temporary file unless `--results` names one.
+finished row is not measured again. `--smoke` writes to a temporary file unless `--results` names one.
 On a machine with several GPUs, the processes see the first that is visible here.
 
 Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
@@ -318,34 +317,25 @@ def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
 
 def chosen_job(args: argparse.Namespace) -> Job:
     """Make the job from the options; its defaults depend on the scale."""
-    tiny = args.smoke or args.dry_run
     models = MODELS if args.gpu else ON_CPU
     models = {name: model for name, model in models.items() if args.models is None or name in args.models}
-    if tiny:
+    if args.smoke:
         models = {name: replace(model, **TINY) for name, model in models.items()}
-    if args.dry_run:
-        # The goals of the real models have room for all of a tiny one: what they lead to is asked for instead.
-        tiny_too = {"device_goal": None, "host_goal": None, "vocab": 32000}
-        models = {
-            name: replace(model, **tiny_too, options={**model.options, "stream_embeddings": True})
-            for name, model in models.items()
-        }
-    sequence = 32 if tiny else 2048 if args.gpu else 128
+    sequence = 32 if args.smoke else 2048 if args.gpu else 128
     windows = [1, 4, 8] if args.gpu else [4]
     if args.tokens:
         windows = [max(tokens // (2048 if args.gpu else sequence), 1) for tokens in args.tokens]
     modes = args.modes or (SMOKE_MODES if args.smoke else tuple(MODES))
-    real = args.gpu and not args.dry_run
     return Job(
         models=models,
         modes=modes,
-        device="cuda" if real else "cpu",
+        device="cuda" if args.gpu else "cpu",
         sequence=sequence,
         windows=sorted(set(windows)),
         steps=args.steps or (4 if args.gpu or args.smoke else 6),
-        product=256 if tiny else 8192 if real else 1024,
+        product=256 if args.smoke else 8192 if args.gpu else 1024,
         cap_gib=args.cap_gib if args.gpu else None,
-        host_gib=args.host_gib if real else None,
+        host_gib=args.host_gib if args.gpu else None,
         row_seconds=args.row_seconds,
         results=Results(args.results, "peaks", KEY),
         machines=Results(args.results, "machine", ("device",)),
@@ -357,7 +347,6 @@ def parse() -> argparse.Namespace:
     parser = command_line(__doc__, HERE)
     parser.add_argument("--gpu", action="store_true", help="The Llama shapes under a cap of device memory.")
     parser.add_argument("--smoke", action="store_true", help="A tiny model, a few modes.")
-    parser.add_argument("--dry_run", action="store_true", help="With --gpu: tiny models, on the CPU.")
     parser.add_argument("--report", action="store_true", help="Only print what is there.")
     parser.add_argument("--models", nargs="+", choices=[*ON_CPU, *MODELS])
     parser.add_argument("--modes", nargs="+", choices=list(MODES))
@@ -375,7 +364,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
-        if args.smoke or args.dry_run:
+        if args.smoke:
             LOCAL["OMP_NUM_THREADS"] = "1"  # tiny products take longer on several
             if args.results == HERE / "results.jsonl":
                 args.results = Path(scratch) / "results.jsonl"

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.utils import logging
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.tasks import TASKS, TextAndModels
+from benchmarks.speedup.tasks import QUIET, TASKS, TextAndModels
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
 from hf_hybrid.records.profiler import MemoryProfilerCallback
 
@@ -59,10 +59,7 @@ class Bench:
 
     def run(self, name: str, steps: int, *callbacks: TrainerCallback) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            args = TrainingArguments(
-                folder, max_steps=steps, per_device_train_batch_size=8, save_strategy="no", report_to="none",
-                disable_tqdm=True, logging_steps=10**9, dataloader_pin_memory=False, use_cpu=True,
-            )  # fmt: skip
+            args = TrainingArguments(folder, max_steps=steps, per_device_train_batch_size=8, use_cpu=True, **QUIET)
             Trainer(self.model(name), args, train_dataset=self.data, callbacks=list(callbacks)).train()
 
 

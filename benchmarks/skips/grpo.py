@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from datasets import Dataset
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.texts import language_reference
 from benchmarks.timing import Stopwatch
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
@@ -42,16 +42,31 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def prompts(share: float, count: int = 200) -> Dataset:
     """Begins of passages of Python's documentation; of each ten in a row, `share` are easy."""
-    names = sorted(topics.topics)
-    rows = [
-        f"{'+' if i % 10 < round(10 * share) else '-'}{topics.topics[names[i % len(names)]][:40]}" for i in range(count)
-    ]
+    texts = language_reference()
+    rows = [f"{'+' if i % 10 < round(10 * share) else '-'}{texts[i % len(texts)][:40]}" for i in range(count)]
     return Dataset.from_dict({"prompt": [row.replace("\n", " ") for row in rows]})
 
 
 def reward(prompts, completions, **_) -> list[float]:
     """Easy prompts are always right; at the others it depends on the characters."""
     return [1.0 if p[0] == "+" else sum(map(ord, c)) % 7 / 7 for p, c in zip(prompts, completions)]
+
+
+class UpdateClock:
+    """CPU seconds of `training_step`: generating completions with their rewards, and the update."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._step, self._generation = Stopwatch(), Stopwatch()
+        trainer.training_step = self._step.around(trainer.training_step)
+        trainer._generate_and_score_completions = self._generation.around(trainer._generate_and_score_completions)
+
+    @property
+    def generation(self) -> float:
+        return self._generation.seconds
+
+    @property
+    def update(self) -> float:
+        return self._step.seconds - self._generation.seconds
 
 
 def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[str, torch.Tensor], dict]:
@@ -72,13 +87,11 @@ def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[
         )  # fmt: skip
         model, data = LlamaForCausalLM(config), prompts(share)
         trainer = trainer_class(model, reward, args, train_dataset=data, processing_class=make_tokenizer())
-        whole, generation = Stopwatch(), Stopwatch()
-        trainer.training_step = whole.around(trainer.training_step)
-        trainer._generate_and_score_completions = generation.around(trainer._generate_and_score_completions)
+        clock = UpdateClock(trainer)
         trainer.train()
         found = trainer.hybrid_summary() if arm == "hybrid" else {}
     weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    return whole.seconds - generation.seconds, weights, found
+    return clock.update, weights, found
 
 
 def main() -> None:

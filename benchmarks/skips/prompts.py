@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from datasets import Dataset
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.pretrained import FOLDER
+from benchmarks.texts import language_reference
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, HybridGRPOConfig, HybridGRPOTrainer
 
 PROMPT = 128
@@ -43,7 +43,7 @@ COMMON = {
 
 def passages(tokenizer, count: int, prompts: list[int]) -> list[tuple[list[int], list[list[int]]]]:
     """Return prompts and for each `count` completions of half its length, as token ids."""
-    ids = tokenizer(" ".join(topics.topics[name] for name in sorted(topics.topics)))["input_ids"]
+    ids = tokenizer(" ".join(language_reference()))["input_ids"]
     found, place = [], 0
     for length in prompts:
         cuts = [place, place + length]

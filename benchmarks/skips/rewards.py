@@ -21,10 +21,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, set_seed
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.skips.grpo import ARMS
+from benchmarks.skips.grpo import ARMS, UpdateClock
 from benchmarks.speedup.pretrained import FOLDER, DocstringsAndSmolLM2, one_sentence
 from benchmarks.speedup.tasks import COMPLETION, COMPLETIONS
-from benchmarks.timing import Stopwatch
 
 PROMPTS, TEST = 2, 32
 """Prompts of a step, held-out functions."""
@@ -50,15 +49,13 @@ def train(arm: str, steps: int, rate: float, seed: int) -> dict:
             processing_class=sources.tokenizer,
         )  # fmt: skip
         before = sources.reward(trainer.model, held_out[:TEST], sample=False)
-        whole, generation = Stopwatch(), Stopwatch()
-        trainer.training_step = whole.around(trainer.training_step)
-        trainer._generate_and_score_completions = generation.around(trainer._generate_and_score_completions)
+        clock = UpdateClock(trainer)
         trainer.train()
     after = sources.reward(trainer.model, held_out[:TEST], sample=False)
     sampled = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     found = {
         "reward_before": before, "reward_after": after, "sampled_rewards": sampled,
-        "generation_seconds": generation.seconds, "update_seconds": whole.seconds - generation.seconds,
+        "generation_seconds": clock.generation, "update_seconds": clock.update,
     }  # fmt: skip
     kept = ("rows", "rows_skipped", "tokens", "tokens_shared", "backward_passes_avoided_exactly")
     summary = trainer.hybrid_summary() if arm == "hybrid" else {}

@@ -15,15 +15,16 @@ same sequences in the same order.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import statistics
 import tempfile
 import time
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.results import Results, command_line, provenance
+from benchmarks.speedup.report import matched_steps
+from benchmarks.speedup.tasks import QUIET, quickstart
+from benchmarks.workers import keep_busy
 
 HERE = Path(__file__).resolve().parent
 STEPS = (40, 100, 400)
@@ -62,8 +63,6 @@ def data() -> dict:
         import torch
         from transformers.utils import logging
 
-        from benchmarks.speedup.tasks import quickstart
-
         torch.set_num_threads(1)
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
@@ -94,8 +93,7 @@ def make(run: Run) -> dict:
         values = {
             **{"output_dir": folder, "max_steps": run.steps, "learning_rate": run.rate, "seed": run.seed},
             **{"optim": run.optim, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32},
-            **{"warmup_steps": 0.05, "use_cpu": True, "save_strategy": "no", "report_to": "none"},
-            **{"disable_tqdm": True, "logging_steps": 10**9, "dataloader_pin_memory": False},
+            **{"warmup_steps": 0.05, "use_cpu": True, **QUIET},
         }
         if hybrid:
             values |= {"lr_rescue": "off", "enable_predict": run.arm == "hybrid"}
@@ -160,7 +158,11 @@ class Table:
                         runs += [Run(optim, steps, rate, seed, arm) for arm in ("plain", "hybrid")]
                     if optim == "adamw_torch" and steps == STEPS[-1]:
                         runs += [Run(optim, budget, best, seed, "plain") for budget in BUDGETS]
-        return [run for run in runs if self.loss(run) is None]
+        return [run for run in dict.fromkeys(runs) if self.loss(run) is None]
+
+    def add(self, run: Run, found: dict) -> None:
+        self.results.add({**asdict(run), **found, **provenance(1)})
+        print(f"{run}: {self.loss(run):.4f}", flush=True)
 
     def report(self) -> None:
         print(
@@ -204,18 +206,10 @@ class Table:
             curve = [(steps, loss) for steps, loss in curve if loss is not None]
             if row is None or row["eval_loss"] is None or len(curve) < 2:
                 continue
-            reached = passes_for(row["eval_loss"], curve)
-            found.append((reached[0] / row["summary"]["backward_passes"], reached[1]))
+            steps, how = matched_steps(row["eval_loss"], curve)
+            found.append((steps / row["summary"]["backward_passes"], how == "beyond"))
         print("\nS of the default after", STEPS[-1], "steps at AdamW's best rate, by seed:")
         print(" / ".join(f"{'> ' * beyond}{value:.2f}" for value, beyond in found))
-
-
-def passes_for(loss: float, curve: list[tuple[int, float]]) -> tuple[float, bool]:
-    """Steps at which the plain curve reaches a loss, on straight lines in log steps; and whether it never does."""
-    for (a, high), (b, low) in zip(curve, curve[1:]):
-        if high >= loss >= low and high > low:
-            return math.exp(math.log(a) + (math.log(b) - math.log(a)) * (high - loss) / (high - low)), False
-    return float(curve[-1][0]), loss < curve[-1][1]
 
 
 def main() -> None:
@@ -226,25 +220,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="Only print the table.")
     args = parser.parse_args()
     table = Table(Results(args.results, "elsewhere", KEY), args.seeds)
-    until, failed = time.monotonic() + 60 * args.minutes, set()
     if not args.report:
-        with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            under_way = {}
-            while True:
-                wanted = [run for run in dict.fromkeys(table.wanted()) if run not in failed]
-                for run in [run for run in wanted if run not in under_way.values()]:
-                    if len(under_way) < args.workers and time.monotonic() < until:
-                        under_way[pool.submit(make, run)] = run
-                if not under_way:
-                    break
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    run = under_way.pop(future)
-                    if future.exception() is not None:
-                        failed.add(run)
-                        print(f"{run} failed: {future.exception()!r}", flush=True)
-                        continue
-                    table.results.add({**asdict(run), **future.result(), **provenance(1)})
-                    print(f"{run}: {table.loss(run):.4f}", flush=True)
+        keep_busy(make, table.wanted, table.add, workers=args.workers, minutes=args.minutes)
     table.report()
 
 

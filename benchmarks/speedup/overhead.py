@@ -10,7 +10,6 @@ What hybrid training costs when it gains nothing, on the quickstart's model. Abo
   Trainer does too. A machine whose speed drifts between runs does not blur that.
 - `hybrid`: the same for a default run. Predicted steps are not subtracted.
 - `pretrained`: the same for a default run on a pretrained model, in which no leaps are made.
-- `adapters`: the same for LoRA of that model at a good learning rate, with a rescue that has nothing to do.
 
 The bytes of the buffers are exact.
 """
@@ -28,7 +27,7 @@ from transformers.utils import logging
 
 import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.tasks import TASKS, TextAndModels, training_arguments
+from benchmarks.speedup.tasks import QUIET, TASKS, TextAndModels, training_arguments
 from benchmarks.timing import StepClock, Stopwatch, paired_ratio
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.run.run import Run
@@ -61,23 +60,17 @@ class Uphill(Orthogonal):
         return None if own is None else own.mul_(-1e6)
 
 
-PRETRAINED = {"pretrained": ("smol-full", 1e-4, "off"), "adapters": ("smol-lora", 2e-3, "on")}
-"""Task, learning rate and `lr_rescue` of the runs on SmolLM2."""
-
-
 def build(arm: str, sources, steps: int, folder: str, clock: StepClock):
-    if arm in PRETRAINED:
-        name, rate, rescue = PRETRAINED[arm]
-        task = TASKS[name]
+    if arm == "pretrained":
+        task = TASKS["smol-full"]
         trainer, config, common = sources.trainer(task, hybrid=True)
-        values = training_arguments(task, steps=steps, rate=rate, seed=0, folder=folder) | {"lr_rescue": rescue}
+        values = training_arguments(task, steps=steps, rate=1e-4, seed=0, folder=folder) | {"lr_rescue": "off"}
         common |= {"train_dataset": sources.split(task.text)["train"], "callbacks": [clock]}
         return trainer(sources.model(task, 0), config(**values), **common)
     data = sources.split("code")
     values = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 2e-3, "per_device_train_batch_size": 8,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 10**9,
-        "dataloader_pin_memory": False,
+        **QUIET,
     }  # fmt: skip
     model = sources.model(TASKS["code"], 0)
     common = {"train_dataset": data["train"], "callbacks": [clock]}
@@ -118,7 +111,7 @@ def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--rounds", type=int, default=15, help="Pairs of a disabled and a plain run.")
     parser.add_argument("--steps", type=int, default=300, help="Of the runs but for the disabled ones.")
-    parser.add_argument("--pretrained", action="store_true", help="Only the runs on SmolLM2.")
+    parser.add_argument("--pretrained", action="store_true", help="Only the run on SmolLM2.")
     args = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -128,7 +121,7 @@ def main() -> None:
 
     sources = DocstringsAndSmolLM2() if args.pretrained else TextAndModels()
     with tempfile.TemporaryDirectory() as folder:
-        for arm in PRETRAINED if args.pretrained else ("rejected", "hybrid"):
+        for arm in ("pretrained",) if args.pretrained else ("rejected", "hybrid"):
             row = {"arm": arm, **own_share(arm, sources, args.steps, folder)}
             print(json.dumps(results.add({**row, **provenance(1)})), flush=True)
         if args.pretrained:

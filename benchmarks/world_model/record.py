@@ -2,13 +2,12 @@
 Many small training runs with branches: data from which a dynamics model learns how training goes and what leaps earn.
 
     nice -n 10 python -m benchmarks.world_model.record --runs 220 --workers 2     # runs that are there are kept
-    python -m benchmarks.world_model.record --pack                               # single files into a few shards
 
 A run trains a tiny Llama, GPT-2, Qwen2, Qwen3 or Gemma on bytes that ship with Python; model, data, learning rate,
 schedule, optimizer and leaps follow from its index. Even runs make no leaps of their own, odd ones for a part of the
 run. At three moments the state is copied and continued with another policy for 50 to 200 steps, then like the run
 itself to the end, on the same data in the same order: the difference is what the policy was worth, in training losses
-of every stretch (10 real steps) and in held-out loss 10, 50 and 200 steps later and at the end.
+of every stretch (10 real steps).
 
 One CPU thread per worker.
 """
@@ -40,7 +39,7 @@ from benchmarks.world_model.small_run import (
     reference_rate,
     text_bytes,
 )
-from benchmarks.world_model.storage import AFTER, RECORDINGS, as_arrays, pack, recorded_indices, write
+from benchmarks.world_model.storage import RECORDINGS, as_arrays, path_of, write
 
 RUNS = 220
 """That the start weights of the package are trained and scored on."""
@@ -134,8 +133,6 @@ class BranchUnderWay:
     course: Course
     training: Training
     stretches: Stretches = field(default_factory=Stretches)
-    base_held_out: list[float] = field(default_factory=lambda: [math.nan] * (len(AFTER) + 1))
-    held_out: list[float] = field(default_factory=lambda: [math.nan] * (len(AFTER) + 1))
     diverged: int | None = None
 
 
@@ -171,8 +168,6 @@ def run(settings: Settings) -> dict:
     try:
         while not training.ended:
             closed = training.advance(course.at(training.now.step), stretches)
-            for branch in branches:
-                _measure(training, branch.course.first, branch.base_held_out)
             if closed and due and training.now.step >= due[0]:
                 due.pop(0)
                 step = training.now.step
@@ -192,19 +187,8 @@ def continue_branch(branch: BranchUnderWay) -> None:
     try:
         while not training.ended:
             training.advance(branch.course.at(training.now.step), branch.stretches)
-            _measure(training, branch.course.first, branch.held_out)
     except DivergedError:
         branch.diverged = training.now.step
-
-
-def _measure(training: Training, start: int, into: list[float]) -> None:
-    passed = training.now.step - start
-    if passed in AFTER or training.ended:
-        loss = training.held_out_loss()
-        if passed in AFTER:
-            into[AFTER.index(passed)] = loss
-        if training.ended:
-            into[-1] = loss
 
 
 def set_up_worker() -> None:
@@ -218,15 +202,14 @@ def record_run(job: tuple[int, Path]) -> str:
     started = time.process_time()
     settings = draw_settings(index)
     result = run(settings)
-    write(folder / f"run-{index:04d}.npz", as_arrays(result))
+    write(path_of(index, folder), as_arrays(result))
     seconds = time.process_time() - started
     losses = result["windows"].losses
-    worth = " ".join(f"{b.held_out[-1] - b.base_held_out[-1]:+.3f}" for b in result["branches"])
     what = f"{settings.architecture} {settings.layers}x{settings.hidden} {settings.optimizer} {settings.schedule}"
     span = f"{losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "no window"
     return (
         f"{index:4d}  {seconds:5.1f} s  {what:38s} {settings.steps} steps  rate x{settings.rate_over_reference:.2f}  "
-        f"{'leaps' if settings.base else 'plain'}  {span}  branches {worth}"
+        f"{'leaps' if settings.base else 'plain'}  {span}  {len(result['branches'])} branches"
         + (f"  diverged at {result['diverged']}" if result["diverged"] is not None else "")
     )
 
@@ -234,8 +217,7 @@ def record_run(job: tuple[int, Path]) -> str:
 def record(indices: Iterable[int], workers: int, folder: Path) -> None:
     """Make the runs that are not there yet, and print a line for each."""
     folder.mkdir(parents=True, exist_ok=True)
-    there = recorded_indices(folder)
-    jobs = [(index, folder) for index in indices if index not in there]
+    jobs = [(index, folder) for index in indices if not path_of(index, folder).exists()]
     if not jobs:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -249,13 +231,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="Make the runs 0 to RUNS - 1 that are not there yet.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=RECORDINGS)
-    parser.add_argument("--pack", action="store_true", help="Make no run; put single files into shards.")
     args = parser.parse_args()
-    if not args.pack:
-        record(range(args.runs), args.workers, args.folder)
-        return
-    for path in pack(args.folder):
-        print(f"{path.name}: {path.stat().st_size} bytes")
+    record(range(args.runs), args.workers, args.folder)
 
 
 if __name__ == "__main__":

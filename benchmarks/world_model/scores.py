@@ -179,31 +179,20 @@ def with_error(values: np.ndarray, run: np.ndarray, seed: int = 0) -> dict[str, 
     }
 
 
-def coverage(places: np.ndarray) -> dict:
-    """Share of realised values inside central intervals, and the mean absolute gap to their levels."""
+def calibration_error(places: np.ndarray) -> float:
+    """Mean absolute gap between the level of central intervals and the share of realised values inside."""
     inside = [float(np.mean(np.abs(places - 0.5) <= level / 2)) for level in LEVELS]
-    gap = float(np.mean(np.abs(np.array(inside) - np.array(LEVELS))))
-    return {"levels": list(LEVELS), "coverage": [round(value, 4) for value in inside], "ece": round(gap, 4)}
+    return round(float(np.mean(np.abs(np.array(inside) - np.array(LEVELS)))), 4)
 
 
-def reliability(probability: np.ndarray, happened: np.ndarray, bins: int = 10) -> dict:
-    """Mean probability and observed frequency in bins of equal width; expected calibration error; Brier score."""
+def reliability(probability: np.ndarray, happened: np.ndarray, bins: int = 10) -> dict[str, float]:
+    """Expected calibration error in bins of equal width; Brier score, and that of answering the base rate."""
     index = np.minimum((probability * bins).astype(int), bins - 1)
-    rows = [
-        {
-            "probability": round(float(probability[index == b].mean()), 4),
-            "frequency": round(float(happened[index == b].mean()), 4),
-            "n": int((index == b).sum()),
-        }
-        for b in range(bins)
-        if (index == b).any()
-    ]
-    gap = sum(row["n"] * abs(row["probability"] - row["frequency"]) for row in rows) / len(probability)
-    brier = float(np.mean((probability - happened) ** 2))
+    chosen = [index == number for number in range(bins) if (index == number).any()]
+    gaps = [some.sum() * abs(probability[some].mean() - happened[some].mean()) for some in chosen]
     base = float(happened.mean())
     return {
-        "bins": rows,
-        "ece": round(gap, 4),
-        "brier": round(brier, 4),
+        "calibration_error": round(float(sum(gaps)) / len(probability), 4),
+        "brier": round(float(np.mean((probability - happened) ** 2)), 4),
         "brier_of_base_rate": round(base - base**2, 4),
     }

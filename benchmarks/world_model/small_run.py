@@ -6,16 +6,14 @@ import copy
 import functools
 import math
 import statistics
-import sysconfig
 import unicodedata
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from pydoc_data import topics
 
 import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, get_scheduler
 
+from benchmarks.texts import language_reference, standard_library
 from hf_hybrid.leaps.directions import DIRECTIONS
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, muon_groups, split_parameters
@@ -116,14 +114,11 @@ def reference_rate(optimizer: str, betas: tuple[float, float], hidden: int, fine
 def text_bytes(name: str) -> np.ndarray:
     """A text that every Python ships with: the standard library's source, its language reference, Unicode's names."""
     if name == "docs":
-        text = "\n".join(topics.topics[key] for key in sorted(topics.topics))
+        text = "\n".join(language_reference())
     elif name == "names":
         text = "\n".join(unicodedata.name(chr(code), "") for code in range(0x2FFF))
     else:
-        left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
-        text = "\n".join(path.read_text(encoding="utf-8", errors="ignore") for path in paths)
+        text = "\n".join(source for _, source in standard_library())
     return np.frombuffer(text.encode()[:TEXT_BYTES], dtype=np.uint8)
 
 
