@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Direction": "hf_hybrid.leaps.directions.base",
-    "ForecastCallback": "hf_hybrid.run.forecast",
+    "ForecastCallback": "hf_hybrid.world_model.forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
     "HybridConfig": "hf_hybrid.config",
@@ -28,7 +28,7 @@ _LAZY = {
     "Phase": "hf_hybrid.part",
     "Part": "hf_hybrid.part",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
-    "plan_memory": "hf_hybrid.plan.planner",
+    "plan_memory": "hf_hybrid.cli.planner",
 }
 # Without those that need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_hybrid.arguments import HybridArguments
+    from hf_hybrid.cli.planner import plan_memory
     from hf_hybrid.config import HybridConfig
     from hf_hybrid.integrations.grpo import HybridGRPOConfig as HybridGRPOConfig
     from hf_hybrid.integrations.grpo import HybridGRPOTrainer as HybridGRPOTrainer
@@ -61,12 +62,11 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.trl import HybridSFTTrainer as HybridSFTTrainer
     from hf_hybrid.leaps.directions.base import Direction
     from hf_hybrid.part import Part, Phase
-    from hf_hybrid.plan.planner import plan_memory
     from hf_hybrid.records.profiler import MemoryProfilerCallback
     from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError
-    from hf_hybrid.run.forecast import ForecastCallback
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
+    from hf_hybrid.world_model.forecast import ForecastCallback
 
 
 def __getattr__(name: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -75,6 +76,14 @@ def note_base(model: Any, folder: str | Path) -> None:
         write_json(Path(folder, BASE_NAME), {"quantization_config": values})
     else:
         Path(folder, BASE_NAME).unlink(missing_ok=True)
+
+
+def has_room(name: str) -> bool:
+    """Whether the installation has a module of an optional room."""
+    try:
+        return importlib.util.find_spec(f"hf_hybrid.{name}") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def load_room(name: str, asked_by: str) -> ModuleType:

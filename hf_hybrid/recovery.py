@@ -34,12 +34,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
-from hf_hybrid.streaming.activations import ActivationCheckpointing
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class OutOfMemoryRecovery(Part):
         self._items: Any = None
         self._returned: list[Tensor] = []
         self._random: RandomStates | None = None
-        self._checkpointing: ActivationCheckpointing | None = None
+        self._checkpointing: Part | None = None
 
     # A run.
 
@@ -540,18 +540,19 @@ class OutOfMemoryRecovery(Part):
         return sum(len(self._parts(batch)) for batch in self._batches)
 
     def _can_checkpoint(self) -> bool:
-        if self.trainer.memory.streams:
+        if self.trainer.memory.streams or not has_room("phase_memory.activations"):
             return False  # streamed layers always are
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         return bool(getattr(model, "supports_gradient_checkpointing", False)) and not on
 
     def _checkpoint_activations(self) -> None:
-        own = [part for part in self.trainer.parts if isinstance(part, ActivationCheckpointing)]
+        kind = load_room("phase_memory.activations", "out_of_memory=retry").ActivationCheckpointing
+        own = [part for part in self.trainer.parts if isinstance(part, kind)]
         if own:  # it switches by phase already: from now on in every one
             own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
         else:
-            self._checkpointing = ActivationCheckpointing()
+            self._checkpointing = kind()
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
             self._checkpointing.begin(Run(model=model, optimizer=optimizer, max_steps=self.trainer.state.max_steps))
 

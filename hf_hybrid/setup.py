@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.files import load_room
+from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.gains import GainPlanner
@@ -60,12 +60,10 @@ from hf_hybrid.plan.estimate import Estimator, Plan, refuse
 from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
-from hf_hybrid.run.forecast import Forecast
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import AdapterRate, LearningRateRescue, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.weights import Gathered, TrainedWeights, canonical, shards_of
-from hf_hybrid.streaming.activations import ActivationCheckpointing
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
@@ -128,7 +126,7 @@ def build_run(trainer) -> Run:
         probe = _probe(trainer, feed)
         leaps = functools.partial(_leap_parts, trainer, weights, monitor, rate, probe)
         following = [FirstLoss(first, leaps, average)] if first > 0 else leaps()
-    forecast = [Forecast(trainer.lr_scheduler, trainer.state.log_history)] if options.forecast else []
+    forecast = _forecast(trainer)
     return Run(
         [monitor, *([] if rate is None else [rate]), *following, *forecast, *trainer.parts],
         warmup=phase_lengths(options, max_steps).warmup,
@@ -139,6 +137,14 @@ def build_run(trainer) -> Run:
         no_leaps=no_leaps,
         **common,
     )
+
+
+def _forecast(trainer) -> list[Part]:
+    """Return the forecast of the final loss. It is on by default, so that a lack of its room is no error."""
+    if not trainer.hybrid_args.forecast or not has_room("world_model.forecast"):
+        return []
+    room = load_room("world_model.forecast", "forecast=True")
+    return [room.Forecast(trainer.lr_scheduler, trainer.state.log_history)]
 
 
 def _weights(trainer) -> TrainedWeights:
@@ -852,7 +858,10 @@ def phase_memory_parts(trainer) -> list[Part]:
         return parts
     if options.checkpoint_phases is not None or options.offload_activations:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
-        parts.append(ActivationCheckpointing(phases, offload=options.offload_activations))
+        room = load_room(
+            "phase_memory.activations", "checkpoint_phases" if options.checkpoint_phases else "offload_activations"
+        )
+        parts.append(room.ActivationCheckpointing(phases, offload=options.offload_activations))
     if options.weight_precision is not None:
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
         room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")

@@ -54,7 +54,6 @@ from hf_hybrid.records.progress import install_progress, memory_in_use
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
-from hf_hybrid.run.forecast import Forecast
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import Run
 from hf_hybrid.setup import (
@@ -313,8 +312,7 @@ class HybridTrainerMixin(PublishingMixin):
         avoided = run.record.backward_passes_avoided
         used = memory_in_use(self.args.device)
         phase = run.last_phase.value if run.no_leaps is None and run.last_phase is not None else None
-        forecast = run.part(Forecast)
-        return RunPosition(phase, run.last_loss, avoided, used, None if forecast is None else forecast.curve.last)
+        return RunPosition(phase, run.last_loss, avoided, used, run.forecast)
 
     def export(
         self,

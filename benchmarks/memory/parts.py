@@ -27,9 +27,9 @@ from rig.live_bytes import LiveBytes, saved_for_backward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
+from hf_hybrid.phase_memory.activations import BoundaryOffload
 from hf_hybrid.phase_memory.int8 import Int8Predict, layer_linears
 from hf_hybrid.run.run import Run
-from hf_hybrid.streaming.activations import BoundaryOffload
 from hf_hybrid.streaming.loss import linear_cross_entropy
 
 

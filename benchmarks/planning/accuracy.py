@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.results import Results, command_line, provenance
-from hf_hybrid.plan.planner import plan_memory
+from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.plan.setups import checkpointing_option
 
 HERE = Path(__file__).resolve().parent

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hf_hybrid.cli.planner import Planner
     from hf_hybrid.plan.estimate import Plan
-    from hf_hybrid.plan.planner import Planner
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations")
@@ -108,10 +108,10 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
+        from hf_hybrid.cli.planner import Planner, recommended
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory, measure_machine
         from hf_hybrid.plan.models import lora_config
-        from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import parse_size, with_context
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
@@ -156,7 +156,7 @@ class _Report:
     def _exports(self) -> dict[str, int]:
         import torch
 
-        from hf_hybrid.plan.exports import exported_bytes
+        from hf_hybrid.cli.exports import exported_bytes
         from hf_hybrid.plan.models import build
 
         return exported_bytes(build(self.planner.config, torch.float32))

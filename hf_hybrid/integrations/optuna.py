@@ -3,7 +3,7 @@ End the trials of a sweep that cannot win.
 
 A pruner stops a trial early to save its remaining steps. Optuna's own pruners compare the losses of trials at the same
 step. That misleads where the learning rate decays: a large rate looks bad for most of the run, because its loss falls
-last, in the decay. This pruner compares where the trials *will end*. `run/final_loss.py` forecasts the last
+last, in the decay. This pruner compares where the trials *will end*. `world_model/final_loss.py` forecasts the last
 loss of a run, with an interval, from the losses so far and the learning rates of all steps, also of those to come.
 
 A trial is ended when the probability that it ends below its strongest rival, by half a percent or more, is under a
@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.run.final_loss import FinalLoss, forecast_final_loss
+from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss
 
 try:
     import optuna

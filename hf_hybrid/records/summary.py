@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.final_loss import FinalLoss
+    from hf_hybrid.world_model.final_loss import FinalLoss
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

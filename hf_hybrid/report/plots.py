@@ -355,7 +355,7 @@ def forecasts_of(run: Run, loss: str = "") -> list[tuple[float, float, float, fl
 
 def came_of(run: Run) -> float | None:
     """Mean of the logged losses of the last steps, which the forecasts are of; `None` for a cut-off run."""
-    from hf_hybrid.run.final_loss import final_steps  # needs numpy, as matplotlib does; a report needs neither
+    from hf_hybrid.world_model.final_loss import final_steps  # needs numpy, as matplotlib does; a report needs neither
 
     last = [loss for step, loss in run.series("loss") if step > run.last_step - final_steps(run.last_step)]
     return sum(last) / len(last) if run.finished and last else None

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import skip_first_batches
@@ -31,6 +31,9 @@ from hf_hybrid.run.record import RunRecord
 from hf_hybrid.run.weights import TrainedWeights
 
 NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
+
+if TYPE_CHECKING:
+    from hf_hybrid.world_model.final_loss import FinalLoss
 
 P = TypeVar("P", bound=Part)
 ABSENT: dict[str, Any] = {
@@ -101,6 +104,8 @@ class Run:
         self.learning_rate = 0.0
         """The scheduled one of the last step."""
         self.later: list[Callable[[], Any]] = []
+        self.forecast: FinalLoss | None = None
+        """The last one of the loss at the end of the run, if a part makes such."""
         self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
         self._ended: dict[str, Any] | None = None
         self._began_at = time.perf_counter()

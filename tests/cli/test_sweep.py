@@ -25,7 +25,7 @@ from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.cli.sweep import Parameter, read_parameter
 from hf_hybrid.integrations import optuna as pruner
-from hf_hybrid.run.final_loss import FinalLoss
+from hf_hybrid.world_model.final_loss import FinalLoss
 
 STEPS = 20
 TRAINING = """

@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
 from hf_hybrid.leaps.directions import preconditioners
+from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.recovery import MemoryPolicy
-from hf_hybrid.streaming.activations import ActivationCheckpointing, BoundaryOffload
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
 

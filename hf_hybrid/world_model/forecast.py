@@ -1,7 +1,7 @@
 """
 The forecast of the final losses while a run goes on: in the log, behind the progress bar, in report and summary.
 
-[`RunForecast`] collects what the forecasts need (run/final_loss.py): the logged losses and the learning rates
+[`RunForecast`] collects what the forecasts need (world_model/final_loss.py): the logged losses and the learning rates
 of all steps. Past rates are those that were logged, because the search of the learning rate scales them; the rates to
 come are the schedule's, scaled as the last one was.
 
@@ -22,8 +22,8 @@ import numpy as np
 from transformers import TrainerCallback
 
 from hf_hybrid.part import Part
-from hf_hybrid.run.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
 from hf_hybrid.run.rate import rate_at
+from hf_hybrid.world_model.final_loss import FinalLoss, forecast_final_loss, forecast_held_out_loss
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -168,8 +168,13 @@ class Forecast(Part):
 
     def log(self, step: int, logs: dict[str, Any]) -> None:
         logs.update(self.curve.log_values(step, logs))
-        if self.curve.is_waiting and self.curve.make not in self.run.later:
-            self.run.later.append(self.curve.make)
+        self.run.forecast = self.curve.last
+        if self.curve.is_waiting and self._make not in self.run.later:
+            self.run.later.append(self._make)
+
+    def _make(self) -> None:
+        self.curve.make()
+        self.run.forecast = self.curve.last
 
     def summary(self) -> dict[str, Any]:
         return {"forecast": self.curve.summary()}
@@ -187,7 +192,7 @@ class ForecastCallback(TrainerCallback):
     in the list get the entries without it.
 
     Attributes:
-        forecast (`RunForecast`): `forecast.last` is the last [`~hf_hybrid.run.final_loss.FinalLoss`] or `None`;
+        forecast (`RunForecast`): `forecast.last` is the last [`~hf_hybrid.world_model.final_loss.FinalLoss`] or `None`;
             its `probability_below(loss)` says how likely the run ends below a loss.
 
     Example:

@@ -1,4 +1,4 @@
-"""`hf_hybrid/run/forecast.py`: the forecast of the final loss in the log of a run."""
+"""`hf_hybrid/world_model/forecast.py`: the forecast of the final loss in the log of a run."""
 
 import math
 
@@ -13,8 +13,8 @@ from hf_hybrid.records.summary import RunPosition
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.plots import forecasts_of, run_plots
 from hf_hybrid.report.run_folder import load_run
-from hf_hybrid.run.forecast import MOST_STEPS, RunForecast, schedule_of
 from hf_hybrid.run.monitor import TrainingDivergedError
+from hf_hybrid.world_model.forecast import MOST_STEPS, RunForecast, schedule_of
 
 KEYS = ("hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high")
 
