@@ -73,6 +73,7 @@ class Step:
         leap (`Leap`, *optional*): The one that can still be undone.
         withheld (`bool`): Whether the optimizer does not step, because the gradients cannot be used.
         verdict (`Verdict`, *optional*): Of the divergence monitor, from its `end_step` on.
+        counts (`bool`): Whether this is a real step whose gradients were used; known after `before_update`.
         asks_save (`bool`): Whether a part asks for a checkpoint after this step.
     """
 
@@ -90,12 +91,8 @@ class Step:
     leap: Leap | None = None
     withheld: bool = False
     verdict: Verdict | None = None
+    counts: bool = False
     asks_save: bool = False
-
-    @property
-    def counts(self) -> bool:
-        """Whether this is a real step whose gradients were used."""
-        return self.loss is not None and not self.withheld
 
 
 class Part:

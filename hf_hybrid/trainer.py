@@ -506,35 +506,28 @@ class HybridTrainerMixin(PublishingMixin):
             logger.info("The run is at step %d, its last one: nothing is left to train.", self.state.global_step)
             self.control.should_training_stop = True
             return [], None
-        with self._changing_weights():
-            batches, items = self._begin_step(epoch_iterator, num_batches, device)
-        self._begun = self.state.global_step if batches else None
+        self._is_changing, feed = True, self.run.feed
+        if feed is None:
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        else:
+            feed.open(epoch_iterator)
+            coming = feed.peek(num_batches)
+            if coming:
+                batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+            else:
+                batches, items = [], None  # a stream has ended
+        if batches:
+            rate = 0.0 if feed is None else self._get_learning_rate()
+            step = self.run.begin_step(self.state.global_step, batches, items, rate)
+            if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
+                batches = batches + batches[-1:] * (num_batches - len(batches))
+            elif feed is not None:
+                feed.begin(len(batches))
+        self._is_changing, self._begun = False, self.state.global_step if batches else None
         if self._start.in_step:
             # Saved after its batches were fetched, which may draw random numbers; Trainer restores them before.
             self._load_rng_state(self._start.folder)
             self._start.in_step = False
-        return batches, items
-
-    def _begin_step(self, epoch_iterator, num_batches, device):
-        """Fetch the batches of the step and begin it. Those of a skipped step stay the next."""
-        feed = self.run.feed
-        if feed is not None:
-            feed.open(epoch_iterator)
-            coming = feed.peek(num_batches)
-            if not coming:
-                return [], None  # a stream has ended
-            epoch_iterator, count = iter(coming), len(coming)
-        else:
-            count = num_batches
-        batches, items = super().get_batch_samples(epoch_iterator, count, device)
-        if not batches:
-            return batches, items
-        rate = self._get_learning_rate() if feed is not None else 0.0
-        step = self.run.begin_step(self.state.global_step, batches, items, rate)
-        if step.phase is Phase.PREDICT:
-            return batches + batches[-1:] * (num_batches - len(batches)), items
-        if feed is not None:
-            feed.begin(len(batches))
         return batches, items
 
     def training_step(self, model, inputs, num_items_in_batch=None):

@@ -402,22 +402,19 @@ class Leaps(Part):
 
     def begin_step(self, step: Step) -> None:
         """Make the leap that is due, and say which phase the step belongs to."""
-        step.phase = self.controller.phase
+        self.run.phase = step.phase = self.controller.phase
         if self.controller.leap_due:
-            self._begin_leap(step.index)
+            # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
+            started, probed, formed = time.perf_counter(), self.probe_seconds, self.trajectory.formed
+            leap = Leap(step.index, real_steps=self.trajectory.clock.steps_in_block)
+            try:
+                self._leap(leap)
+            except Exception as error:
+                self.run.survive(error, "leap undone")  # the trial has put the weights back
+                self._reject(leap)
+            self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
+            self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
         step.phase, step.leap = self.controller.phase, self.trajectory.open
-
-    def _begin_leap(self, step: int) -> None:
-        # A leap reads numbers back from the device as it ends, so the host's time is the leap's.
-        started, probed, formed = time.perf_counter(), self.probe_seconds, self.trajectory.formed
-        leap = Leap(step, real_steps=self.trajectory.clock.steps_in_block)
-        try:
-            self._leap(leap)
-        except Exception as error:
-            self.run.survive(error, "leap undone")  # the trial has put the weights back
-            self._reject(leap)
-        self.record.leap_cost_steps += (self.trajectory.formed - formed) * (self.leap_cost or 0.0)
-        self.leap_seconds += time.perf_counter() - started - (self.probe_seconds - probed)
 
     def _leap(self, leap: Leap) -> None:
         """Make one leap as a transaction: plan it, try it, probe it if a probe is due, then keep or undo it."""
@@ -588,12 +585,10 @@ class Leaps(Part):
 
     # After a step.
 
-    def end_step(self, step: Step) -> None:
-        if step.counts and step.leap is not None:
-            step.leap.losses.append(step.loss)
-
     def decide(self, step: Step) -> None:
         """Decide the phase of the next step, and judge the leap whose Correct is over."""
+        if step.counts and step.leap is not None:
+            step.leap.losses.append(step.loss)
         block_ends = self.controller.remaining <= 1 and self.controller.phase is not Phase.PREDICT
         allowed = block_ends and self._may_leap(step.index + 1)
         self.controller.finish_step(leap_allowed=allowed)

@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.base import Clock, DirectionContext, DirectionFactory
+from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
 
@@ -72,6 +72,11 @@ class Trajectory:
         self.clock = Clock(lr_sums=[0.0] * len(weights.optimizer.param_groups))
         self.context = DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host, matrices=matrices)
         self.direction = direction(self.context)
+        self._told = {
+            event
+            for event in ("observe_step", "leap_judged")
+            if getattr(type(self.direction), event) is not getattr(Direction, event)
+        }
         self.gain_factors: list[float] | None = None
         """One factor per parameter on the gain of the next leap."""
         self.reach = 0.0
@@ -105,7 +110,8 @@ class Trajectory:
         self.clock.lr_sums = [total + lr for total, lr in zip(self.clock.lr_sums, learning_rates)]
         self.clock.lr_sum = max(self.clock.lr_sums, default=0.0)
         self.clock.peak_rate = max(self.clock.peak_rate, *learning_rates)
-        self.direction.observe_step(learning_rates)
+        if "observe_step" in self._told:
+            self.direction.observe_step(learning_rates)
         if not self.direction.block_is_open:
             self._begin_block(undoable=False)
 
@@ -175,7 +181,8 @@ class Trajectory:
         """Close the open leap, which was judged to be good. It can no longer be undone."""
         self.open = None
         self._saved.clear()
-        self.direction.leap_judged()
+        if "leap_judged" in self._told:
+            self.direction.leap_judged()
 
     @torch.no_grad()
     def roll_back(self) -> None:

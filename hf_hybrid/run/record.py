@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from hf_hybrid.part import Phase, Step
+from hf_hybrid.part import Phase
 
 MOST_LEAPS, MOST_EVENTS = 100, 20
 """Leaps, and events and changes of the scale, that a record keeps: the last ones."""
@@ -123,12 +123,6 @@ class RunRecord:
     """The last `MOST_EVENTS`."""
     learning_rate_scales: list[dict] = field(default_factory=list)
     """The last `MOST_EVENTS` changes: `step` and `scale`."""
-
-    def count(self, step: Step) -> None:
-        """Count a step that is over."""
-        self.steps_by_phase[step.phase.value] += 1
-        self.backward_passes += len(step.losses)
-        self.backward_passes_avoided += step.skipped
 
     def add_leap(self, leap: Leap) -> None:
         """Count a leap and keep it. The oldest one goes, whose verdict was final long ago, and stays counted."""

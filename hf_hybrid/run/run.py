@@ -97,6 +97,10 @@ class Run:
         self.record = RunRecord()
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step: Step | None = None
+        self.has_phases = warmup is not None
+        """Whether training goes in phases, with leaps or without."""
+        self.phase: Phase | None = None
+        """Of the step under way, or of the last one; `None` without phases and before the first."""
         self.last_phase: Phase | None = None
         self.last_loss: float | None = None
         """Training loss of the last real step whose gradients were used; `None` before the first."""
@@ -138,19 +142,9 @@ class Run:
         return any(self._hooks[hook] for hook in hooks)
 
     @property
-    def has_phases(self) -> bool:
-        """Whether training goes in phases, with leaps or without."""
-        return self.warmup is not None
-
-    @property
     def rate_scale(self) -> float:
         """Factor on the learning rate of the next real step."""
         return 1.0 if self.rate is None else self.rate.scale
-
-    @property
-    def phase(self) -> Phase | None:
-        """Phase of the step under way, or of the last one; `None` without phases and before the first."""
-        return self.last_phase if self.step is None else self.step.phase
 
     def phase_of(self, index: int) -> Phase | None:
         """Return the phase of a step in a run without leaps; those with leaps say it themselves."""
@@ -171,9 +165,10 @@ class Run:
         self._began_at = time.perf_counter()
         self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
         self.learning_rate = learning_rate
-        step.phase = self.phase_of(index)
+        self.phase = step.phase = self.phase_of(index)
         for method in self._hooks["begin_step"]:
             method(step)
+        self.phase = step.phase
         # After the leap, which may be worth no step, and which needs what parts put away in Predict.
         if step.phase is not self._announced and step.phase is not None:
             old, self._announced = self._announced, step.phase
@@ -203,7 +198,8 @@ class Run:
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
         for method in self._hooks["before_update"]:
             method(step)
-        return not step.withheld
+        step.counts = not step.withheld
+        return step.counts
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
@@ -227,7 +223,10 @@ class Run:
             if step.counts:
                 self.last_loss = step.loss
             # Not before the step ends: a checkpoint inside it is resumed at its beginning.
-            self.record.count(step)
+            record = self.record
+            record.steps_by_phase[phase.value] += 1
+            record.backward_passes += len(step.losses)
+            record.backward_passes_avoided += step.skipped
             if step.verdict is not None and step.verdict.action is not Action.NONE:
                 self.react(step.verdict)
         for method in self._hooks["decide"]:
@@ -245,8 +244,8 @@ class Run:
         self.call("end")
         self._ended = self.summary()
         self.set_parts(())
-        self.model = self.optimizer = self.weights = self.feed = self.step = self.last_phase = None
-        self.warmup, self.later = None, []
+        self.model = self.optimizer = self.weights = self.feed = self.step = self.phase = self.last_phase = None
+        self.has_phases, self.warmup, self.later = False, None, []
 
     # Reports.
 

@@ -414,7 +414,8 @@ class TrainedWeights:
 
     def state(self, index: int) -> Mapping[str, Any]:
         """The optimizer's state of a parameter; empty before its first update."""
-        return self.shards.local(self.optimizer.state.get(self.shards.originals[index], {}))
+        state = self.optimizer.state.get(self.shards.originals[index], {})
+        return state if self.shards.processes == 1 else self.shards.local(state)
 
     def scratch(self, like: Tensor, device: torch.device) -> Tensor:
         """A view of one fp32 buffer per device that all parameters share; it lasts until the next call."""
