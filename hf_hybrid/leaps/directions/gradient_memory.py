@@ -35,7 +35,12 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner, muon, orthogonalisation_flops, preconditioner_of
+from hf_hybrid.leaps.directions.preconditioners import (
+    Preconditioner,
+    orthogonalisation_flops,
+    orthogonalises,
+    preconditioner_of,
+)
 from hf_hybrid.run.weights import sum_of_squares
 
 
@@ -88,7 +93,7 @@ class GradientMemory(Direction):
         return preconditioner_of(context.optimizer, context.state(index), context.group(index), shape)
 
     def _orthogonalises(self, index: int) -> bool:
-        return self._preconditioner(index) is muon
+        return orthogonalises(self._preconditioner(index))
 
     def _is_sampled(self, index: int) -> bool:
         """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""

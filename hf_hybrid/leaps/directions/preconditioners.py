@@ -2,10 +2,11 @@
 From an average of the gradients to the step that the optimizer would make of it: pure functions on one parameter.
 
 Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment
-`v`, SGD takes the gradient as it is, Muon orthogonalises a matrix, Adafactor divides by a second moment that it keeps
-as one mean per row and one per column. That map, without the optimizer's own momentum, is its preconditioner. Each
-function here applies one of them to `memory`, an average of gradients, and reads what it needs (second moments, their
-step count) from the optimizer's state without changing it. Results are per unit of learning rate and point downhill.
+`v`, SGD takes the gradient as it is, Muon orthogonalises a matrix. That map, without the optimizer's own momentum, is
+its preconditioner. A function applies one of them to `memory`, an average of gradients, and reads what it needs (second
+moments, their step count) from the optimizer's state without changing it. Results are per unit of learning rate and
+point downhill. Leaps are made with Adam-type optimizers unless a direction is named, so that only their rule stands
+here; integrations/other_optimizers.py has the rules of SGD, Muon and Adafactor.
 
 Newton-Schulz, shared by Muon and the direction `orthogonal`: with the matrix scaled so that no singular value exceeds
 1, repeat `X <- a X + b (X X^T) X + c (X X^T)^2 X`. The polynomial acts on each singular value alone,
@@ -15,12 +16,16 @@ rounds lift even small singular values to somewhere between 0.7 and 1.2, which i
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_hybrid.files import has_room, load_room
+from hf_hybrid.optimizers import is_adam
 
 Preconditioner = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], Tensor], Tensor]
 """Takes `memory` (fp32), the parameter's optimizer state and group, and `out`, shaped as `memory`; returns `out`."""
@@ -36,38 +41,11 @@ def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out
     """
     step = state["step"]
     if not torch.is_tensor(step) or step.device != out.device or out.device.type == "cpu":
-        step = _as_number(step)  # fused optimizers count on the device: there it stays, and nobody waits for it
+        step = as_number(step)  # fused optimizers count on the device: there it stays, and nobody waits for it
     bias = 1.0 - group["betas"][1] ** step
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
     return torch.div(memory, denominator, out=out).neg_()
-
-
-def sgd(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
-    """With momentum `mu`, `-memory / (1 - mu)`."""
-    return torch.mul(memory, -1.0 / (1.0 - group.get("momentum", 0.0)), out=out)
-
-
-def muon(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
-    """
-    Minus the orthogonalised memory, scaled as `torch.optim.Muon` scales its step (Jordan et al., 2024): `"original"`
-    by `sqrt(max(1, rows / columns))`, `"match_rms_adamw"` by `0.2 sqrt(max(rows, columns))` (Liu et al., 2025,
-    arXiv 2502.16982).
-    """
-    buffer = state.get("momentum_buffer")
-    computes_on = buffer.device if torch.is_tensor(buffer) else memory.device
-    rows, columns = memory.shape
-    if group.get("adjust_lr_fn") == "match_rms_adamw":
-        scale = 0.2 * math.sqrt(max(rows, columns))
-    else:
-        scale = math.sqrt(max(1.0, rows / columns))
-    orthogonal = orthogonalise(
-        memory.to(computes_on),
-        steps=group.get("ns_steps", MUON_STEPS),
-        coefficients=group.get("ns_coefficients", MUON_COEFFICIENTS),
-        eps=group.get("eps", MUON_EPS),
-    )
-    return out.copy_(orthogonal).mul_(-scale)
 
 
 SMALL = 2**18
@@ -104,41 +82,31 @@ def orthogonalisation_flops(shape: torch.Size, steps: int = MUON_STEPS) -> float
     return steps * (4.0 * short**2 * long + 2.0 * short**3)
 
 
-def adafactor(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
-    """
-    `-memory / sqrt(v)` with the factored second moment of transformers' Adafactor (Shazeer and Stern, 2018,
-    arXiv 1804.04235), clipped to its root mean square and scaled with the parameter as its step is.
-    """
-    if "exp_avg_sq_row" in state:
-        rows = state["exp_avg_sq_row"].to(out.device, torch.float32)
-        columns = state["exp_avg_sq_col"].to(out.device, torch.float32)
-        factor = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-        torch.mul(memory, factor, out=out).mul_(columns.rsqrt().unsqueeze(-2))
-    else:
-        torch.mul(memory, out.copy_(state["exp_avg_sq"]).rsqrt_(), out=out)
-    mean_square = torch.dot(out.view(-1), out.view(-1)) / max(out.numel(), 1)
-    out.div_((mean_square.sqrt() / group["clip_threshold"]).clamp_(min=1.0))
-    scale = max(group["eps"][1], _as_number(state["RMS"])) if group["scale_parameter"] else 1.0
-    return out.mul_(-scale)
-
-
 def preconditioner_of(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
 ) -> Preconditioner | None:
     """
-    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, SGD, Muon
-    (`torch.optim.Muon`, or a group with `algorithm="muon"`) and transformers' Adafactor; `None` for any other.
+    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, and those in
+    integrations/other_optimizers.py; `None` for any other.
     """
-    if isinstance(optimizer, torch.optim.SGD):
-        return sgd
-    if len(shape) == 2 and (isinstance(optimizer, torch.optim.Muon) or group.get("algorithm") == "muon"):
-        return muon
     second_moment = state.get("exp_avg_sq")
-    is_whole = torch.is_tensor(second_moment) and second_moment.shape == shape and second_moment.is_floating_point()
-    if {"clip_threshold", "scale_parameter"} <= group.keys() and "RMS" in state:
-        return adafactor if is_whole or "exp_avg_sq_row" in state else None
-    return adam if is_whole and "step" in state and "betas" in group else None
+    if torch.is_tensor(second_moment) and "step" in state and "betas" in group:
+        return adam if second_moment.shape == shape and second_moment.is_floating_point() else None
+    others = None if is_adam(optimizer) else _other_rules()
+    return None if others is None else others.rule_of(optimizer, state, group, shape)
 
 
-def _as_number(value: Any) -> float:
+def orthogonalises(rule: Preconditioner | None) -> bool:
+    """Whether a rule orthogonalises matrices, for which it needs them whole."""
+    others = None if rule in (None, adam) else _other_rules()
+    return others is not None and rule is others.muon
+
+
+@functools.cache
+def _other_rules() -> ModuleType | None:
+    name = "integrations.other_optimizers"
+    return load_room(name, "direction") if has_room(name) else None
+
+
+def as_number(value: Any) -> float:
     return value.item() if torch.is_tensor(value) else float(value)
