@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hf_hybrid.files import write_json, write_note
+from hf_hybrid.records.course import is_on_course
 
 if TYPE_CHECKING:
     from torch import nn
@@ -223,7 +224,7 @@ def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best:
     if not limit or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    of_run = {folder for folder, manifest in _manifests(output_dir) if _belongs(manifest.run, manifest.step, run)}
+    of_run = {folder for folder, manifest in _manifests(output_dir) if is_on_course(manifest.run, manifest.step, run)}
     oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
     surplus = len(oldest_first) - max(limit, len(kept))
     for folder in [folder for folder in oldest_first if folder.resolve() not in kept][: max(surplus, 0)]:
@@ -430,7 +431,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         if model is not None and manifest.model != start.model:
             start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
-        abandoned = any(_belongs(other.run, other.step, manifest.run) for other in later)
+        abandoned = any(is_on_course(other.run, other.step, manifest.run) for other in later)
         start.in_step = manifest.in_step
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
     start.warnings += _not_saved(folder)
@@ -485,7 +486,7 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
             manifest = read_manifest(folder)
             if manifest is None and sealed:
                 reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
-            elif manifest is not None and run is not None and not _belongs(manifest.run, manifest.step, run):
+            elif manifest is not None and run is not None and not is_on_course(manifest.run, manifest.step, run):
                 reason = f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
             else:
                 reason = _refusal(folder, manifest)
@@ -539,7 +540,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     if run is None:
         sealed = [folder for folder in _checkpoints(output_dir) if is_sealed(folder)]
     else:
-        sealed = [path for path, manifest in _manifests(output_dir) if _belongs(manifest.run, manifest.step, run)]
+        sealed = [path for path, manifest in _manifests(output_dir) if is_on_course(manifest.run, manifest.step, run)]
     return str(max(sealed, key=_step_of)) if sealed else None
 
 
@@ -576,13 +577,3 @@ def _run_of(output_dir: Path) -> Run | None:
             f"`{path}` is damaged: it says which run of the folder is the newest. Set `resume_from_checkpoint` to the "
             "folder of a checkpoint."
         ) from None
-
-
-def _belongs(run: Run, step: int, newest: Run) -> bool:
-    """Whether a checkpoint of step `step` of a run lies on the course of the newest one."""
-    ids = [name for name, _ in newest]
-    mine = run[-1][0]
-    if mine not in ids:
-        return False
-    continued = newest[ids.index(mine) + 1 :]
-    return not continued or step <= continued[0][1]
