@@ -381,7 +381,7 @@ def _encoder(
 ) -> Callable[[Any, list[int]], list[list[int]]]:
     """The function from a batch of rows, and their numbers, to tokens: one list per document."""
     if options.messages_column in columns:
-        if not getattr(tokenizer, "chat_template", None):
+        if not tokenizer.chat_template:
             raise OptionError(
                 f"The column `{options.messages_column}` holds conversations, and the tokenizer has no chat template. "
                 "Set `--tokenizer` to one that has (that of an instruct model), or `--text_column`."
