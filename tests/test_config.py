@@ -92,14 +92,18 @@ def test_without_leaps_any_learning_rate_is_taken(tmp_path):
         hybrid_config(tmp_path, learning_rate=1e9)
 
 
+PLAIN = {"optim": "adamw_torch", "fp16": False, "bf16": False, "use_cpu": False, "deepspeed": None, "fsdp": None,
+         "parallelism_config": None, "fsdp_plugin_args": None}  # fmt: skip
+"""What the checks read of training arguments."""
+
+
 def test_fp16_and_sharding_are_refused_only_where_a_direction_is_named(accelerator):
-    base = {"fp16": False, "deepspeed": None, "fsdp": None, "optim": "adamw_torch"}
     for change, message in (
         ({"fp16": True}, "`fp16=True` cannot be combined with leaps.*Use `bf16=True`"),
         ({"deepspeed": "zero3.json"}, "`deepspeed` cannot be combined with leaps"),
         ({"fsdp": "full_shard"}, "`fsdp` cannot be combined with leaps"),
     ):
-        args = SimpleNamespace(**{**base, **change})
+        args = SimpleNamespace(**{**PLAIN, **change})
         with pytest.raises(ValueError, match=message):
             check_training_arguments(args, HybridArguments(**ASKED))
         check_training_arguments(args, HybridArguments())
@@ -115,8 +119,7 @@ def test_liger_is_refused_where_triton_cannot_compile(tmp_path, monkeypatch):
 
 
 def fsdp2_arguments(**change) -> SimpleNamespace:
-    base = {"fp16": False, "optim": "adamw_torch", "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 2}}
-    return SimpleNamespace(**{**base, **change})
+    return SimpleNamespace(**{**PLAIN, "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 2}, **change})
 
 
 @pytest.fixture
@@ -221,5 +224,5 @@ def test_deepspeed_is_refused_before_it_is_looked_for(tmp_path, monkeypatch, ask
 
 def test_deepspeed_is_taken_without_leaps(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    args = SimpleNamespace(optim="adamw_torch", fp16=False, bf16=True)
+    args = SimpleNamespace(**{**PLAIN, "bf16": True})
     check_training_arguments(args, HybridArguments(enable_predict=False))

@@ -66,6 +66,9 @@ def test_streaming_is_refused_with_sharding_fp16_and_several_processes(monkeypat
         torch_compile=False,
         deepspeed=None,
         fsdp=None,
+        parallelism_config=None,
+        fp16=False,
+        bf16=False,
     )
     with pytest.raises(ValueError, match=f"`memory=stream` cannot be used here: .*{message}"):
         check_streamable(args, tiny_model(), None)

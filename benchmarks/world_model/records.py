@@ -35,7 +35,7 @@ from hf_hybrid.world_model.forecasts import (
 )
 from hf_hybrid.world_model.learning import (
     CHANGE_LIMIT,
-    Batch,
+    StretchBatch,
     descend,
     futures,
     rssm_loss,
@@ -113,7 +113,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class PairedBatch(Batch):
+class PairedBatch(StretchBatch):
     """A batch with the branches of its sequences, if they have any."""
 
     pairs: Pairs | None = None

@@ -10,11 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import hf_hybrid
 
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub")
-EXTRAS = {"peft": "peft", "bitsandbytes": "quantization", "torchao": "export", "gguf": "export", "trl": "trl"}
+EXTRAS: dict[str, str | None] = {
+    "peft": "peft",
+    "bitsandbytes": "quantization",
+    "torchao": "export",
+    "gguf": "export",
+    "trl": "trl",
+}
 EXTRAS |= {"matplotlib": "report", "optuna": "sweep", "deepspeed": None}
 """Packages that some options need, and the extra of `hf_hybrid` that installs each."""
 _SETTINGS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
@@ -93,7 +100,7 @@ def _torch_gpus() -> str:
 
     kind = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
-    found = [{"name": device.type, **describe_device(device)} for device in devices]
+    found: list[dict[str, Any]] = [{"name": device.type, **describe_device(device)} for device in devices]
     return _joined(gpu["name"] + (f", {gpu['total_memory'] / 2**30:.1f} GiB" if len(gpu) > 1 else "") for gpu in found)
 
 

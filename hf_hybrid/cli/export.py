@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         exporter.check_output(output)
         source.check_source(folder)
         batches = held_out_batches(args, folder)
-        options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
+        options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
         options["tasks"] = [name for name in args.tasks.split(",") if name]
         result = exporter.export(folder, output, args.format, batches=batches, **options)
     except (ValueError, ImportError) as error:

@@ -29,6 +29,7 @@ class OptionError(ValueError):
     """An option does not exist or does not take its value."""
 
 
+@dataclass
 class _Group:
     _argument_group_name = ""
 
@@ -170,7 +171,8 @@ def help_text() -> str:
     general.add_argument("--help_all", "--help-all", action="store_true", help=text)
     for owner in (*OWN_OPTIONS, HybridArguments):
         hints = get_type_hints(owner)
-        group = None if owner is HybridArguments else parser.add_argument_group(owner._argument_group_name)
+        # The first option of `HybridArguments` has a heading of its own.
+        group = general if owner is HybridArguments else parser.add_argument_group(owner._argument_group_name)
         for described in fields(owner):
             text = described.metadata["help"]
             if text.group:
@@ -207,7 +209,9 @@ def _parser():
         def error(self, message):
             _refuse(message)
 
-    return Parser((*OWN_OPTIONS, HybridConfig), prog=PROGRAM, allow_abbrev=False, add_help=False)
+    # It is annotated with a `NewType` that no dataclass is.
+    kinds: Any = (*OWN_OPTIONS, HybridConfig)
+    return Parser(kinds, prog=PROGRAM, allow_abbrev=False, add_help=False)
 
 
 def complain(error: Exception) -> int:
@@ -331,13 +335,19 @@ class CommandLine:
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data."""
-        for name in ("model", "dataset"):
-            if getattr(self.values, name) is None:
-                raise OptionError(f"`--{name}` is missing. `{PROGRAM} --help` says what it takes.")
+        required("model", self.values.model)
+        required("dataset", self.values.dataset)
 
     def options(self) -> TrainOptions:
         """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""
         return TrainOptions(*self._parser.parse_dict(vars(self.values), allow_extra_keys=True))
+
+
+def required(name: str, value: str | None) -> str:
+    """Return the value of an option that a run needs. Raises [`OptionError`] if it was not given."""
+    if value is None:
+        raise OptionError(f"`--{name}` is missing. `{PROGRAM} --help` says what it takes.")
+    return value
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -10,11 +10,11 @@ import logging
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_hybrid.cli.planner import Planner
-    from hf_hybrid.plan.estimate import Plan
+    from hf_hybrid.plan.estimate import WayPlan
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
     try:
-        Path(args.output).write_text(report.as_yaml(), encoding="utf-8")
+        Path(args.output).write_text(report.as_yaml(report.best), encoding="utf-8")
     except (OSError, ValueError) as error:  # a ValueError: of a NUL
         reason = getattr(error, "strerror", None) or error
         sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
@@ -129,6 +129,7 @@ class _Report:
         self.with_adapters = importlib.util.find_spec("peft") is not None
         asks = self.with_adapters or args.peft != "none"  # without peft the error says what to install
         with_adapters = self.with_adapters and args.qat == "none"
+        self.ram = parse_size(args.ram or host_memory(), "ram") // args.num_processes
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
@@ -137,12 +138,12 @@ class _Report:
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if asks else None,
             qat=args.qat,
             vram=args.vram or here,
-            ram=parse_size(args.ram or host_memory(), "ram") // args.num_processes,
+            ram=self.ram,
             processes=args.num_processes,
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
-        self.plans: list[Plan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
         self.best = recommended(self.plans, None if args.peft == "none" else args.peft)
 
     def as_json(self) -> str:
@@ -161,7 +162,7 @@ class _Report:
 
         return exported_bytes(build(self.planner.config, torch.float32))
 
-    def _row(self, plan: Plan) -> dict:
+    def _row(self, plan: WayPlan) -> dict:
         names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
         names += ("device_shortfall", "host_shortfall", "options")
         values = {name: getattr(plan, name) for name in names}
@@ -197,7 +198,7 @@ class _Report:
         if setup.vram is not None:
             source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
             device = f"{setup.vram / GIB:.2f} GiB ({source})"
-        host = f"{setup.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
+        host = f"{self.ram / GIB:.2f} GiB ({'--ram' if args.ram else 'available on this machine'})"
         share = ""
         if setup.processes > 1:
             share = f"{setup.processes} processes share the weights (FSDP2): all numbers are of each of them\n"
@@ -217,11 +218,12 @@ class _Report:
             by_category = [plan.table.get(category, "device") for category in COLUMNS]
             total = plan.peak_device_bytes
             numbers = [count / GIB for count in (*by_category, total - sum(by_category), total, plan.peak_host_bytes)]
-            numbers += [] if self.rates is None else [self._floor(plan)]
+            floor = self._floor(plan)
+            numbers += [] if floor is None else [floor]
             lines.append(f"{name:<{width}}{''.join(f'{number:>10.2f}' for number in numbers)}  {_verdict(plan)}")
         return "\n".join(lines) + "\n"
 
-    def _floor(self, plan: Plan) -> float | None:
+    def _floor(self, plan: WayPlan) -> float | None:
         from hf_hybrid.plan.traffic import step_floor_seconds
 
         tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
@@ -241,12 +243,16 @@ class _Report:
             f"{floor}{missing * (not self.with_adapters)}"
         )
 
-    def as_yaml(self) -> str:
-        """The recommended plan as options of `hf-hybrid train`, which needs nothing but a data set beside them."""
+    def as_yaml(self, best: WayPlan) -> str:
+        """A plan as options of `hf-hybrid train`, which needs nothing but a data set beside them."""
         import yaml
 
-        args, best = self.args, self.best
-        values = {"model": args.model, "sequence_length": best.setup.sequence_length, "dtype": best.way.weights}
+        args = self.args
+        values: dict[str, Any] = {
+            "model": args.model,
+            "sequence_length": best.setup.sequence_length,
+            "dtype": best.way.weights,
+        }
         if best.way.trains == "adapters":
             values |= {"peft": "qlora" if best.way.packed else "lora", "lora_r": args.lora_r}
             if args.lora_target_modules:
@@ -264,7 +270,7 @@ class _Report:
         return head + yaml.safe_dump({**values, "output_dir": "out", **best.options}, sort_keys=False)
 
 
-def _verdict(plan: Plan) -> str:
+def _verdict(plan: WayPlan) -> str:
     if plan.fits:
         return "yes"
     shortfalls = {"device": plan.device_shortfall, "host": plan.host_shortfall}

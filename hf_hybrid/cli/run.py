@@ -23,6 +23,7 @@ from hf_hybrid.cli.options import (
     OptionError,
     TrainOptions,
     complain,
+    required,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ def train(line: CommandLine) -> int:
     try:
         line.check_required()
         options = line.options()
+        # Names on the Hub, or local paths.
+        names = {
+            "finetuned_from": required("model", options.model.model),
+            "dataset_tags": required("dataset", options.data.dataset),
+        }
         check_output(options.config.output_dir)
         trainer = _trainer(options)
         trainer.add_callback(first_step)
@@ -89,7 +95,6 @@ def train(line: CommandLine) -> int:
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     # What only the command line knows: names on the Hub, no local paths.
-    names = {"dataset_tags": options.data.dataset, "finetuned_from": options.model.model}
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
     if trainer.args.push_to_hub:
         trainer.push_to_hub(**card)
@@ -170,8 +175,8 @@ def load_tokenizer(options: ModelOptions) -> Any:
     """Load the tokenizer that `options` name, or else the model's."""
     from transformers import AutoTokenizer
 
-    path = Path(options.model)
-    name = options.tokenizer or (str(path.parent) if path.suffix == ".json" else options.model)
+    model = required("model", options.model)
+    name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
     revision = "main" if options.tokenizer else options.model_revision or "main"
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=options.trust_remote_code)
@@ -199,52 +204,48 @@ def load_model(
 
     from hf_hybrid.plan.models import check_depth
 
-    common = {"trust_remote_code": options.trust_remote_code}
+    name = required("model", options.model)
+    common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     revision = options.model_revision or "main"
     try:
-        config = AutoConfig.from_pretrained(options.model, revision=revision, **common)
+        config = AutoConfig.from_pretrained(name, revision=revision, **common)
     except Exception as error:  # whatever a broken file leads to
         raise OptionError(
-            f"`--model {options.model}` cannot be loaded: {_reason(error)} It must be a folder, a config.json, or "
-            f"{_OFFLINE}"
+            f"`--model {name}` cannot be loaded: {_reason(error)} It must be a folder, a config.json, or {_OFFLINE}"
         ) from error
     embedded = config.get_text_config().vocab_size
     check_depth(config)
     if embedded is not None and vocabulary > embedded:
         raise OptionError(
-            f"The tokenizer has {vocabulary} tokens, and the model `{options.model}` embeds {embedded}. Set "
+            f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
             "`--tokenizer` to the one that belongs to the model."
         )
     if options.attn_implementation is not None:
         common["attn_implementation"] = options.attn_implementation
     with_adapters = adapters.peft != "none"
     common["dtype"] = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
-    path = Path(options.model)
+    path = Path(name)
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if options.from_scratch or path.suffix == ".json" or without_weights:
         if with_adapters:
-            raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{options.model}` has none.")
+            raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{name}` has none.")
         try:
             model = AutoModelForCausalLM.from_config(config, **common)
         except Exception as error:  # whatever absurd sizes lead to
-            raise OptionError(f"`--model {options.model}` cannot be built: {_reason(error)}") from error
+            raise OptionError(f"`--model {name}` cannot be built: {_reason(error)}") from error
         # DeepSpeed's `ds_id` marks parameters that lie on other processes, and are empty on this one.
-        empty = [
-            name for name, weight in model.named_parameters() if not weight.numel() and not hasattr(weight, "ds_id")
-        ]
+        empty = [key for key, weight in model.named_parameters() if not weight.numel() and not hasattr(weight, "ds_id")]
         if empty:
-            raise OptionError(
-                f"`--model {options.model}`: `{empty[0]}` has no elements. Correct the sizes in the config."
-            )
+            raise OptionError(f"`--model {name}`: `{empty[0]}` has no elements. Correct the sizes in the config.")
         return model
     if with_adapters and options.dtype == "auto":
         common["dtype"] = "auto"
     if adapters.peft == "qlora":
         common |= _four_bit(bf16, on_host)
     try:
-        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, revision=revision, **common)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, revision=revision, **common)
     except Exception as error:  # whatever a broken file leads to
-        raise OptionError(f"`--model {options.model}` cannot be loaded: {_reason(error)}") from error
+        raise OptionError(f"`--model {name}` cannot be loaded: {_reason(error)}") from error
     return _add_adapters(model, adapters) if with_adapters else model
 
 
@@ -330,7 +331,7 @@ def _load_texts(option: str, name: str, split: str, config: str | None):
     try:
         if kind is not None:
             # By paragraph: as one document, a whole book would be tokenised in one piece.
-            by = {"sample_by": "paragraph"} if kind == "text" else {}
+            by: dict[str, Any] = {"sample_by": "paragraph"} if kind == "text" else {}
             return load_dataset(kind, data_files=str(path), split="train", **by)
         if any((path / saved).is_file() for saved in ("state.json", "dataset_dict.json")):  # of `save_to_disk`
             saved = load_from_disk(str(path))
@@ -359,6 +360,7 @@ def _blocks(option: str, options: DataOptions, tokenizer):
         "dataset": (options.dataset, options.dataset_split),
         "eval_dataset": (options.eval_dataset, options.eval_split),
     }[option]
+    name = required(option, name)
     texts = _load_texts(option, name, split, options.dataset_config if name == options.dataset else None)
     encode = _encoder(name, texts.column_names, options, tokenizer)
     length = options.sequence_length
@@ -379,7 +381,7 @@ def _encoder(
 ) -> Callable[[Any, list[int]], list[list[int]]]:
     """The function from a batch of rows, and their numbers, to tokens: one list per document."""
     if options.messages_column in columns:
-        if not getattr(tokenizer, "chat_template", None):
+        if not tokenizer.chat_template:
             raise OptionError(
                 f"The column `{options.messages_column}` holds conversations, and the tokenizer has no chat template. "
                 "Set `--tokenizer` to one that has (that of an instruct model), or `--text_column`."

@@ -3,7 +3,7 @@
 
 Every trial is a `hf-hybrid train` with the same data and seeds; `cli/trials.py` runs them. What is tried follows two
 rules. The range of a single parameter becomes a grid of `--trials` values, evenly spaced, on a logarithmic scale where
-it spans a decade or more. The grid is searched, not walked through: see [`Parameter.next_value`]. The values of several
+it spans a decade or more. The grid is searched, not walked through: see [`Range.next_value`]. The values of several
 parameters are proposed by Optuna's TPE.
 """
 
@@ -80,37 +80,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """
-    An option of `train` and its values: either `choices`, or numbers from `low` to `high`.
-
-    `name` is spelled with underscores. Numbers of an option that takes integers are integers.
-    """
+class Choices:
+    """An option of `train`, spelled with underscores, and the values that are tried in their order."""
 
     name: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple = ()
-
-    @property
-    def logarithmic(self) -> bool:
-        """Whether values are spaced by ratio and not by difference."""
-        return not self.choices and self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
+    choices: tuple
 
     def distribution(self) -> optuna.distributions.BaseDistribution:
         """Return it as Optuna wants it."""
         from hf_hybrid.integrations.optuna import optuna
 
-        if self.choices:
-            return optuna.distributions.CategoricalDistribution(self.choices)
-        whole = isinstance(self.low, int)
-        kind = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
-        return kind(self.low, self.high, log=self.logarithmic)
+        return optuna.distributions.CategoricalDistribution(self.choices)
+
+    def next_value(self, count: int, ended: dict[Any, tuple], running: Collection) -> Any:
+        """Return the first that was not tried, `None` if all were; the arguments are those of [`Range`]."""
+        return next((value for value in self.choices if value not in {*ended, *running}), None)
+
+
+@dataclass(frozen=True)
+class Range:
+    """
+    An option of `train`, spelled with underscores, and the numbers from `low` to `high`.
+
+    Numbers of an option that takes integers are integers.
+    """
+
+    name: str
+    low: float
+    high: float
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether values are spaced by ratio and not by difference."""
+        return self.low > 0 and (self.name == "learning_rate" or self.high / self.low >= DECADE)
+
+    def distribution(self) -> optuna.distributions.BaseDistribution:
+        """Return it as Optuna wants it."""
+        from hf_hybrid.integrations.optuna import optuna
+
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return optuna.distributions.IntDistribution(self.low, self.high, log=self.logarithmic)
+        return optuna.distributions.FloatDistribution(self.low, self.high, log=self.logarithmic)
 
     def grid(self, count: int) -> list:
-        """`count` values over the range, in order; fewer if there are no more integers. Or all `choices`."""
-        if self.choices:
-            return list(self.choices)
+        """`count` values over the range, in order; fewer if there are no more integers."""
         shares = [index / max(count - 1, 1) for index in range(count)]
         values = [self.low + (self.high - self.low) * share for share in shares]
         if self.logarithmic:
@@ -136,10 +149,10 @@ class Parameter:
         """
         grid, tried = self.grid(count), {*ended, *running}
         left = [value for value in grid if value not in tried]
-        if self.choices or not tried:
-            return left[0 if self.choices else (len(left) - 1) // 2] if left else None
+        if not tried:
+            return left[(len(left) - 1) // 2] if left else None
         known = [value for value, standing in ended.items() if math.isfinite(standing[-1])]
-        best = min(known, key=ended.get, default=None)
+        best = min(known, key=lambda value: ended[value], default=None)
         below = max((value for value in ended if known and value < best), default=None)
         above = min((value for value in ended if known and value > best), default=None)
 
@@ -158,7 +171,7 @@ class Parameter:
         return (count - 1) * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
-def read_parameter(name: str, values: str, config: str) -> Parameter:
+def read_parameter(name: str, values: str, config: str) -> Choices | Range:
     """
     Read `lo..hi` or `a,b,c`, as `train` would read each value with this `--config`.
 
@@ -178,7 +191,7 @@ def read_parameter(name: str, values: str, config: str) -> Parameter:
     if ".." not in values:
         if len(set(read)) < len(read):
             raise OptionError(f"{told} names a value twice.")
-        return Parameter(name, choices=tuple(read))
+        return Choices(name, tuple(read))
     low, high = read
     if any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in read):
         raise OptionError(f"{told} is a range, and the option takes words. List them with commas.")
@@ -186,7 +199,7 @@ def read_parameter(name: str, values: str, config: str) -> Parameter:
         raise OptionError(f"{told} must go from a number to a larger one, as in `1e-5..1e-2`.")
     if name == "learning_rate" and low <= 0:
         raise OptionError(f"{told} must begin above 0: learning rates are tried on a logarithmic scale.")
-    return Parameter(name, low, high)
+    return Range(name, low, high)
 
 
 def _value(name: str, word: str, config: str) -> Any:
@@ -231,7 +244,7 @@ class _Sweep:
         self.count = args.trials
         self.study: optuna.Study = self._open()
 
-    def _read_parameters(self, args: argparse.Namespace) -> list[Parameter]:
+    def _read_parameters(self, args: argparse.Namespace) -> list[Choices | Range]:
         pairs = [] if args.learning_rate is None else [("learning_rate", args.learning_rate)]
         for word in args.param:
             name, equals, values = word.partition("=")
@@ -304,7 +317,7 @@ class _Sweep:
         if best is None:
             sys.stderr.write(f"{PROGRAM}: no trial finished. `output.txt` in `{self.folder}/trial-*` says why.\n")
             return 1
-        written = [write_best(self.folder, {**self.base, **best.params}), *write_plot(self.folder, self.study)]
+        written = [write_best(self.folder, {**self.base, **best.params}), *write_plot(self.folder, self.study, best)]
         sys.stdout.write(f"Written: {', '.join(map(str, written))}\n")
         return 0
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_hybrid.cli.trials import best_trial, outcome_text, trial_steps
-from hf_hybrid.integrations.optuna import TrialState, optuna
+from hf_hybrid.cli.trials import best_trial, forecast_pruner, outcome_text, trial_steps
+from hf_hybrid.integrations.optuna import FrozenTrial, TrialState, optuna
 from hf_hybrid.report.plots import KEPT, LOST, PALETTE, draw, plots_available
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 HEADINGS = ("trial", "steps", "outcome")
+NUMBERS = (optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution)
 UNFINISHED = (2, math.inf)
 """Behind all that ended."""
 MOST_CURVES = 40
@@ -26,7 +31,7 @@ def table(study: optuna.Study, count: int) -> str:
     best = best_trial(study)
     names = sorted({name for trial in trials for name in trial.params})
     rows = [(HEADINGS[0], *names, *HEADINGS[1:])]
-    for trial in sorted(trials, key=lambda trial: study.pruner.standing(study, trial) or UNFINISHED):
+    for trial in _best_first(study, trials):
         made, whole = trial_steps(trial)
         values = [_number(trial.params.get(name, "-")) for name in names]
         outcome = outcome_text(study, trial) + ("  <- best" if trial is best else "")
@@ -36,6 +41,11 @@ def table(study: optuna.Study, count: int) -> str:
     made, whole = (sum(column) for column in zip(*map(trial_steps, trials)))
     share = f", {made / (whole * count / len(trials)):.0%} of those of {count} whole trials" if whole else ""
     return "\n".join(lines) + f"\n\n{len(trials)} trials made {made:,} steps{share}.\n"
+
+
+def _best_first(study: optuna.Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+    pruner = forecast_pruner(study)
+    return sorted(trials, key=lambda trial: pruner.standing(study, trial) or UNFINISHED)
 
 
 def _number(value: Any) -> str:
@@ -49,24 +59,23 @@ def write_best(folder: Path, options: dict[str, Any]) -> Path:
     return path
 
 
-def write_plot(folder: Path, study: optuna.Study) -> Iterator[Path]:
+def write_plot(folder: Path, study: optuna.Study, best: FrozenTrial) -> Iterator[Path]:
     """Draw the sweep, if matplotlib is installed. Yields the file that was written."""
     if plots_available() and draw("sweep", "Sweep", "Final loss by parameter, and the curves of all trials.",
-                                  lambda figure: _paint(figure, study), folder):  # fmt: skip
+                                  lambda figure: _paint(figure, study, best), folder):  # fmt: skip
         yield folder / "sweep.png"
 
 
-def _paint(figure, study: optuna.Study) -> None:
+def _paint(figure: Figure, study: optuna.Study, best: FrozenTrial) -> None:
     """Left: where trials ended, or would have, by the first parameter that is a number. Right: their losses."""
     trials = [trial for trial in study.get_trials(deepcopy=False) if trial.intermediate_values]
-    best = best_trial(study)
-    numbers = [name for name, kind in best.distributions.items() if hasattr(kind, "low")]
+    numbers = [name for name, kind in best.distributions.items() if isinstance(kind, NUMBERS)]
     left, right = figure.subplots(1, 2)
     if numbers:
-        _paint_ends(left, study, numbers[0])
+        _paint_ends(left, study, best, numbers[0])
     else:
         figure.delaxes(left)
-    for trial in sorted(trials, key=lambda trial: study.pruner.standing(study, trial) or UNFINISHED)[:MOST_CURVES]:
+    for trial in _best_first(study, trials)[:MOST_CURVES]:
         steps, losses = zip(*sorted(trial.intermediate_values.items()))
         if trial.number == best.number:
             right.plot(steps, losses, color=KEPT, linewidth=1.6, zorder=3)
@@ -81,22 +90,22 @@ def _paint(figure, study: optuna.Study) -> None:
     right.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _paint_ends(axis, study: optuna.Study, name: str) -> None:
-    best = best_trial(study)
+def _paint_ends(axis: Axes, study: optuna.Study, best: FrozenTrial, name: str) -> None:
     whole = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    axis.plot(best.params[name], best.value, "o", color=KEPT, markersize=8, fillstyle="none", label="best")
+    if best.value is not None:
+        axis.plot(best.params[name], best.value, "o", color=KEPT, markersize=8, fillstyle="none", label="best")
     values = [(trial.params[name], trial.value) for trial in whole]
     axis.plot(*zip(*values), "o", color=PALETTE["real"], markersize=4, label="held-out loss at the end")
     ended = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-    found = [
-        (trial.params[name], end) for trial in ended if (end := study.pruner.expected_end(study, trial)) is not None
-    ]
+    pruner = forecast_pruner(study)
+    found = [(trial.params[name], end) for trial in ended if (end := pruner.expected_end(study, trial)) is not None]
     if found:
         values, middles = [value for value, _ in found], [median for _, (_, median, _) in found]
         spans = [[mid - low for _, (low, mid, _) in found], [high - mid for _, (_, mid, high) in found]]
         label = "ended early: forecast of the training loss"
         axis.errorbar(values, middles, yerr=spans, fmt="x", color=LOST, markersize=4, elinewidth=0.7, label=label)
-    if best.distributions[name].log:
+    kind = best.distributions[name]
+    if isinstance(kind, NUMBERS) and kind.log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel(name)

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 def processes(values: argparse.Namespace) -> int:
     """Number of processes: one for each GPU, unless the options say otherwise."""
     if values.num_processes is not None:
-        return LaunchOptions(num_processes=values.num_processes).num_processes  # which checks it
+        LaunchOptions(num_processes=values.num_processes)  # checks it
+        return values.num_processes
     if values.use_cpu or values.memory != "off":
         return 1
     import torch

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.cli.options import ENVIRONMENT
@@ -82,7 +82,7 @@ class Trials:
             with lock:
                 self._run(trial, environment)
 
-    def _take(self) -> tuple[optuna.Trial, FileLock] | None:
+    def _take(self) -> tuple[optuna.Trial, BaseFileLock] | None:
         """Choose a trial that was interrupted, or else a new one. Returns it with its lock, which is held."""
         with FileLock(self.folder / "sweep.lock"):
             trials = self.study.get_trials(deepcopy=False)
@@ -106,9 +106,12 @@ class Trials:
             self.study.sampler = optuna.samplers.TPESampler(seed=len(begun))
             trial = self.study.ask(self.distributions)
             shutil.rmtree(self._folder(trial.number), ignore_errors=True)  # of a sweep that was here before
-            return trial, self._lock(trial.number)
+            lock = self._lock(trial.number)
+            if lock is None:
+                raise RuntimeError(f"Trial {trial.number} is new, and another process works on it.")
+            return trial, lock
 
-    def _lock(self, number: int) -> FileLock | None:
+    def _lock(self, number: int) -> BaseFileLock | None:
         lock = FileLock(self.folder / f"{self._folder(number).name}.lock", timeout=0, thread_local=False)
         try:
             lock.acquire()
@@ -130,7 +133,8 @@ class Trials:
             try:
                 pruned = self._follow(trial, process, folder)
             finally:
-                process.stdin.close()  # which ends the process
+                if process.stdin is not None:
+                    process.stdin.close()  # which ends the process
                 process.wait()
             if self.stopping.is_set():
                 return  # the trial is left as interrupted
@@ -204,9 +208,17 @@ def open_study(folder: Path, pruner: ForecastPruner) -> optuna.Study:
     return optuna.create_study(storage=storage, study_name="sweep", pruner=pruner, load_if_exists=True)
 
 
+def forecast_pruner(study: optuna.Study) -> ForecastPruner:
+    """The pruner that [`open_study`] gave the study."""
+    if not isinstance(study.pruner, ForecastPruner):
+        raise TypeError(f"The study has a `{type(study.pruner).__name__}`, and was not opened as that of a sweep.")
+    return study.pruner
+
+
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
     """The finished trial with the lowest held-out loss."""
-    return min(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)), key=lambda t: t.value, default=None)
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return min(finished, key=lambda trial: math.inf if trial.value is None else trial.value, default=None)
 
 
 def parameters_text(trial: FrozenTrial) -> str:
@@ -228,7 +240,7 @@ def outcome_text(study: optuna.Study, trial: FrozenTrial) -> str:
     if trial.state == TrialState.FAIL:
         return f"failed: {trial.user_attrs.get(REASON)}"
     if trial.state == TrialState.PRUNED:
-        found = study.pruner.expected_end(study, trial)
+        found = forecast_pruner(study).expected_end(study, trial)
         if found is None:
             return "diverged"
         low, median, high = found

@@ -96,7 +96,7 @@ class ActivationCheckpointing(Part):
         if on is not self._on:
             # The public switch adds hooks to the embeddings at each call and never removes them.
             for module, _ in self._before:
-                module.gradient_checkpointing = on
+                vars(module)["gradient_checkpointing"] = on
             self._on = on
 
     def end(self) -> None:
@@ -185,13 +185,13 @@ class BoundaryOffload:
         for layer in self.layers:
             original = getattr(layer, "_gradient_checkpointing_func", None)
             if original is not None:
-                layer._gradient_checkpointing_func = self._around(original)
+                vars(layer)["_gradient_checkpointing_func"] = self._around(original)
                 self._replaced.append((layer, original))
         return self
 
     def __exit__(self, *error) -> None:
         for layer, original in self._replaced:
-            layer._gradient_checkpointing_func = original
+            vars(layer)["_gradient_checkpointing_func"] = original
         self._replaced.clear()
 
     def _around(self, checkpoint: Callable) -> Callable:
@@ -216,7 +216,7 @@ class BoundaryOffload:
     def _park(self, tensor: Tensor) -> _Boundary:
         newest = self._newest()
         if newest is not None:
-            newest.take()  # it has been superseded: its copy on the device may go
+            newest.release()  # it has been superseded: its copy on the device may go
         if tensor.device not in self._ways:
             transfers = Transfers(tensor.device)
             self._ways[tensor.device] = transfers, HostBuffers(pin=transfers.beside)
@@ -227,9 +227,7 @@ class BoundaryOffload:
     def _fetch(self, packed: _Boundary | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if packed.on_device is None:
-            packed.start_back()
-        tensor = packed.take()
+        tensor = packed.bring_back()
         previous = packed.previous()
         if previous is not None and previous.on_device is None:
             previous.start_back()
@@ -243,7 +241,6 @@ class _Boundary:
     Autograd holds it and drops it; that frees the host buffer, also where a graph is never used.
     """
 
-    host: Tensor | None = None
     on_device: Tensor | None = None
 
     def __init__(self, tensor: Tensor, transfers: Transfers, buffers: HostBuffers, previous: Callable):
@@ -252,24 +249,31 @@ class _Boundary:
         self.copied = transfers.send(tensor, self.host, keep=False)
         self.on_device, self.version = tensor, tensor._version
 
-    def start_back(self) -> None:
-        coming = self.transfers.fetch(self.host)  # it has arrived there: computing waited for it when it was taken
+    def start_back(self) -> Tensor:
+        coming = self.transfers.fetch(self.host)  # it has arrived there: computing waited for it when it was released
         self.on_device, self.copied, self.version = coming.tensor, coming.arrived, coming.tensor._version
+        return coming.tensor
 
-    def take(self) -> Tensor | None:
+    def bring_back(self) -> Tensor:
+        """Return the tensor on the device, and release it here."""
+        tensor = self.start_back() if self.on_device is None else self.on_device
+        self.release()
+        return tensor
+
+    def release(self) -> None:
         """Release the copy on the device. Its memory may be reused at once, so computation waits for the copy."""
         tensor, self.on_device = self.on_device, None
-        if tensor is not None:
-            self.transfers.wait(self.copied)
-            if tensor._version != self.version:  # autograd's check, for a tensor that it does not hold itself
-                raise RuntimeError(
-                    f"The input of a checkpointed layer, `{tuple(tensor.shape)}`, was modified in place after it was "
-                    "saved. Let the layer make a new tensor, or train without checkpointing."
-                )
-        return tensor
+        if tensor is None:
+            return
+        self.transfers.wait(self.copied)
+        if tensor._version != self.version:  # autograd's check, for a tensor that it does not hold itself
+            raise RuntimeError(
+                f"The input of a checkpointed layer, `{tuple(tensor.shape)}`, was modified in place after it was "
+                "saved. Let the layer make a new tensor, or train without checkpointing."
+            )
 
     def __del__(self):
         if self.on_device is not None:
             self.transfers.wait(self.copied)
-        if self.host is not None:
+        if hasattr(self, "host"):  # else there was no memory for it
             self.buffers.give_back(self.host)

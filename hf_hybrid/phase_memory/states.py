@@ -97,7 +97,7 @@ class QuantizedTensor:
 class QuantizedState(dict):
     """State of one parameter with tensors in 8 bits; a callback that reads one in Predict gets it restored."""
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: object) -> Any:
         value = super().__getitem__(key)
         return value.restore() if isinstance(value, QuantizedTensor) else value
 

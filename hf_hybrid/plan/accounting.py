@@ -271,8 +271,8 @@ class ModelShape:
     def part(self, processes: int) -> ModelShape:
         """The rows that each of so many processes holds."""
         layers = tuple(layer.part(processes) for layer in self.layers)
-        rest = {name: getattr(self, name).part(processes) for name in ("embedding", "head", "rest")}
-        part = replace(self, layers=layers, **rest)
+        embedding, head, rest = (unit.part(processes) for unit in (self.embedding, self.head, self.rest))
+        part = replace(self, layers=layers, embedding=embedding, head=head, rest=rest)
         return replace(part, largest_trainable=max((p.count for p in part.total.by_parameter if p.trained), default=0))
 
     def place(self, stream_embeddings: bool) -> tuple[list[WeightCount], list[WeightCount], WeightCount]:

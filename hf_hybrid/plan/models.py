@@ -35,7 +35,7 @@ def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedC
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"`model` of type `{name}` has no transformers config. Give its config.")
     kind, why = type(config), None
-    if getattr(config, "is_encoder_decoder", False):
+    if config.is_encoder_decoder:
         why = "it is an encoder-decoder model"
     elif kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         why = "it is an encoder, which is trained on masked tokens"

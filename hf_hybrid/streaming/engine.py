@@ -35,10 +35,13 @@ class Resident:
     """Weights, gradients and states are where plain Trainer has them."""
 
     streams = False
-    plan = None
+    plan: Any = None
     """The memory plan in use, if there is one."""
-    torn: str | None = None
-    """Name of the update that an error cut short, if any: its weights and states belong to no step."""
+
+    @property
+    def torn(self) -> str | None:
+        """Name of the update that an error cut short, if any: its weights and states belong to no step."""
+        return None
 
     def is_for(self, model: nn.Module) -> bool:
         """Whether this object was made for `model`."""
@@ -172,7 +175,10 @@ class Streamed(Resident):
     def begin(self) -> None:
         self.streamer.attach()
 
-    def _noting(self, update: Callable[[Unit], None]) -> Callable[[Unit], None]:
+    def _noting(self, update: Callable[[Unit], None] | None) -> Callable[[Unit], None] | None:
+        if update is None:
+            return None
+
         def run(unit: Unit) -> None:
             self._updating = unit
             update(unit)
@@ -222,14 +228,19 @@ class Streamed(Resident):
 
     def clip(self, model: nn.Module, max_norm: float, *, now: bool) -> Tensor:
         """Clip the gradients by their global norm and return it; `now` if leaps read them before the optimizer."""
-        return self.optimizer.clip(model.parameters(), max_norm, now=now)
+        return self._lazy_optimizer().clip(model.parameters(), max_norm, now=now)
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        return self.optimizer.total_norm(model.parameters())
+        return self._lazy_optimizer().total_norm(model.parameters())
 
     def discard_gradients(self) -> None:
         self.streamer.gradients_arrived()
-        self.optimizer.drop_gradients()
+        self._lazy_optimizer().drop_gradients()
+
+    def _lazy_optimizer(self) -> LazyOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError("No run has begun: `wrap` makes the optimizer that has the streamed gradients.")
+        return self.optimizer
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.streamer.masters

@@ -30,7 +30,7 @@ import math
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_hybrid.machine import RandomStates
-from hf_hybrid.streaming.layers import base_model
+from hf_hybrid.streaming.layers import ask, base_model
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, softcap, scale, chunk_tokens, with_grad):
         needed = [with_grad and value for value in ctx.needs_input_grad[:3]]
         grads = [torch.zeros_like(value) if need else None for value, need in zip((hidden, weight, bias), needed)]
+        of_hidden, of_weight, of_bias = grads
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
 
@@ -121,12 +125,12 @@ class _ChunkedLoss(torch.autograd.Function):
             loss, slope = _loss_and_slope(logits, targets[rows], softcap, scale)
             total.add_(loss)
             slope = slope.to(hidden.dtype)
-            if needed[0]:
-                torch.mm(slope, weight, out=grads[0][rows])
-            if needed[1]:
-                grads[1].addmm_(slope.t(), hidden[rows])
-            if needed[2]:
-                grads[2].add_(slope.sum(0))
+            if of_hidden is not None:
+                torch.mm(slope, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight.addmm_(slope.t(), hidden[rows])
+            if of_bias is not None:
+                of_bias.add_(slope.sum(0))
 
         for start in range(0, len(targets), chunk_tokens):
             add(slice(start, start + chunk_tokens))
@@ -135,11 +139,18 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
+    def backward(ctx, *grad_outputs):
         if ctx.grads is None:
             raise RuntimeError("The gradients of the chunked loss are used up: `retain_graph=True` does not work here.")
         grads, ctx.grads = ctx.grads, None  # scaled in place: a copy of the weight's gradient would cost as much again
-        return (*(None if grad is None else grad.mul_(grad_output) for grad in grads), *5 * [None])
+        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), *5 * [None])
+
+
+class _HeadOutput(NamedTuple):
+    """What the head computed, and what the model got in its place."""
+
+    output: torch.Tensor  # summed loss, or logits while probing
+    stand_in: torch.Tensor  # [batch, tokens, 1], or [batch, tokens, len(probe)]
 
 
 @dataclass
@@ -149,8 +160,7 @@ class _Call:
     labels: torch.Tensor
     targets: torch.Tensor  # the labels, shifted
     probe: torch.Tensor | None  # numbers to send through the model; without them the loss is computed
-    stand_in: torch.Tensor | None = None  # [batch, tokens, 1], or [batch, tokens, len(probe)]
-    output: torch.Tensor | None = None  # of the head: summed loss, or logits while probing
+    head: _HeadOutput | None = None  # once it has run
     arrived: torch.Tensor | None = None  # the stand-in as the model hands it to its loss function
 
 
@@ -159,7 +169,7 @@ class ChunkedCausalLoss:
     Computes a causal LM's own loss from its labels, without the logits of all tokens.
 
     Use it as a context manager or between `install()` and `remove()`; the model also works as usual then, and several
-    threads may compute losses. The head's weight is read only while `head.forward(hidden, targets=None)` runs, which
+    threads may compute losses. The head's weight is read only while `head.forward(input, targets=None)` runs, which
     gives the summed loss where there are `targets`. Others may wrap that `forward` until `remove()` if they pass
     `targets` on.
 
@@ -172,11 +182,11 @@ class ChunkedCausalLoss:
     PROBE = (2.0**-10, 1e6, 0.0, 1.0, -1.0, 10.0, -100.0, 1000.0)  # the first gives the factor, the second the cap
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 512):
-        reason = self.unsupported_reason(model)
-        if reason is not None:
+        reason, base = self.unsupported_reason(model), base_model(model)
+        head = ask(base, "get_output_embeddings")
+        if reason is not None or not (isinstance(base, PreTrainedModel) and isinstance(head, nn.Linear)):
             raise ValueError(f"`model` cannot use the chunked loss: {reason}. Leave its loss as it is.")
-        self.base = base_model(model)
-        self.head = self.base.get_output_embeddings()
+        self.base, self.head = base, head
         self.chunk_tokens = chunk_tokens
         self.disagreement: str | None = None  # why the last `agrees` was False
         self._transfer: tuple[float, float | None] | None = None  # factor and cap between head and loss
@@ -263,8 +273,13 @@ class ChunkedCausalLoss:
             yield call
         finally:
             del self._calls[thread]
-        if call.arrived is None:
+        self._check_arrived(call)
+
+    def _check_arrived(self, call: _Call) -> tuple[_HeadOutput, torch.Tensor]:
+        """Return what the head computed, and what the model handed to its loss function."""
+        if call.head is None or call.arrived is None:
             raise RuntimeError(f"`{type(self.base).__name__}` does not give the output of its head to `loss_function`.")
+        return call.head, call.arrived
 
     def _run(self, model, inputs, probe: torch.Tensor | None = None) -> tuple[torch.Tensor, _Call]:
         with self.active(inputs, probe) as call:
@@ -276,7 +291,8 @@ class ChunkedCausalLoss:
         probe = torch.tensor(self.PROBE)
         with _quiet(model):
             call = self._run(model, inputs, probe)[1]
-        arrived = call.arrived.cpu()
+        head, arrived = self._check_arrived(call)
+        arrived = arrived.cpu()
         small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
         scale, cap = small / self.PROBE[0], None
         expected = scale * probe
@@ -286,37 +302,39 @@ class ChunkedCausalLoss:
         if not torch.allclose(arrived, expected.expand_as(arrived), rtol=1e-4, atol=1e-6):
             raise RuntimeError(f"`{type(self.base).__name__}` changes its logits by more than a factor and a tanh cap.")
         self._transfer = scale, cap
-        return call.output.dtype
+        return head.output.dtype
 
     def _pending(self) -> _Call | None:
         """Return the call of this thread whose head has not run. A head that runs again computes another loss."""
         call = self._calls.get(threading.get_ident())
-        return call if call is not None and call.stand_in is None else None
+        return call if call is not None and call.head is None else None
 
     def _before_head(self, head, args, kwargs):
         call = self._pending()
         return None if call is None or call.probe is not None else (args, {**kwargs, "targets": call.targets})
 
-    def _forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(self, input: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         weight, bias = self.head.weight, self.head.bias
         if targets is None:
-            return F.linear(hidden, weight, bias)
+            return F.linear(input, weight, bias)
+        if self._transfer is None:
+            raise RuntimeError("It is not known what the model does to its logits. Call `agrees` first.")
         scale, cap = self._transfer
-        options = {"bias": bias, "scale": scale, "softcap": cap, "chunk_tokens": self.chunk_tokens}
-        return linear_cross_entropy(hidden, weight, targets, **options)
+        return linear_cross_entropy(
+            input, weight, targets, bias=bias, scale=scale, softcap=cap, chunk_tokens=self.chunk_tokens
+        )
 
     def _after_head(self, head, args, output):
         call = self._pending()
         if call is None:
             return None
-        call.output = output
         values = output.new_zeros(1) if call.probe is None else call.probe.to(output.device)
-        call.stand_in = values.expand(*call.targets.shape, -1).clone()
-        return call.stand_in
+        call.head = _HeadOutput(output, values.expand(*call.targets.shape, -1).clone())
+        return call.head.stand_in
 
     def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORE_INDEX, **kwargs):
         call = self._calls.get(threading.get_ident())
-        if call is None or call.stand_in is None or logits.shape != call.stand_in.shape:
+        if call is None or call.head is None or logits.shape != call.head.stand_in.shape:
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
         same = labels is call.labels or torch.equal(labels, call.labels.to(labels.device))
         if not same or vocab_size != self.head.out_features or ignore_index != IGNORE_INDEX or logits.requires_grad:
@@ -326,7 +344,8 @@ class ChunkedCausalLoss:
         if call.probe is not None:
             return logits.new_zeros(())
         count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-        return call.output / (count.to(call.output.device) if torch.is_tensor(count) else count)
+        summed = call.head.output
+        return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
 
 
 BIG_VOCABULARY = 32_000
@@ -341,7 +360,7 @@ class ChunkedLossSwitch:
         self._agreed: bool | None = None
         self._required = False
 
-    def install(self, trainer) -> None:
+    def install(self, trainer: TrainerLike) -> None:
         """
         Prepare the trainer's model for a run.
 
@@ -368,7 +387,7 @@ class ChunkedLossSwitch:
             self.loss.remove()
             self.loss = None
 
-    def applies(self, model, inputs, items) -> bool:
+    def applies(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> bool:
         """Whether this loss is computed in chunks. The first batch with labels decides, by a comparison."""
         labels = inputs.get("labels")
         if self.loss is None or labels is None:
@@ -376,7 +395,7 @@ class ChunkedLossSwitch:
         if self._agreed is None and labels.ne(IGNORE_INDEX).any():
             self._agreed = self.loss.agrees(model, inputs, items)
             if not self._agreed:
-                self._refuse(self.loss.disagreement)
+                self._refuse(str(self.loss.disagreement))
         return bool(self._agreed)
 
     @property
@@ -384,8 +403,10 @@ class ChunkedLossSwitch:
         """Whether the last batches were computed in chunks."""
         return self.loss is not None and bool(self._agreed)
 
-    def active(self, inputs):
-        """Context for the forward pass whose loss is computed in chunks."""
+    def active(self, inputs: dict[str, Any]) -> contextlib.AbstractContextManager:
+        """Context for the forward pass whose loss is computed in chunks, where [`applies`] says so."""
+        if self.loss is None:
+            raise RuntimeError("The chunked loss is not installed.")
         return self.loss.active(inputs)
 
     def _refuse(self, reason: str) -> None:

@@ -161,10 +161,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict) -> None:
         state = self.state[parameter]
         if "step" not in state:
             self._begin(parameter, state)
@@ -177,7 +177,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if parameter.dtype != torch.float32 and group["stochastic_rounding"]:
             seed = _mixed(group["seed"], int(state["rounding_id"]), step)
             generator = torch.Generator(parameter.device).manual_seed(seed)
-        weights, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
+        weights, gradient = parameter.detach().view(-1), gradient.reshape(-1)
         for start in range(0, parameter.numel(), CHUNK):
             part = slice(start, min(start + CHUNK, parameter.numel()))
             rounded = weights[part]

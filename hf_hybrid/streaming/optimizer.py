@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,17 +169,19 @@ class LazyOptimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         """Step the resident parameters, and schedule the units' steps with the current learning rates."""
         self.streamer.gradients_arrived()
-        groups: dict[Unit | None, list[dict]] = {}
+        resident: list[dict] = []
+        groups: dict[Unit, list[dict]] = {}
         for group in self.param_groups:
             by_unit: dict[Unit | None, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_unit.setdefault(self._unit_of.get(id(parameter)), []).append(parameter)
             for unit, parameters in by_unit.items():
-                groups.setdefault(unit, []).append({**group, "params": parameters})
+                of_unit = resident if unit is None else groups.setdefault(unit, [])
+                of_unit.append({**group, "params": parameters})
         scale, self._scale = self._scale, None
-        if None in groups:
-            self._optimizer_over(groups.pop(None)).step()
+        if resident:
+            self._optimizer_over(resident).step()
         # Forward order: the unit that is needed first is stepped first.
         order = {unit: index for index, unit in enumerate(self.streamer.units)}
         for unit in sorted(groups, key=order.__getitem__):
@@ -194,9 +197,13 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:
         """Return the same optimizer over some of the parameters, with the same state."""
-        clone = type(self.base)(groups)
+        clone = self._new(groups)
         clone.state = self.state
         return clone
+
+    def _new(self, groups: list[dict]) -> torch.optim.Optimizer:
+        make: Any = type(self.base)  # which has its own defaults, as `Optimizer` itself has not
+        return make(groups)
 
     @torch.no_grad()
     def _step_on_host(self, unit: Unit, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
@@ -232,7 +239,8 @@ class LazyOptimizer(torch.optim.Optimizer):
             masters, group["params"] = group["params"], []
             for master in masters:
                 self._step_one(pieces[id(master)], group, scale)
-        unit.slot.sent = unit.storage.written
+        if unit.slot is not None:
+            unit.slot.sent = unit.storage.written
 
     def _step_one(self, piece: Piece, group: dict, scale: Tensor | None) -> None:
         master, transfers = piece.master, self.streamer.transfers
@@ -246,7 +254,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         on_device.grad = gradient.take()
         if scale is not None:
             on_device.grad.mul_(scale)
-        stepper = type(self.base)([{**group, "params": [on_device]}])
+        stepper = self._new([{**group, "params": [on_device]}])
         host_state = self.state.get(master, {})
         # A step counter of one element stays where the optimizer keeps it: on the host.
         stepper.state[on_device] = {k: states[k].take() if k in states else v for k, v in host_state.items()}
@@ -260,7 +268,7 @@ class LazyOptimizer(torch.optim.Optimizer):
                 host_state[name] = value
         self.state[master] = host_state
         storage.written = transfers.send(on_device.data, master.data)
-        if travels_rounded:
+        if travels_rounded and storage.packed is not None:
             piece.parameter.data.copy_(weights)
             storage.written = transfers.send(piece.parameter.data, piece.view(storage.packed))
         master.grad = None

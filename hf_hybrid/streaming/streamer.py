@@ -26,6 +26,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
+
+if TYPE_CHECKING:
+    from hf_hybrid.streaming.walk import LayerWalk
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -66,7 +70,7 @@ class LayerStreamer:
         self.model, self.device, self.ahead, self.kept = model, device, ahead, kept
         self.transfers = Transfers(device)
         self.seconds_waited = 0.0
-        self.walk = None
+        self.walk: LayerWalk | None = None
         """Set while a window is walked layer by layer: it then runs the layers."""
         self.overlay: Callable[[nn.Parameter], Tensor | None] | None = None
         """The weights of a master with a leap under test that is not in it yet; asked for as a unit is brought in."""
@@ -167,7 +171,7 @@ class LayerStreamer:
         self.before_read()
         for name, parameter in module.named_parameters():
             piece = self.streamed.get(id(parameter))
-            if piece is not None and piece.master is not None and prefix + name in state:
+            if piece is not None and piece.host_weights is not None and prefix + name in state:
                 state[prefix + name] = piece.master.data
 
     def _placeholder(self, piece: Piece) -> Tensor:
@@ -182,8 +186,8 @@ class LayerStreamer:
                 gradient, parameter.grad = parameter.grad, None  # it lies where its weights do
                 parameter.data = parameter.data.to(device)
                 parameter.grad = None if gradient is None else gradient.to(device)
-            elif getattr(parameter, "quant_state", None) is not None:
-                parameter.quant_state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
+            elif (state := getattr(parameter, "quant_state", None)) is not None:
+                state.to(device)  # of a 4-bit weight: its bytes travel, their scales stay
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -194,7 +198,7 @@ class LayerStreamer:
         # Not when they are called: layers of older transformers ask before their `forward` begins.
         for module in [module for unit in self.units for module in unit.modules]:
             if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+                vars(module)["gradient_checkpointing"] = False
 
     # A unit computes.
 
@@ -254,22 +258,29 @@ class LayerStreamer:
             self.seconds_waited += time.perf_counter() - started
             unit.update = None
         self._load(unit)
-        self.transfers.wait(unit.slot.ready)
-        unit.storage.bind(unit.slot.buffer, self._expanded)
+        slot = unit.slot
+        if slot is None:
+            raise RuntimeError(f"No slot is free for `{unit.name}`.")
+        self.transfers.wait(slot.ready)
+        unit.storage.bind(slot.buffer, self._expanded)
         unit.bound = True
         if not backward:
             if self.before_forward is not None:
                 self.before_forward(unit)
-            for piece in unit.trainable if self.overlay is not None else ():
-                weights = self.overlay(piece.master)
-                if weights is not None:
-                    copy_to_device_(piece.parameter.data, weights)
-                    unit.altered = True
+            if self.overlay is not None:
+                self._displace(unit, self.overlay)
         if unit in self._position:
             step = -1 if backward else 1
             for index in range(self._position[unit] + step, self._position[unit] + step * (self.ahead + 1), step):
                 if 0 <= index < len(self.layers):
                     self.fetch(self.layers[index])
+
+    def _displace(self, unit: Unit, overlay: Callable[[nn.Parameter], Tensor | None]) -> None:
+        for piece in unit.trainable:
+            weights = overlay(piece.master)
+            if weights is not None:
+                copy_to_device_(piece.parameter.data, weights)
+                unit.altered = True
 
     def fetch(self, unit: Unit) -> None:
         """Start to copy a unit to the device as soon as its update is done. Without a free slot, do nothing."""
@@ -278,6 +289,8 @@ class LayerStreamer:
 
     def _take_slot(self, unit: Unit) -> bool:
         with unit.lock:
+            if unit.pool is None:
+                raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
             unit.loaded = unit in unit.pool.held
             unit.slot = unit.pool.take(unit)
             return unit.slot is not None
@@ -290,8 +303,9 @@ class LayerStreamer:
 
     def _load(self, unit: Unit) -> None:
         with unit.lock:
-            if unit.slot is not None and not unit.loaded and not unit.updating:
-                self.transfers.load(unit.slot, unit.storage.packed, after=unit.storage.written)
+            packed = unit.storage.packed
+            if unit.slot is not None and packed is not None and not unit.loaded and not unit.updating:
+                self.transfers.load(unit.slot, packed, after=unit.storage.written)
                 unit.loaded = True
                 unit.loads += 1
                 if self.on_load is not None:
@@ -306,7 +320,7 @@ class LayerStreamer:
         unit.bound = False
         with unit.lock:
             slot, unit.slot = unit.slot, None
-        if slot is None:
+        if slot is None or unit.pool is None:
             return
         self.transfers.release(slot)
         unit.pool.give_back(unit)
@@ -326,7 +340,7 @@ class LayerStreamer:
     def _on_gradient(self, piece: Piece, parameter: nn.Parameter) -> None:
         if self.walk is None or id(piece) not in self.walk.collecting:
             self.collect(piece)
-        elif self.walk.several and parameter.grad.dtype != piece.master.dtype:
+        elif self.walk.several and parameter.grad is not None and parameter.grad.dtype != piece.master.dtype:
             # A sum in bf16 would lose what later micro-batches add to it.
             gradient, parameter.grad = parameter.grad.to(piece.master.dtype), None
             piece.total = gradient if piece.total is None else piece.total.add_(gradient)
@@ -346,14 +360,14 @@ class LayerStreamer:
             master.grad, piece.narrow = piece.gradient, gradient.dtype.itemsize < master.dtype.itemsize
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
-            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.gradient, after=piece.sent)
+            before = self.transfers.fetch(piece.landing() if piece.narrow else piece.buffer, after=piece.sent)
             gradient, piece.narrow = gradient.to(master.dtype).add_(before.take()), False
         else:
             self.transfers.bytes_out += gradient.numel() * gradient.element_size()
             piece.widen()
             master.grad.add_(gradient)
             return
-        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.gradient)
+        piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.buffer)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""
@@ -367,7 +381,7 @@ class LayerStreamer:
     def counterpart(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer updates: the master of a streamed one, otherwise itself."""
         piece = self.streamed.get(id(parameter))
-        return parameter if piece is None or piece.master is None else piece.master
+        return parameter if piece is None or piece.host_weights is None else piece.host_weights
 
     def statistics(self) -> dict:
         """Loads, bytes each way, and seconds that computation waited for an update."""
@@ -383,12 +397,12 @@ class LayerStreamer:
     def tensors_held(self) -> dict[str, list[Tensor]]:
         """The streamer's own tensors: slots and the expanded layer on the device, weights and gradients on the host."""
         pieces = [piece for unit in self.units for piece in unit.storage.pieces]
-        packed = [unit.storage for unit in self.units if unit.storage.packed is not None]
+        storages = [unit.storage for unit in self.units if unit.storage.packed is not None]
         return {
             "slots": [slot.buffer for pool in self._pools for slot in pool.slots],
             "expanded": [self._expanded],
-            "host_weights": [storage.packed for storage in packed]
-            + [piece.master.data for storage in packed for piece in storage.rounded],
+            "host_weights": [storage.packed for storage in storages if storage.packed is not None]
+            + [piece.master.data for storage in storages for piece in storage.rounded],
             "host_gradients": [piece.gradient for piece in pieces if piece.gradient is not None],
         }
 

@@ -63,7 +63,7 @@ class Transfers:
     def __init__(self, device: torch.device):
         self.beside = copies_beside(device)
         """Copies run beside computation, which takes page-locked host memory. Without streams (MPS) they block."""
-        self._streams = torch.get_device_module(device) if self.beside else torch.cpu
+        self._streams: Any = torch.get_device_module(device) if self.beside else torch.cpu
         make = functools.partial(self._streams.Stream, device=device) if self.beside else self._streams.Stream
         self.device, self._in, self._out = device, make(), make()
         self.bytes_in = self.bytes_out = 0

@@ -57,8 +57,8 @@ class Piece:
     scales_start: int = -1
     """Where the scales of an int8 piece lie; -1 for any other."""
     expanded_start: int = 0
-    master: nn.Parameter | None = None
-    """Host weights that the optimizer updates; `None` for a base that is kept as int8."""
+    host_weights: nn.Parameter | None = None
+    """The [`master`], if the piece has one."""
     gradient: Tensor | None = None
     """Host buffer for the master's gradient, allocated when it is first needed."""
     total: Tensor | None = None
@@ -73,6 +73,20 @@ class Piece:
         return self.scales_start >= 0
 
     @property
+    def master(self) -> nn.Parameter:
+        """Host weights that the optimizer updates. Raises `RuntimeError` for a base that is kept as int8."""
+        if self.host_weights is None:
+            raise RuntimeError(f"`{self.name}` has no master: its base is kept as int8, or is not packed now.")
+        return self.host_weights
+
+    @property
+    def buffer(self) -> Tensor:
+        """Host buffer of the gradient. Raises `RuntimeError` before there is one."""
+        if self.gradient is None:
+            raise RuntimeError(f"`{self.name}` has no buffer for its gradient yet.")
+        return self.gradient
+
+    @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.dtype.itemsize
 
@@ -82,14 +96,14 @@ class Piece:
 
     def landing(self) -> Tensor:
         """Where a gradient of the device's dtype lands: the end of the buffer."""
-        return self.gradient.view(-1).view(self.dtype)[-self.gradient.numel() :].view(self.gradient.shape)
+        return self.buffer.view(-1).view(self.dtype)[-self.buffer.numel() :].view(self.buffer.shape)
 
     @torch.no_grad()
     def widen(self) -> None:
         """Convert a gradient that has landed to the master's dtype, in place."""
         if self.narrow:
             self.narrow = False
-            wide, landed, start = self.gradient.view(-1), self.landing().view(-1), 0
+            wide, landed, start = self.buffer.view(-1), self.landing().view(-1), 0
             while start < len(wide):
                 # By halves: what is written ends before what is still to be read. A short rest needs a copy.
                 stop = (start + len(wide)) // 2 if len(wide) - start > ALIGNMENT else len(wide)
@@ -162,23 +176,24 @@ class UnitStorage:
         if self.packed is not None:
             self.refresh()
             return
-        self.packed = host_buffer(self.packed_bytes, pin=self.pin)
+        self.packed = packed = host_buffer(self.packed_bytes, pin=self.pin)
         for piece in self.pieces:
             weights = piece.parameter.data
             if piece.is_int8:
                 codes, scales = quantize_rows(weights)
-                piece.view(self.packed, torch.int8).copy_(codes)
-                piece.scales(self.packed).copy_(scales)
+                piece.view(packed, torch.int8).copy_(codes)
+                piece.scales(packed).copy_(scales)
                 continue
-            packed = piece.view(self.packed).copy_(weights)
-            master = weights.cpu() if piece in self.rounded else packed
-            piece.master = nn.Parameter(master, requires_grad=piece.parameter.requires_grad)
+            place = piece.view(packed).copy_(weights)
+            master = weights.cpu() if piece in self.rounded else place
+            piece.host_weights = nn.Parameter(master, requires_grad=piece.parameter.requires_grad)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters into the packed buffer again, after they changed."""
-        for piece in self.rounded:
-            piece.view(self.packed).copy_(piece.master)
+        if self.packed is not None:
+            for piece in self.rounded:
+                piece.view(self.packed).copy_(piece.master)
 
     @torch.no_grad()
     def lock_masters(self) -> None:
@@ -203,13 +218,13 @@ class UnitStorage:
         for piece in self.pieces:
             if not piece.is_int8:
                 piece.parameter.data = piece.master.data.clone() if self.packs_for_runs else piece.master.data
-            elif for_good:
+            elif for_good and self.packed is not None:
                 own = torch.empty(piece.nbytes, dtype=torch.uint8)
                 piece.parameter.data = piece.expand(self.packed, own, start=0)
         if self.packs_for_runs and for_good:
             self.packed = None
             for piece in self.pieces:
-                piece.master = None
+                piece.host_weights = None
 
 
 class SlotPool:
@@ -313,4 +328,5 @@ def make_units(
         return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin))
 
     units = [make(*candidate) for candidate in candidates]
-    return tuple([u for u in part if u.storage.pieces] for part in (units[:count], units[count:]))
+    streamed, of_ends = ([u for u in part if u.storage.pieces] for part in (units[:count], units[count:]))
+    return streamed, of_ends

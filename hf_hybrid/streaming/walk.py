@@ -48,7 +48,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
-from hf_hybrid.streaming.transfers import Event, Fetched, HostBuffers, Transfers
+from hf_hybrid.streaming.transfers import Fetched, HostBuffers, Transfers
 from hf_hybrid.streaming.units import Unit
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,28 @@ class _Abandoned(BaseException):
     """Ends the threads of the other micro-batches after one failed."""
 
 
+class _Parked:
+    """An output that waits on the host. Nothing here keeps it on the device."""
+
+    def __init__(self, leaf: Tensor, transfers: Transfers, buffers: HostBuffers):
+        self._transfers, self._buffers = transfers, buffers
+        self._host = buffers.take(leaf)
+        self._left = transfers.send(leaf.detach(), self._host)
+        self._coming: Fetched | None = None
+
+    def fetch(self) -> Fetched:
+        """Start to copy the output back to the device."""
+        if self._coming is None:
+            self._coming = self._transfers.fetch(self._host, after=self._left)
+        return self._coming
+
+    def bring_back(self) -> Tensor:
+        """Return the output on the device, as a leaf."""
+        leaf = self.fetch().take().requires_grad_()
+        self._buffers.give_back(self._host)
+        return leaf
+
+
 class _Output:
     """
     One output of a layer: a leaf that the rest of the model uses, where its gradient arrives.
@@ -70,30 +92,23 @@ class _Output:
     """
 
     def __init__(self, leaf: Tensor):
-        self.leaf: Tensor | None = leaf
+        self._held: Tensor | _Parked = leaf
         self._reference = weakref.ref(leaf)
-        self._parked: Tensor | None = None
-        self._left: Event = None
-        self._coming: Fetched | None = None
 
     def park(self, transfers: Transfers, buffers: HostBuffers) -> None:
-        if self.leaf is not None:
-            self._parked = buffers.take(self.leaf)
-            self._left = transfers.send(self.leaf.detach(), self._parked)
-            self.leaf = None
+        if isinstance(self._held, Tensor):
+            self._held = _Parked(self._held, transfers, buffers)
 
-    def fetch(self, transfers: Transfers) -> None:
+    def fetch(self) -> None:
         """Start to copy the output back to the device."""
-        if self.leaf is None and self._coming is None:
-            self._coming = transfers.fetch(self._parked, after=self._left)
+        if isinstance(self._held, _Parked):
+            self._held.fetch()
 
-    def bring_back(self, transfers: Transfers, buffers: HostBuffers) -> Tensor:
+    def bring_back(self) -> Tensor:
         """Return a tensor to compute with, whose gradient counts for the output."""
-        if self.leaf is None:
-            self.fetch(transfers)
-            self.leaf = self._coming.take().requires_grad_()
-            buffers.give_back(self._parked)
-        return self.leaf
+        if isinstance(self._held, _Parked):
+            self._held = self._held.bring_back()
+        return self._held
 
     @property
     def gradient(self) -> Tensor | None:
@@ -107,8 +122,8 @@ class _Output:
 
     def _leaves(self) -> list[Tensor]:
         """The leaf that came back from the host, and the original if it is still alive."""
-        original = self._reference()
-        return [leaf for leaf in (self.leaf, None if original is self.leaf else original) if leaf is not None]
+        original, here = self._reference(), self._held if isinstance(self._held, Tensor) else None
+        return [leaf for leaf in (here, None if original is here else original) if leaf is not None]
 
 
 @dataclass
@@ -225,7 +240,7 @@ class LayerWalk:
             job.advance()
         while any(job.waiting_for is not None for job in jobs):
             unit = jobs[0].waiting_for
-            if any(job.waiting_for is not unit for job in jobs):
+            if unit is None or any(job.waiting_for is not unit for job in jobs):
                 why = "The micro-batches of a window do not call the same layers in the same order."
                 if any(job.waiting_for is None for job in jobs):
                     # Its loss has left gradients already: starting anew would count them twice.
@@ -239,7 +254,8 @@ class LayerWalk:
             finally:
                 self.streamer.release(unit)
             if self.parking is not None:
-                self._each_input(jobs, lambda output: output.park(self.streamer.transfers, self.parking))
+                park = functools.partial(_Output.park, transfers=self.streamer.transfers, buffers=self.parking)
+                self._each_input(jobs, park)
         self.streamer.end_backward()
 
     @staticmethod
@@ -255,6 +271,8 @@ class LayerWalk:
     def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
         """Replace the layer's forward."""
         job = threading.current_thread()
+        if not isinstance(job, _MicroBatch):
+            raise RuntimeError(f"`{unit.name}` is called on a thread that computes no micro-batch of the window.")
         cuts: list[tuple[Tensor, Tensor]] = []
         inputs = tree_map_only(Tensor, lambda tensor: self._cut(job, tensor, cuts), (args, kwargs))
         _refuse_side_channels(unit, (args, kwargs))
@@ -299,7 +317,7 @@ class LayerWalk:
             calls = [job.calls.pop() for job in jobs]
             unit = calls[0].unit
             self.streamer.bring_in(unit, backward=True)
-            self._each_input(jobs, lambda output: output.fetch(self.streamer.transfers))
+            self._each_input(jobs, _Output.fetch)
             self.collecting = set(map(id, unit.trainable))
             try:
                 for job, call, early in zip(jobs, calls, before):
@@ -316,8 +334,7 @@ class LayerWalk:
 
     def _differentiate(self, call: _Call) -> None:
         gradients = [output.gradient for output in call.outputs]
-        bring_back = functools.partial(_Output.bring_back, transfers=self.streamer.transfers, buffers=self.parking)
-        args, kwargs = tree_map_only(_Output, bring_back, call.inputs)
+        args, kwargs = tree_map_only(_Output, _Output.bring_back, call.inputs)
         if all(gradient is None for gradient in gradients):
             return
         own = {id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}

@@ -98,8 +98,8 @@ class LossHistory:
         self.stretches += 1
         u = math.log(self.stretches)
         sums = (1.0, u, log_loss, u * u, u * log_loss)
-        for name, value in zip(("weight", "u", "v", "uu", "uv"), sums):
-            setattr(self, name, keep * getattr(self, name) + value)
+        before = (self.weight, self.u, self.v, self.uu, self.uv)
+        self.weight, self.u, self.v, self.uu, self.uv = (keep * old + new for old, new in zip(before, sums))
         mean_u, mean_v = self.u / self.weight, self.v / self.weight
         variance = max(self.uu / self.weight - mean_u**2, 0.0)
         slope = (self.uv / self.weight - mean_u * mean_v) / (variance + self._RIDGE / self.weight)

@@ -42,7 +42,7 @@ CLIP = 1.0
 
 
 @dataclass(frozen=True)
-class Batch:
+class StretchBatch:
     """N sequences of W stretches, padded at the end."""
 
     observations: Tensor  # [N, W, 69]: features and what `LossHistory` knew
@@ -55,7 +55,7 @@ class Batch:
     horizon: int  # stretches to imagine, K
     state: State | None = None  # before the first stretch; zeros by default
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> StretchBatch:
         """The batch with all its tensors on this device."""
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         state = None if self.state is None else State(*(part.to(device) for part in self.state))
@@ -74,7 +74,7 @@ def kl_loss(posterior: Tensor, prior: Tensor) -> Tensor:
     return BALANCE * divergence(posterior, prior.detach()) + (1 - BALANCE) * divergence(posterior.detach(), prior)
 
 
-def rssm_loss(model: RSSM, batch: Batch, generator: torch.Generator) -> tuple[dict[str, Tensor], State]:
+def rssm_loss(model: RSSM, batch: StretchBatch, generator: torch.Generator) -> tuple[dict[str, Tensor], State]:
     """
     The training loss of the world model; every term is a weighted mean.
 
@@ -108,7 +108,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
-def futures(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def futures(batch: StretchBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Actions `[N * S, K, 4]`, changes of the log loss `[N * S, K]` and validity of both after every start stretch."""
     rows = torch.arange(len(batch.starts), device=batch.starts.device)[:, None, None]
     ahead = batch.starts[..., None] + torch.arange(1, batch.horizon + 1, device=batch.starts.device)
@@ -119,13 +119,13 @@ def futures(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.actions[rows, index].flatten(0, 1), change.flatten(0, 1), valid.flatten(0, 1)
 
 
-def starts_of(batch: Batch, states: State, rows: Tensor, stretches: Tensor) -> tuple[State, Tensor]:
+def starts_of(batch: StretchBatch, states: State, rows: Tensor, stretches: Tensor) -> tuple[State, Tensor]:
     """States `[M, P, ...]` and observations `[P, 69]` at these stretches of these sequences."""
     at = State(*(part[:, rows, stretches] for part in states))
     return at, batch.observations[rows, stretches]
 
 
-def _forecast_loss(model: RSSM, batch: Batch, states: State) -> Tensor:
+def _forecast_loss(model: RSSM, batch: StretchBatch, states: State) -> Tensor:
     actions, change, valid = futures(batch)
     count = batch.starts.shape[1]
     rows = torch.arange(len(batch.starts), device=actions.device).repeat_interleave(count)
@@ -161,7 +161,7 @@ class Replay:
         latents = torch.cat([part[:, 0].cpu() for part in before], -1)
         self.rows.append((observation.cpu(), action.cpu(), torch.tensor(log_loss), weights, latents))
 
-    def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> Batch:
+    def chunks(self, count: int, observed: int, starts: int, horizon: int, generator: torch.Generator) -> StretchBatch:
         """
         Draw `count` stretches of the run that begin anywhere: `observed` stretches (fewer than there are in the replay)
         to observe, `starts` of them to imagine `horizon` stretches from.
@@ -172,7 +172,7 @@ class Replay:
         stretches = [[torch.stack(column) for column in zip(*(self.rows[i][:3] for i in row))] for row in index]
         observations, actions, log_losses = map(torch.stack, zip(*stretches))
         weights, latents = (torch.stack([self.rows[row[0]][column] for row in index], 1) for column in (3, 4))
-        return Batch(
+        return StretchBatch(
             observations=observations,
             actions=actions,
             log_losses=log_losses,

@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 from hf_hybrid.cli import trials
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import CommandLine
-from hf_hybrid.cli.sweep import Parameter, read_parameter
+from hf_hybrid.cli.sweep import Choices, Range, read_parameter
 from hf_hybrid.integrations import optuna as pruner
 from hf_hybrid.world_model.final_loss import FinalLoss
 
@@ -123,16 +123,15 @@ def test_without_optuna_or_held_out_data_there_is_no_sweep(config, capsys, monke
 
 
 def test_a_grid_covers_its_range():
-    rates = Parameter("learning_rate", 1e-5, 1e-2)
+    rates = Range("learning_rate", 1e-5, 1e-2)
     assert rates.grid(4) == [1e-5, 1e-4, 1e-3, 1e-2] and rates.distribution().log
-    assert Parameter("weight_decay", 0.0, 0.1).grid(3) == [0.0, 0.05, 0.1]
-    assert Parameter("lora_r", 2, 4).grid(9) == [2, 3, 4]
-    assert Parameter("optim", choices=("sgd", "lion")).grid(9) == ["sgd", "lion"]
+    assert Range("weight_decay", 0.0, 0.1).grid(3) == [0.0, 0.05, 0.1]
+    assert Range("lora_r", 2, 4).grid(9) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("best", range(10))
 def test_the_search_of_a_grid_finds_the_best_value_without_trying_all(best):
-    rates = Parameter("learning_rate", 1e-5, 1e-2)
+    rates = Range("learning_rate", 1e-5, 1e-2)
     grid, ended = rates.grid(10), {}
     while (value := rates.next_value(10, ended, ())) is not None:
         ended[value] = (0, abs(grid.index(value) - best - 0.1))
@@ -140,7 +139,7 @@ def test_the_search_of_a_grid_finds_the_best_value_without_trying_all(best):
 
 
 def test_the_search_goes_where_the_better_neighbour_is_and_spreads_what_runs_at_a_time():
-    rates = Parameter("learning_rate", 1e-5, 1e-1)
+    rates = Range("learning_rate", 1e-5, 1e-1)
     low, left, middle, right, high = rates.grid(5)
     assert rates.next_value(5, {}, ()) == middle and rates.next_value(5, {}, [high]) == middle
     tried = {middle: (0, 2.0), low: (1, 4.0), high: (1, 5.0)}
@@ -148,12 +147,13 @@ def test_the_search_goes_where_the_better_neighbour_is_and_spreads_what_runs_at_
     assert rates.next_value(5, tried | {left: (0, 1.0)}, ()) is None  # right lies beyond the middle, which is worse
     diverged = {high: (1, float("inf")), right: (1, float("inf"))}
     assert rates.next_value(5, diverged, ()) == left
-    assert Parameter("optim", choices=("a", "b")).next_value(2, {"a": (0, 1.0)}, ["b"]) is None
+    assert Choices("optim", ("a", "b")).next_value(2, {"a": (0, 1.0)}, ()) == "b"
+    assert Choices("optim", ("a", "b")).next_value(2, {"a": (0, 1.0)}, ["b"]) is None
 
 
 def test_values_are_read_as_train_reads_them(config):
-    assert read_parameter("weight-decay", "0..0.1", str(config)) == Parameter("weight_decay", 0.0, 0.1)
-    assert read_parameter("lora_r", "4..64", str(config)) == Parameter("lora_r", 4, 64)
+    assert read_parameter("weight-decay", "0..0.1", str(config)) == Range("weight_decay", 0.0, 0.1)
+    assert read_parameter("lora_r", "4..64", str(config)) == Range("lora_r", 4, 64)
     assert read_parameter("enable_predict", "true, false", str(config)).choices == (True, False)
     assert read_parameter("lr_scheduler_type", "linear,cosine", str(config)).choices == ("linear", "cosine")
 

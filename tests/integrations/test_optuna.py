@@ -89,6 +89,14 @@ def test_what_is_not_known_ends_no_trial_and_what_is_not_finite_does(args, forec
         assert not verdict(ForecastPruner(args), {50: 3.0, 51: loss}, {50: 9.0})  # is no rival
 
 
+def test_a_trial_that_failed_before_its_first_loss_stands_last(args, forecasts):
+    forecasts |= {3.0: interval(3.0, 0.1)}
+    pruner = ForecastPruner(args)
+    study, _ = study_of(pruner, {50: 3.0})
+    study.add_trial(create_trial(state=TrialState.FAIL))
+    assert pruner.standing(study, study.trials[-1]) == (1, math.inf)
+
+
 def test_wrong_use_is_refused(args, forecasts, tmp_path):
     with pytest.raises(ValueError, match="`threshold=0.5` must be at least 0 and below 0.5"):
         ForecastPruner(args, threshold=0.5)

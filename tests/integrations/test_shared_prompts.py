@@ -473,9 +473,10 @@ def test_the_option_is_checked(tmp_path):
 
 
 def test_compiled_and_sharded_runs_compute_trls_rows():
+    names = ("torch_compile", "fsdp", "deepspeed", "parallelism_config", "fp16", "bf16")
     for option in ("torch_compile", "fsdp"):
         trainer = HybridDPOTrainer.__new__(HybridDPOTrainer)
-        trainer._share_prompts(SimpleNamespace(**{option: True}))
+        trainer._share_prompts(SimpleNamespace(**{name: name == option for name in names}))
         assert f"`{option}" in trainer.shared_prompts.why_plain
 
 

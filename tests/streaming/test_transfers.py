@@ -65,7 +65,7 @@ def test_slots_do_not_double_when_the_model_is_saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize("length", [1, 2, 255, 257, 1000, 4097])
 def test_gradients_are_widened_where_they_landed(length):
     weights, gradient = nn.Parameter(torch.zeros(length)), torch.randn(length).bfloat16()
-    piece = Piece("weight", weights, torch.bfloat16, master=weights, gradient=torch.empty(length), narrow=True)
+    piece = Piece("weight", weights, torch.bfloat16, host_weights=weights, gradient=torch.empty(length), narrow=True)
     piece.landing().copy_(gradient)
     piece.widen()
     assert torch.equal(piece.gradient, gradient.float()) and not piece.narrow
