@@ -97,8 +97,8 @@ class HybridArguments:
         "balanced",
         "How far leaps go, how many steps they replace and how often they are made. The preset decides every option "
         "below whose help says 'from the preset'. fast: no leaps, and optim=muon (if optim was left at its default) "
-        "with a shorter momentum, which was fastest in docs/evaluation.md; with adapters AdamW all the same, as Muon "
-        "gains nothing there.",
+        "with a shorter momentum, which was fastest in docs/evaluation.md. With adapters it trains by AdamW, because "
+        "Muon gains nothing there.",
     )
     warmup_phase_steps: Optional[int] = option(
         None, "Real steps before the first leap. Default: 5%% of the run, 2 to 100.", at_least=0
@@ -158,8 +158,8 @@ class HybridArguments:
     leap_budget: float = option(
         0.25,
         "Most arithmetic that leaps may cost, as a share of that of the real steps; under FSDP2 also most bytes that "
-        "they may send. Where orthogonalising costs much beside a step (few tokens per step), leaps are made less "
-        "often and go further.",
+        "they may send. If orthogonalising costs much beside a step (few tokens per step), leaps are made less often "
+        "and go further.",
         above=0,
     )
     buffers_device: Literal["auto", "cpu"] = option(
@@ -183,8 +183,8 @@ class HybridArguments:
 
     lr_rescue: Literal["auto", "on", "off"] = option(
         "auto",
-        "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or take "
-        "that of LoRA adapters from their shape. auto: only if learning_rate was left at its default.",
+        "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or "
+        "compute that of LoRA adapters from their shape. auto: only if learning_rate was left at its default.",
         group="Learning rate and optimizer",
     )
     muon_lr_scale: float = option(
@@ -260,8 +260,8 @@ class HybridArguments:
     )
     predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = option(
         "stay",
-        "Where optimizer states are kept during Predict. 8bit is lossy. drop: the optimizer starts with new states "
-        "after Predict.",
+        "Where optimizer states are kept during Predict. This lowers the memory held then, not the peak of the run. "
+        "8bit is lossy. drop: the optimizer starts with new states after Predict.",
     )
 
     out_of_memory: Literal["retry", "raise"] = option(
@@ -329,9 +329,8 @@ class SharedPromptArguments:
 
     share_prompt: Literal["auto", "off"] = option(
         "auto",
-        "Compute a prompt once for all of its completions. auto: where this gives the log-probabilities of TRL's rows, "
-        "which the first batch is compared with; elsewhere once per completion, and the log says why. off: once per "
-        "completion.",
+        "Compute a prompt once for all of its completions. auto: if the first batch gets the log-probabilities of "
+        "TRL's rows; otherwise once per completion, and the log says why. off: once per completion.",
         group="DPO, GRPO and RLOO",
     )
 
@@ -343,7 +342,7 @@ class ExactSkipArguments:
     exact_skips: Literal["auto", "off"] = option(
         "auto",
         "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
-        "auto: where the update stays TRL's; elsewhere every row is computed, and the log says why. off: never.",
+        "auto: if the update stays TRL's; otherwise every row is computed, and the log says why. off: never.",
         group="GRPO and RLOO",
     )
 

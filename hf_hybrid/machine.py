@@ -317,7 +317,7 @@ def host_tensor(shape: torch.Size, dtype: torch.dtype, *, pin: bool) -> Tensor:
 
 def copy_to_device_(target: Tensor, source: Tensor) -> Tensor:
     """
-    Copy ordinary host memory into a device tensor, which is returned. What is small goes through torch's page-locked
+    Copy ordinary host memory into a device tensor, which is returned. Small tensors go through torch's page-locked
     memory, which torch keeps until the copy is over: the host may change `source` at once and does not stop.
     """
     if copies_beside(target.device) and source.device.type == "cpu" and source.nbytes < SMALL:

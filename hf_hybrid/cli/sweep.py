@@ -1,8 +1,8 @@
 """
 `hf-hybrid sweep`: try learning rates, and other options, and write the YAML of the best.
 
-Every trial is a `hf-hybrid train` with the same data and seeds; `cli/trials.py` runs them. What is tried follows two
-rules. The range of a single parameter becomes a grid of `--trials` values, evenly spaced, on a logarithmic scale where
+Every trial is a `hf-hybrid train` with the same data and seeds; `cli/trials.py` runs them. Two rules choose the
+values. The range of a single parameter becomes a grid of `--trials` values, evenly spaced, on a logarithmic scale where
 it spans a decade or more. The grid is searched, not walked through: see [`Range.next_value`]. The values of several
 parameters are proposed by Optuna's TPE.
 """
@@ -288,7 +288,7 @@ class _Sweep:
         return None if value is None else {parameter.name: value}
 
     def run(self) -> int:
-        """Run what is left of the sweep. Returns the exit status."""
+        """Run the rest of the sweep. Returns the exit status."""
         from hf_hybrid.cli.trials import Trials, best_trial
 
         trials = Trials(

@@ -1,8 +1,8 @@
 """
 The process of a trial of `hf-hybrid sweep`: `hf-hybrid train`, which ends when the sweep ends.
 
-The sweep holds the other end of this process's standard input. Where the sweep closes it, or dies however hard, the
-system reports its end here, and the training stops. No training is left behind that nobody waits for.
+The sweep holds the other end of this process's standard input. If the sweep closes it or dies, by `kill -9` too, the
+system reports the end of the input here, and the training stops. So no training outlives its sweep.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _workshop(output: Path) -> Generator[Path]:
 
 
 def _scorer(tasks: list[str], limit: int | None, tokenizer: Any) -> Callable | None:
-    """Return what scores a model on tasks; `None` without tasks. What can be refused is refused here."""
+    """Return a function that scores a model on tasks; `None` without tasks. Unusable tasks are refused here."""
     if not tasks:
         return None
     if tokenizer is None:
@@ -187,7 +187,7 @@ def _measured(
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return what was measured, with the original's and the export's value; what was not measured is left out."""
+    """Return the rows of the table: title, value of the original, value of the export. Unmeasured values have none."""
     names = {
         "loss": ("held-out loss", "{:.4f}".format),
         "perplexity": ("perplexity", format_number),
@@ -218,7 +218,7 @@ def _score(scores: Mapping[str, float], name: str) -> str:
 
 
 def measured_on(result: Mapping[str, Any]) -> str:
-    """Say what the numbers are of."""
+    """Say on what data and hardware the numbers were measured."""
     on = f"Measured in one run on {result['hardware'].get('Accelerator', result['hardware']['CPU'])}"
     parts = [f"generation of {measure.GENERATED} tokens, one sequence, median of {measure.TURNS}"]
     if result["tokens"]:

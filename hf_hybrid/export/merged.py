@@ -1,16 +1,16 @@
 """
 Adapters merged into their base.
 
-An adapter of rank r adds the product of two thin matrices to a weight. Merging adds it once and for all, so that what
-comes out is a plain model, which computes what the base computed with the adapter.
+An adapter of rank r adds the product of two thin matrices to a weight. Merging adds it once and for all. The result is
+a plain model that computes the same as the base with the adapter.
 
 - **Precision.** The sum is computed in fp32, layer by layer, and rounded once to the type of the base. In bf16 the
   product itself would be rounded first: an update of a few hundredths of a weight would lose most of its digits.
 - **A base in 4 or 8 bits.** peft would round the sum to the few bits of the base again, which loses much of what was
   learned. So the base is dequantised before. Training saw exactly these values, because each layer dequantises its
   weights before it computes.
-- **Tied embeddings.** Where input and output embeddings share one tensor, adapters on one of the two make them differ.
-  They then get a tensor each, and the config says so. Where the sums are equal they stay tied.
+- **Tied embeddings.** If input and output embeddings share one tensor, adapters on one of the two make them differ.
+  They then get a tensor each, and the config says so. If the sums are equal they stay tied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run that is exported: its folder is checked, adapters are merged, and what comes out is a plain model."""
+"""The run that is exported: its folder is checked, and its adapters are merged into a plain model."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ _OWN_MODULES = {
 
 def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
     """
-    A command that starts what this process was started for (or `argv`), without secrets; `None` in notebooks and at a
-    prompt. What was installed as a command (`hf-hybrid`, `trl`) is one, and scripts and modules are run by `python`.
+    Return the command that repeats this process (or `argv`), without secrets; `None` in notebooks and at a prompt.
+    Installed commands (`hf-hybrid`, `trl`) stand by their names; scripts and modules are run by `python`.
     """
     script, *arguments = sys.argv if argv is None else argv
     if script in ("", "-", "-c") or "ipykernel" in script or "colab_kernel" in script:

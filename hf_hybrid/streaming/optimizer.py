@@ -10,8 +10,8 @@ next forward pass:
 1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
 2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
    number, which is remembered and applied when the layer is stepped.
-3. `step()` steps what is resident, and freezes for each unit what its step depends on: the parameter groups with the
-   learning rates of this moment, and the scale. Then it returns, and the next window begins.
+3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
+   parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
    the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel.
 

@@ -135,8 +135,8 @@ class Transfers:
 
     def finish(self) -> None:
         """
-        Return when no copy is under way, also of those that nobody will take: the host may write what was copied from,
-        and what was copied to may be freed.
+        Wait until no copy is under way, also of copies that nobody will take. Then the host may write to the sources,
+        and the targets may be freed.
         """
         self.finish_sending()
         if self.beside:
@@ -193,7 +193,7 @@ class HostBuffers:
         return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
     def take_back(self) -> None:
-        """Take back what is lent, after an error: nobody uses it any more, and no copy is under way."""
+        """Take back all lent buffers after an error, when nobody uses them any more and no copy is under way."""
         self.spare += self._lent.values()
         self._lent.clear()
 

@@ -20,8 +20,8 @@ calls are taken in reverse order: the layer is brought in, and for each micro-ba
 and differentiated from the gradients of its outputs, which puts gradients on its inputs, the outputs of the layer
 below. The random generators are set back for the repetition, so that dropout drops the same elements.
 
-**What lies between two layers** (a residual scale, the embeddings) has a graph of its own. Where such a tensor enters a
-layer it is cut as well, into the tensor and a leaf. As soon as the layer has put a gradient on the leaf, the piece in
+**Tensors between two layers** (a residual scale, the embeddings) have a graph of their own. When such a tensor enters
+a layer it is cut as well, into the tensor and a leaf. As soon as the layer has put a gradient on the leaf, the piece in
 between is differentiated down to the outputs of earlier layers. Pieces that depend on no layer, as the embeddings, wait
 until the end and are differentiated once, since several layers may have used them.
 

@@ -14,9 +14,10 @@ law, Luo et al., 2025, arXiv 2503.12811):
 Early in a run these numbers are not determined: many curves fit what came, and they end far apart. So no single curve
 is fitted. For each of a grid of shapes (`exponent`, `offset`) the law is linear in the other three numbers; with a
 Gaussian prior on them the posterior is exact, and so is the evidence, the probability of the losses that came. The
-forecast is the mixture of all shapes by their evidence. No run follows the law exactly. What is left over are two kinds
-of error: the noise of single batches, which the losses themselves tell, and a drift of the curve, a random walk in
-log S. The drift lets the curve forget its beginning, and widens the interval with the distance to the end.
+forecast is the mixture of the shapes by their evidence, sharpened by a power (`Prior.temper`): two to four of the 20
+shapes have a weight that counts. No run follows the law exactly. Two kinds of error remain: the noise of single
+batches, which the losses themselves tell, and a drift of the curve, a random walk in log S. The drift lets the curve
+forget its beginning, and widens the interval with the distance to the end.
 
 **Past curves.** Runs that looked like this one after the same share of their steps tell where such runs end. A Gaussian
 process goes from nine numbers (the shape of the curve so far, its slope, what is left of the schedule, the noise) to
@@ -62,11 +63,11 @@ Parts = list[np.ndarray]
 @dataclass(frozen=True)
 class Prior:
     """
-    What is known before a run begins.
+    What past runs say of a run before it begins.
 
     Args:
-        fall (`float`), annealing (`float`): Means of what the loss falls from start to end of the law, and of what it
-            falls as the rate goes from its peak to zero, as shares of the loss level so far.
+        fall (`float`), annealing (`float`): Mean fall of the loss from start to end of the law, and mean fall as the
+            rate goes from its peak to zero; both as shares of the loss level so far.
         fall_spread (`float`), annealing_spread (`float`): Their standard deviations.
         drift (`float`): Standard deviation of the drift per e-fold of the summed rate, as a share of the loss level.
         drift_from (`float`): Share of the summed rate below which the drift is linear instead of logarithmic.

@@ -86,8 +86,8 @@ def preconditioner_of(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
 ) -> Preconditioner | None:
     """
-    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, and those in
-    integrations/other_optimizers.py; `None` for any other.
+    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, and those
+    in integrations/other_optimizers.py; `None` for any other.
     """
     second_moment = state.get("exp_avg_sq")
     if torch.is_tensor(second_moment) and "step" in state and "betas" in group:
