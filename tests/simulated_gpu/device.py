@@ -47,6 +47,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 
 class Unavailable(RuntimeError):
@@ -381,10 +382,12 @@ def page_locked_bytes() -> dict[str, int]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int] | None:
-    if tensor.numel() == 0:
+    span = tensor.numel()
+    if span == 0:
         return None
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
-    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    if not tensor.is_contiguous():
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+    start = tensor.data_ptr()
     return start, start + span * tensor.element_size()
 
 
@@ -471,14 +474,28 @@ def _as_device_tensor(host: Tensor) -> Tensor:
     return torch.utils.dlpack.from_dlpack(capsule)
 
 
-def _allocate(size: int) -> Tensor:
+def _allocate(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Bytes on the device, for the current stream, full of garbage."""
-    global device_bytes, peak_bytes, reserved_bytes
+    _ask_for(size)
+    host = _torch_empty(max(size, 1), dtype=torch.uint8).fill_(0xA5)
+    return _placed(host if dtype == torch.uint8 else host.view(dtype), size)
+
+
+def _ask_for(size: int) -> None:
+    """Whether there are so many bytes on the device.
+
+    Raises:
+        torch.OutOfMemoryError: If there are not.
+    """
     if (fault is not None and fault(size)) or (limit is not None and device_bytes + size > limit):
         for observe in _observers:
             observe(0, size, TOTAL, TOTAL - device_bytes)
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes (simulated).")
-    host = _torch_empty(max(size, 1), dtype=torch.uint8).fill_(0xA5)
+
+
+def _placed(host: Tensor, size: int) -> Tensor:
+    """The device tensor over the bytes of a host tensor that nobody else has; `size` of them count."""
+    global device_bytes, peak_bytes, reserved_bytes
     tensor = _as_device_tensor(host)
     with _lock:
         stream = current_stream()
@@ -547,16 +564,19 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 def is_on_device(value) -> bool:
     """Whether this is a tensor of the simulated device."""
-    return isinstance(value, Tensor) and value.device.type == "cuda"
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _strided(size, stride, dtype: torch.dtype) -> Tensor:
     span = 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride)) + 1
-    raw = _allocate(span * dtype.itemsize)
     with _below_autograd():
-        typed = (
-            raw if dtype == torch.uint8 else aten.view.dtype(raw[: span * dtype.itemsize] if span else raw[:0], dtype)
-        )
+        if span == 0:
+            raw = _allocate(0)
+            typed = raw if dtype == torch.uint8 else aten.view.dtype(raw[:0], dtype)
+        else:
+            typed = _allocate(span * dtype.itemsize, dtype)
+            if span > 1 and (*size,) == (span,):
+                return typed
         return aten.as_strided.default.redispatch(_cpu_keys, typed, list(size), list(stride), 0)
 
 
@@ -615,17 +635,26 @@ def _map(function: Callable, value):
     return function(value)
 
 
-@functools.cache
-def _parameters_of(op) -> tuple[tuple[str, bool, bool], ...]:
+class _Operator(NamedTuple):
+    """What is asked of an operator's schema at every call."""
+
+    name: str
+    parameters: tuple[tuple[str, bool, bool], ...]
     """(name, passed by keyword, written) of each argument."""
-    return tuple(
-        (a.name, a.kwarg_only, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments
-    )
+    tensors: tuple[bool, ...]
+    """Whether each argument is a `Tensor`, and neither optional nor a list."""
+
+
+@functools.cache
+def _operator(op) -> _Operator:
+    arguments = op._schema.arguments
+    parameters = ((a.name, a.kwarg_only, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
+    return _Operator(op._schema.name, tuple(parameters), tuple(str(a.type) == "Tensor" for a in arguments))
 
 
 def _reads_and_writes(op, args, kwargs, counts: Callable[[object], bool]) -> tuple[list[Tensor], list[Tensor]]:
     reads, writes = [], []
-    for index, (name, by_keyword, written) in enumerate(_parameters_of(op)):
+    for index, (name, by_keyword, written) in enumerate(_operator(op).parameters):
         value = kwargs.get(name) if by_keyword or index >= len(args) else args[index]
         if isinstance(value, Tensor):
             if counts(value):
@@ -637,14 +666,24 @@ def _reads_and_writes(op, args, kwargs, counts: Callable[[object], bool]) -> tup
 
 def _run_on_cpu(op, *args, **kwargs):
     """Any operator with a device tensor among its arguments: the CPU's kernel over the same bytes."""
-    name, args, kwargs = op._schema.name, list(args), dict(kwargs)
-    if name not in _INDEXING:
-        for leaf in _leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dim() > 0:
+    (name, _, tensors), args, kwargs = _operator(op), list(args), dict(kwargs)
+    lowered: dict[int, tuple[Tensor, Tensor]] = {}
+    """By the identity of a view on the host: the view, and the device tensor under it."""
+
+    def lower(value):
+        if isinstance(value, Tensor):
+            if value.is_cuda:
+                view = host_view(value)
+                lowered[id(view)] = view, value
+                return view
+            if value.is_cpu and value.dim() > 0 and name not in _INDEXING:
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but `{name}` got cuda:0 and a cpu tensor of shape "
-                    f"{tuple(leaf.shape)} (simulated)."
+                    f"{tuple(value.shape)} (simulated)."
                 )
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    low_args, low_kwargs = _map(lower, args), _map(lower, kwargs)
     reads, writes = _reads_and_writes(op, args, kwargs, is_on_device)
     stream = current_stream()
     _execute(name, stream, reads, writes)
@@ -652,47 +691,40 @@ def _run_on_cpu(op, *args, **kwargs):
         _stop(name, stream)
     else:
         stream.run()  # a kernel on a side stream runs at once, behind what was enqueued before
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-    lowered: dict[int, Tensor] = {}
-
+    if "device" in low_kwargs:
+        low_kwargs["device"] = torch.device("cpu")
     for index, value in enumerate(args):  # C++ wraps a number for `Tensor`, and boxing to Python unwraps it again
-        if isinstance(value, (bool, int, float)) and str(op._schema.arguments[index].type) == "Tensor":
-            args[index] = torch.tensor(value)
-
-    def lower(value):
-        if is_on_device(value):
-            view = host_view(value)
-            lowered[id(view)] = value
-            return view
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    low_args, low_kwargs = _map(lower, args), _map(lower, kwargs)
-    views = [leaf for leaf in _leaves((low_args, low_kwargs)) if isinstance(leaf, Tensor) and id(leaf) in lowered]
+        if tensors[index] and isinstance(value, (bool, int, float)):
+            low_args[index] = torch.tensor(value)
     with _below_autograd():
         result = op(*low_args, **low_kwargs)
-    for view in views:
-        original = lowered[id(view)]
+    for view, original in lowered.values():
         if view.shape != original.shape:  # `out=` grew
             _below_cpu(aten.resize_.default, (original, list(view.shape)), {})
             if view.numel():
                 host_view(original).copy_(view)
                 _execute(f"{name}(grown)", stream, [], [original])
-    owners = {view.untyped_storage().data_ptr(): lowered[id(view)] for view in views}
+    owners = {view.untyped_storage().data_ptr(): original for view, original in lowered.values()}
 
     def lift(value):
         if not isinstance(value, Tensor):
             return value
         if id(value) in lowered:
-            return lowered[id(value)]
-        owner = owners.get(value.untyped_storage().data_ptr()) if value.numel() else None
+            return lowered[id(value)][1]
+        size = value.numel()
+        owner = owners.get(value.untyped_storage().data_ptr()) if size else None
         with _below_autograd():
             if owner is not None:
                 shape = (list(value.shape), list(value.stride()), value.storage_offset())
                 return aten.as_strided.default.redispatch(_cpu_keys, owner, *shape)
-            made = _strided(value.shape, value.stride(), value.dtype)
-            if value.numel():
-                host_view(made).copy_(value)
+            if size and value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes:
+                _ask_for(value.nbytes)
+                made = _placed(value, value.nbytes)  # a fresh result, whose bytes become the device's
+            else:
+                made = _strided(value.shape, value.stride(), value.dtype)
+                if size:
+                    host_view(made).copy_(value)
+            if size:
                 _execute(f"{name}(result)", stream, [], [made])
             return made
 
