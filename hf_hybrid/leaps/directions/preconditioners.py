@@ -109,4 +109,5 @@ def _other_rules() -> ModuleType | None:
 
 
 def as_number(value: Any) -> float:
+    """Return a number that an optimizer may keep as a tensor."""
     return value.item() if torch.is_tensor(value) else float(value)
