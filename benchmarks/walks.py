@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """
-How many files of hf_hybrid one step enters: a real step with everything at its default, and a step with a probed leap.
+How many files of hf_hybrid a reader enters to follow one step. The exit status is 1 if a walk is over its limit.
 
-    python benchmarks/walks.py [--json]
+    python benchmarks/walks.py
 
 A tiny Llama on the CPU. Calls into the files of the package are counted with `sys.setprofile`, from the end of one step
 to the end of the next. No name inside the package is used, only public results.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -22,6 +21,13 @@ import hf_hybrid
 from hf_hybrid import HybridConfig, HybridTrainer
 
 ROOT = os.path.dirname(hf_hybrid.__file__) + os.sep
+FIGURES = ("files entered", "changes of file", "depth")
+LIMITS = {
+    "a real step": {"files entered": 10, "changes of file": 35},
+    "a step with a probed leap": {"files entered": 16, "depth": 14},
+    "a step of LoRA": {"files entered": 9},
+    "a step with `enable_predict=False`": {"files entered": 6},
+}
 torch.set_num_threads(1)
 
 
@@ -62,20 +68,23 @@ class Tracer(TrainerCallback):
         sys.setprofile(None)
 
 
-def measure():
+def run(lora=False, **options):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
     )
+    model = LlamaForCausalLM(config)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as out:
         args = HybridConfig(
@@ -88,39 +97,55 @@ def measure():
             disable_tqdm=True,
             use_cpu=True,
             logging_steps=1000,
-            probe_budget=0.2,
-            leap_budget=100.0,
+            **options,
         )
         trainer = HybridTrainer(model, args, train_dataset=Rows(400), callbacks=[tracer])
         trainer.train()
+    return trainer, tracer
+
+
+def figures(steps) -> dict[str, float]:
+    """Medians over steps, each a list of calls: file, depth and name."""
+
+    def of_one(events):
+        files = [name for name, _, _ in events]
+        changes = sum(a != b for a, b in zip(files, files[1:]))
+        return len(set(files)), changes, max((depth for _, depth, _ in events), default=0)
+
+    columns = list(zip(*[of_one(events) for events in steps]))
+    return dict(zip(FIGURES, [statistics.median(column) for column in columns]))
+
+
+def measure() -> dict[str, dict[str, float]]:
+    """The walks of LIMITS. The first steps of a run are left out."""
+    trainer, tracer = run(probe_budget=0.2, leap_budget=100.0)
     leaps = trainer.hybrid_summary()["leaps"]
     probed = {leap["step"] for leap in leaps if leap["loss_before"] is not None}
     with_leap = {leap["step"] for leap in leaps}
-    real = [
-        step
-        for step in tracer.steps
-        if step > 10 and step not in with_leap and any("training_step" == e[2] for e in tracer.steps[step])
-    ]
+    later = {step: events for step, events in tracer.steps.items() if step > 10}
+    real = [s for s in later if s not in with_leap and any(name == "training_step" for _, _, name in later[s])]
     return {
-        "real step": _figures([tracer.steps[s] for s in real]),
-        "step with a probed leap": _figures([tracer.steps[s] for s in probed if s in tracer.steps]),
+        "a real step": figures([later[step] for step in real]),
+        "a step with a probed leap": figures([tracer.steps[step] for step in probed if step in tracer.steps]),
+        "a step of LoRA": figures([e for s, e in run(lora=True)[1].steps.items() if s > 10]),
+        "a step with `enable_predict=False`": figures(
+            [e for s, e in run(enable_predict=False)[1].steps.items() if s > 10]
+        ),
     }
 
 
-def _figures(steps):
-    def figures(events):
-        files = [name for name, _, _ in events]
-        changes = sum(a != b for a, b in zip(files, files[1:]))
-        return len(set(files)), changes, len(events), max((depth for _, depth, _ in events), default=0)
-
-    columns = list(zip(*[figures(events) for events in steps]))
-    return dict(zip(("files", "file_changes", "calls", "depth"), [statistics.median(c) for c in columns])) | {
-        "n": len(steps)
-    }
+def main() -> int:
+    found, over = measure(), []
+    print("| | " + " | ".join(FIGURES) + " |\n|---|---|---|---|")
+    for walk, values in found.items():
+        limits = LIMITS[walk]
+        print(f"| {walk} | " + " | ".join(f"{values[name]:g}" for name in FIGURES) + " |")
+        over += [
+            f"{walk}: {name} {values[name]:g}, at most {limits[name]}" for name in limits if values[name] > limits[name]
+        ]
+    print("\n".join(over))
+    return 1 if over else 0
 
 
 if __name__ == "__main__":
-    found = measure()
-    print(
-        json.dumps(found) if "--json" in sys.argv else "\n".join(f"{name}: {values}" for name, values in found.items())
-    )
+    sys.exit(main())
