@@ -1,11 +1,11 @@
 """
-Write your own direction for leaps, and a plugin that follows the phases (under half a minute on two idle CPU cores).
+Write your own direction for leaps, and a part that follows the phases (under half a minute on two idle CPU cores).
 
     python examples/10_custom_direction.py
     python examples/10_custom_direction.py --least_agreement 0 --leap_gain 2
 
 `Agreement` repeats Adam's last step for weights whose gradients kept their sign. It shows the parts of a direction. It
-is not a good direction; the script compares it with the default. `PhaseClock` is a plugin. Nothing is downloaded. Every
+is not a good direction; the script compares it with the default. `PhaseClock` is a part. Nothing is downloaded. Every
 option of HybridConfig is a flag.
 """
 

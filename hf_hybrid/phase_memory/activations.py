@@ -44,7 +44,7 @@ class ActivationCheckpointing(Part):
     Checkpoints the activations of every layer in the given phases, and in no others.
 
     It is transformers' own (non-reentrant). Checkpointing only some of the layers is not offered: every second layer
-    saves less than half. During a run the plugin decides, also where `TrainingArguments.activation_checkpointing` is
+    saves less than half. During a run this part decides, also where `TrainingArguments.activation_checkpointing` is
     set; after it the model has its earlier setting again. If a run ends in an exception, the next one tidies up.
 
     Args:

@@ -15,7 +15,7 @@ In 8 bits, values are coded in blocks of 256 with one scale each (Dettmers et al
 squares, so their square root is coded.
 
 Whatever is exported (evaluated, saved, pushed) finds the states at home: a checkpoint that is saved in Predict is that
-of a run without this plugin, but for the rounding of `"8bit"` and the loss of `"drop"`.
+of a run without this part, but for the rounding of `"8bit"` and the loss of `"drop"`.
 """
 
 from __future__ import annotations

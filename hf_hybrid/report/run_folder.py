@@ -143,7 +143,7 @@ def load_run(folder: str | Path) -> Run:
     leaps = {leap["step"]: leap for leap in with_steps([*dicts_of(record.get("leaps")), *_parts(lines, "leap")])}
     recoveries = record.get("out_of_memory")
     if not isinstance(recoveries, list) and checkpoint:
-        recoveries = files.json(f"{checkpoint}/out_of_memory.json").get("events")
+        recoveries = as_dict(as_dict(saved.get("parts")).get("out_of_memory")).get("events")
     run = Run(
         folder=folder.resolve(),
         logs=logs,
@@ -296,7 +296,10 @@ def _agree(entries: list[dict], others: list[dict]) -> bool:
 
 def _newest_record(files: _Files, checkpoint: str, saved: dict) -> tuple[dict, str | None]:
     """Of the summary, which only a run that ended leaves, and the newest checkpoint, the one that went farther."""
-    summary, found = files.json(_SUMMARY), as_dict(as_dict(saved.get("run")).get("record"))
+    parts = as_dict(saved.get("parts"))
+    summary, found = files.json(_SUMMARY), as_dict(as_dict(parts.get("run")).get("record"))
+    if found:
+        found = {**found, "displacement_residuals": as_dict(parts.get("leap_residuals")).get("means")}
     steps = _steps_of(summary)
     if files.is_newest(_SUMMARY, summary.get("run"), steps) and summary and steps >= _steps_of(found):
         return summary, _SUMMARY

@@ -111,6 +111,8 @@ class Run:
         self.forecast: FinalLoss | None = None
         """The last one of the loss at the end of the run, if a part makes such."""
         self._announced = Phase.FULL if warmup == 0 else Phase.WARMUP
+        if self.has_phases:
+            self.last_phase = self._announced
         self._ended: dict[str, Any] | None = None
         self._began_at = time.perf_counter()
         self.parts: list[Part] = []
@@ -119,7 +121,8 @@ class Run:
     def set_parts(self, parts: Sequence[Part]) -> None:
         """Replace the list of parts. A hook is then called for those alone that do something in it."""
         self.parts = list(parts)
-        self._hooks = {hook: listening(self.parts, hook) for hook in vars(Part) if not hook.startswith("_")}
+        hooks = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
+        self._hooks = {hook: listening(self.parts, hook) for hook in hooks}
 
     def replace(self, part: Part, others: Sequence[Part]) -> None:
         """Put other parts in the place of one, and begin them."""

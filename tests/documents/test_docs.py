@@ -328,7 +328,7 @@ def test_the_page_of_options_is_what_the_generator_writes():
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "yaml")], ids=page_name)
 def test_yaml_blocks_hold_options(path):
-    known = {option.name for option in fields(HybridConfig)} | {"parts", "hybrid"}
+    known = {option.name for option in fields(HybridConfig)} | {"plugins", "hybrid"}
     for block in blocks(path, "yaml"):
         values = yaml.safe_load(block)
         assert set(values) <= known, set(values) - known

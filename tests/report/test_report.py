@@ -58,7 +58,9 @@ def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_aft
              "hybrid/predicted_steps": 4, "hybrid/leaps": 5}}]  # fmt: skip
     profile(tmp_path, [step_record(step, so_far[step]) for step in range(1, 94)], logs)
     recovery = {"policy": {}, "events": [{"step": 7, "action": "smaller micro-batches"}]}
-    write(tmp_path / "checkpoint-80" / "out_of_memory.json", recovery)
+    state = tmp_path / "checkpoint-80" / "hybrid_state.json"
+    saved = json.loads(state.read_text())
+    write(state, {**saved, "parts": {**saved["parts"], "out_of_memory": recovery}})
     path = tmp_path / "profile" / "steps.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 94, "phase": "fu\xff')
     run = load_run(tmp_path)

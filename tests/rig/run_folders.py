@@ -88,8 +88,8 @@ def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: 
         at = folder / f"checkpoint-{checkpoint}"
         seen = [entry for entry in history if entry["step"] <= checkpoint]
         write(at / "trainer_state.json", {"global_step": checkpoint, "max_steps": 100, "log_history": seen})
-        write(at / "hybrid_state.json", {"schema_version": 2, "options": {"direction": "gradient_memory"}, "run": {
-            "record": saved, "planner": {"gains": {}}}})  # fmt: skip
+        write(at / "hybrid_state.json", {"schema_version": 5, "options": {"direction": "gradient_memory"}, "parts": {
+            "run": {"record": saved}, "leap_residuals": {"means": saved.get("displacement_residuals")}}})  # fmt: skip
     if finished:
         memory = {"held": {"weights": {"device": 0, "host": 4096}, "total": {"device": 0, "host": 4096}}}
         summary = {**saved, "direction": "gradient_memory", "planner": {}, "memory": memory}
