@@ -279,28 +279,18 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _weights(folder: Path) -> list[Path]:
     """Return the files of weights that lie in a folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in folder.glob("*") if _WEIGHTS.fullmatch(path.name) and path.is_file())
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, dict]:
-    """
-    Return what a manifest has of files: the bytes and the checksum of each, by its path in the folder.
-
-    A file is hashed in blocks, so that all threads share a big one.
-    """
-    sizes = {path: path.stat().st_size for path in paths}
+    """Return bytes and checksum of files, by their path in the folder. Threads share a big file by its blocks."""
+    sizes = [path.stat().st_size for path in paths]
     with ThreadPoolExecutor(THREADS) as pool:
-        hashing = {
-            path: [pool.submit(_digest_of_block, path, start) for start in range(0, size, BLOCK)]
-            for path, size in sizes.items()
-        }
-        digests = {path: _digest_of([block.result() for block in blocks]) for path, blocks in hashing.items()}
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": sizes[path], "xxh3_128": digest}
-        for path, digest in digests.items()
-    }
+        starts = [range(0, size, BLOCK) for size in sizes]
+        blocks = [[pool.submit(_digest_of_block, path, start) for start in of] for path, of in zip(paths, starts)]
+        digests = [_digest_of([block.result() for block in of]) for of in blocks]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {name: {"bytes": size, "xxh3_128": digest} for name, size, digest in zip(names, sizes, digests)}
 
 
 def _digest_of_block(path: Path, start: int) -> str:
@@ -374,17 +364,14 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 
-def _refusal(folder: Path, manifest: Manifest | None) -> str | None:
-    """Return why no run can resume from a checkpoint, or `None` if one can."""
+def _check(folder: Path, manifest: Manifest | None) -> None:
+    """Raise [`CheckpointError`] with the reason if no run can resume from a checkpoint."""
     if manifest is None:
-        try:
-            _read_json(folder / TRAINER_STATE_NAME)
-        except CheckpointError as error:
-            return str(error)
-        return None
-    if (number := _step_of(folder)) is not None and number != manifest.step:
-        return f"`{MANIFEST_NAME}` says that it is of step {manifest.step}"
-    return "; ".join(damages(folder, manifest)) or None
+        _read_json(folder / TRAINER_STATE_NAME)
+    elif _step_of(folder) not in (None, manifest.step):
+        raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
+    elif found := damages(folder, manifest):
+        raise CheckpointError("; ".join(found))
 
 
 def _read_json(path: Path) -> dict:
@@ -452,16 +439,14 @@ def _named(folder: Path) -> tuple[Path, list[str]]:
             manifest = dataclasses.replace(manifest, files=kept)
             names = ", ".join(f"`{name}`" for name in replaced)
             warnings = [f"`{folder}` has other files of weights than were saved ({names}), so they are not checked."]
-        reason = _refusal(folder, manifest)
+        _check(folder, manifest)
     except CheckpointError as error:
-        reason = str(error)
-    if reason is None:
-        return folder, warnings
-    raise CheckpointError(
-        f"Can't find a valid checkpoint at `{folder}`: {reason}. Name another one, or set "
-        "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
-        f"`{MANIFEST_NAME}`."
-    )
+        raise CheckpointError(
+            f"Can't find a valid checkpoint at `{folder}`: {error}. Name another one, or set "
+            "`resume_from_checkpoint=True` for the newest that is whole. To load what is left of this one, delete its "
+            f"`{MANIFEST_NAME}`."
+        ) from None
+    return folder, warnings
 
 
 def _replaced_weights(folder: Path, manifest: Manifest) -> list[str]:
@@ -485,16 +470,17 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
         try:
             manifest = read_manifest(folder)
             if manifest is None and sealed:
-                reason = f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
-            elif manifest is not None and run is not None and not is_on_course(manifest.run, manifest.step, run):
-                reason = f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
-            else:
-                reason = _refusal(folder, manifest)
-        except CheckpointError as error:
-            reason = str(error)
-        if reason is None:
+                raise CheckpointError(
+                    f"it has no `{MANIFEST_NAME}` (its save was cut short, or another trainer wrote it)"
+                )
+            if manifest is not None and run is not None and not is_on_course(manifest.run, manifest.step, run):
+                raise CheckpointError(
+                    f"it is of an earlier run, or of an abandoned course of this one, says `{MANIFEST_NAME}`"
+                )
+            _check(folder, manifest)
             return folder, [f"`{path}` is passed over: {why}." for path, why in passed_over.items()]
-        passed_over[folder] = reason
+        except CheckpointError as error:
+            passed_over[folder] = str(error)
     # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
     begun = [folder for folder in folders if not (is_sealed(folder) or (folder / TRAINER_STATE_NAME).is_file())]
     if folders == begun and len(folders) <= 1 and (begun or cut_short):

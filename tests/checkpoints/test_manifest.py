@@ -157,10 +157,14 @@ def test_what_trainer_would_start_anew_without_a_word_is_said(folder):
     assert "Random generators are not restored" in said
 
 
-def save(checkpoint, content="of the new save"):
-    """Save a checkpoint of one file, as Trainer would."""
+NEW = {"trainer_state.json", "model.safetensors", "optimizer.pt", "a", "z"}
+
+
+def save(checkpoint):
+    """Save a checkpoint of small files, as Trainer would."""
     with manifest.saving(checkpoint):
-        (manifest.temporary(checkpoint) / "trainer_state.json").write_text(content)
+        for name in NEW:
+            (manifest.temporary(checkpoint) / name).write_text("of the new save")
         manifest.seal(checkpoint, 6, manifest.new_run(None), in_step=False)
 
 
@@ -174,7 +178,7 @@ def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
     assert found(folder)[0] == "checkpoint-6" and (checkpoint / "old.bin").is_file()
     assert not list(folder.glob("_*"))
     save(checkpoint)
-    assert not list(folder.glob("_*")) and sorted(os.listdir(checkpoint)) == [MANIFEST_NAME, "trainer_state.json"]
+    assert not list(folder.glob("_*")) and set(os.listdir(checkpoint)) == {MANIFEST_NAME, *NEW}
 
 
 class Killed(BaseException):
@@ -237,7 +241,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_pa
             manifest.saving(out / "checkpoint-8").__enter__()
         taken, said = found(out)
         files = {path.name for path in (out / taken).iterdir() if path.name != LOG_NAME}
-        if files == {MANIFEST_NAME, "trainer_state.json"}:
+        if files == {MANIFEST_NAME, *NEW}:
             assert taken == "checkpoint-6" and (out / taken / "trainer_state.json").read_text() == "of the new save"
             outcomes.append("new")
         else:
@@ -340,6 +344,10 @@ def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_
         trainer.train()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
+    assert not list(tmp_path.glob("_*"))
+    trainer._save_checkpoint(trainer.model, None)  # now that there is space
+    assert is_sealed(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert_same_weights(weights(resumed.model), finished[1])
