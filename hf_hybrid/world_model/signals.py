@@ -52,7 +52,8 @@ assert len(FEATURE_NAMES) == 64
 class StepSignals:
     """Plain numbers of one step, as the trainer and the leap planner know them."""
 
-    phase: Phase
+    phase: Phase | None
+    """`None` in a run without phases, as in [`~hf_hybrid.part.Step`]."""
     progress: float
     learning_rate: float
     rate_scale: float
