@@ -75,8 +75,9 @@ class ActivationCheckpointing(Part):
 
     def begin(self, run: Run) -> None:
         self.end()  # of a run that ended in an exception
-        boundaries = BoundaryOffload(run.model, min_bytes=self.min_bytes) if self.offload else None
-        for model in _checkpointable(run.model):
+        whole: Any = run.model
+        boundaries = BoundaryOffload(whole, min_bytes=self.min_bytes) if self.offload else None
+        for model in _checkpointable(whole):
             for module in _switches(model):
                 self._before.append((module, {name: vars(module)[name] for name in _SETTING if name in vars(module)}))
             _enable(model)
@@ -88,10 +89,10 @@ class ActivationCheckpointing(Part):
     def on_phase_change(self, old: Phase, new: Phase) -> None:
         self._follow(new)
 
-    def before_forward(self, phase: Phase) -> None:
+    def before_forward(self, phase: Phase | None) -> None:
         self._follow(phase)  # a run without warmup, or a resumed one, begins in a phase that nothing announced
 
-    def _follow(self, phase: Phase) -> None:
+    def _follow(self, phase: Phase | None) -> None:
         on = phase in self.phases
         if on is not self._on:
             # The public switch adds hooks to the embeddings at each call and never removes them.

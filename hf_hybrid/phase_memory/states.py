@@ -230,7 +230,7 @@ class OptimizerStatePlacement(Part):
         if new is Phase.PREDICT and self._optimizer is not None:
             self._strategy.send(self._optimizer.state)
 
-    def after_backward(self, phase: Phase) -> None:
+    def after_backward(self, phase: Phase | None) -> None:
         self._strategy.wait()
 
     def before_export(self) -> None:

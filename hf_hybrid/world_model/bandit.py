@@ -46,12 +46,12 @@ class BanditGain(LearningPlanner):
             self.usual += (fall - self.usual) * (0.1 if self.spread else 1.0)
             self.spread += (abs(fall) - self.spread) * (0.1 if self.spread else 1.0)
         self.last_loss = stretch.loss
-        self.context = np.append(np.asarray(stretch.features, dtype=np.float64) / self.FEATURES**0.5, 1.0)
-        self.arm = int(np.argmax([self._bound(arm) for arm in range(len(self.ARMS))]))
+        self.context = context = np.append(np.asarray(stretch.features, dtype=np.float64) / self.FEATURES**0.5, 1.0)
+        self.arm = int(np.argmax([self._bound(arm, context) for arm in range(len(self.ARMS))]))
 
-    def _bound(self, arm: int) -> float:
-        solved = np.linalg.solve(self.covariance[arm], np.stack([self.response[arm], self.context], axis=1))
-        return float(self.context @ solved[:, 0] + self.exploration * np.sqrt(max(self.context @ solved[:, 1], 0.0)))
+    def _bound(self, arm: int, context: np.ndarray) -> float:
+        solved = np.linalg.solve(self.covariance[arm], np.stack([self.response[arm], context], axis=1))
+        return float(context @ solved[:, 0] + self.exploration * np.sqrt(max(context @ solved[:, 1], 0.0)))
 
     def state_dict(self) -> dict:
         context = None if self.context is None else self.context.tolist()

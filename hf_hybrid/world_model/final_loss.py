@@ -121,7 +121,7 @@ def final_steps(max_steps: int) -> int:
 
 
 def forecast_final_loss(
-    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int
+    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float] | np.ndarray, max_steps: int
 ) -> FinalLoss | None:
     """
     Forecast the mean training loss of the last steps of a run (`final_steps`).
@@ -129,7 +129,7 @@ def forecast_final_loss(
     Args:
         steps (`Sequence[int]`): Optimizer steps at which `losses` were logged, from 1, ascending.
         losses (`Sequence[float]`): Mean training loss since the logged step before, as `Trainer` logs it.
-        learning_rates (`Sequence[float]`): Rate of each of the steps 1 to `max_steps`, in any unit.
+        learning_rates (`Sequence[float]` or `np.ndarray`): Rate of each of the steps 1 to `max_steps`, in any unit.
         max_steps (`int`): Steps of the run.
 
     Returns:
@@ -145,7 +145,11 @@ def forecast_final_loss(
 
 
 def forecast_held_out_loss(
-    steps: Sequence[int], losses: Sequence[float], learning_rates: Sequence[float], max_steps: int, held_out: float
+    steps: Sequence[int],
+    losses: Sequence[float],
+    learning_rates: Sequence[float] | np.ndarray,
+    max_steps: int,
+    held_out: float,
 ) -> FinalLoss | None:
     """
     Forecast the held-out loss after the last step of a run.
@@ -161,8 +165,7 @@ def forecast_held_out_loss(
         ValueError: If lengths differ, steps are out of order or beyond `max_steps`.
     """
     seen = observed(steps, losses, learning_rates, max_steps)
-    found = None if seen is None else looks(seen)
-    if found is None or not 0 < held_out < math.inf:
+    if seen is None or (found := looks(seen)) is None or not 0 < held_out < math.inf:
         return None
     ratio = held_out / seen.present
     weights, means, deviations = training_parts(seen)
@@ -402,9 +405,9 @@ def mixture(parts: Parts, positive: bool = False) -> FinalLoss:
     weights, deviations = weights / weights.sum(), np.maximum(deviations, 1e-12)
     mixed = tuple(tuple(part.tolist()) for part in (weights, means, deviations))
     low, high = (float(bound) for bound in ((means - 8 * deviations).min(), (means + 8 * deviations).max()))
-    median, five, ninety_five = (_quantile(share, low, high, mixed) for share in (0.5, 0.05, 0.95))
     lowest = 0.0 if positive else -math.inf
-    return FinalLoss(*(max(quantile, lowest) for quantile in (median, five, ninety_five)), *mixed)
+    median, five, ninety_five = (max(_quantile(share, low, high, mixed), lowest) for share in (0.5, 0.05, 0.95))
+    return FinalLoss(median, five, ninety_five, *mixed)
 
 
 def _quantile(share: float, low: float, high: float, mixed) -> float:

@@ -215,7 +215,6 @@ class ForecastCallback(TrainerCallback):
         self.forecast.make()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        found = self.forecast.log_values(state.global_step, logs or {})
-        if found:
+        if logs and (found := self.forecast.log_values(state.global_step, logs)):
             logs.update(found)
             state.log_history[-1].update(found)

@@ -21,7 +21,7 @@ from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.part import Step
-from hf_hybrid.run.monitor import Action, Level, Verdict
+from hf_hybrid.run.monitor import NORMAL, Action, Level, Verdict
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import inner_product, sums_of_squares
 from hf_hybrid.world_model.signals import SignalObserver, StepSignals
@@ -148,8 +148,10 @@ class PlannerObserver(LeapObserver):
         self._statistics: dict[str, float] | None = None
 
     def begin(self, run: Run) -> None:
-        self.run = run
-        self.leaps = run.part(Leaps)
+        leaps = run.part(Leaps)
+        if leaps is None:
+            raise ValueError("`PlannerObserver` shows a planner the leaps of a run, and this run has none.")
+        self.run, self.leaps = run, leaps
 
     @property
     def confidence(self) -> float:
@@ -184,7 +186,7 @@ class PlannerObserver(LeapObserver):
 
     def end_step(self, step: Step) -> None:
         self._observe_signals(step)
-        self.sureness.observe_step(step.verdict.level)
+        self.sureness.observe_step((step.verdict or NORMAL).level)
         self.steps_since_leap += 1
 
     def decide(self, step: Step) -> None:
@@ -201,7 +203,6 @@ class PlannerObserver(LeapObserver):
         new, self._new = self._new, None
         leaps, record = self.leaps, self.run.record
         last = record.leaps[-1] if record.leaps else None
-        probed = new is not None and new.standard_error
         self.signals.observe(
             StepSignals(
                 phase=step.phase,
@@ -218,7 +219,7 @@ class PlannerObserver(LeapObserver):
                 rate_in_block=leaps.trajectory.clock.lr_sum,
                 leap_gain=last.gain if last else 0.0,
                 leap_credit=leaps.credit,
-                leap_decrease=(new.loss_before - new.loss_after) / new.standard_error if probed else None,
+                leap_decrease=None if new is None else _decrease_in_standard_errors(new),
                 leap_kept=None if new is None else new.verdict != "rejected",
                 leap_residual=self.linearity,
                 leap_relative_norm=last.relative_norm if last else 0.0,
@@ -248,6 +249,13 @@ class PlannerObserver(LeapObserver):
         vars(self.sureness).update(state["sureness"])
         self.linearity, self.steps_since_leap = state["linearity"], state["steps_since_leap"]
         self._new = self.run.record.leaps[-1] if state["leap_is_new"] else None
+
+
+def _decrease_in_standard_errors(leap: Leap) -> float | None:
+    """Return the fall of the loss of a leap's probe; `None` where it was not probed."""
+    if leap.loss_before is None or leap.loss_after is None or not leap.standard_error:
+        return None
+    return (leap.loss_before - leap.loss_after) / leap.standard_error
 
 
 @torch.no_grad()

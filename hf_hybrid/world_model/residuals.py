@@ -150,8 +150,9 @@ class LeapComparison:
         self.start = [start.float().clone() for start in self._samples(self.shards.parameters)]
         self.leap = [start - b.to(start.device).float() for start, b in zip(self.start, self._samples(before))]
         self.leap_rate = rate
-        if all(gradient is not None for gradient in predicted):
-            gradients = [gradient.float() for gradient in self._samples(predicted)]
+        known = [gradient for gradient in predicted if gradient is not None]
+        if len(known) == len(predicted):
+            gradients = [gradient.float() for gradient in self._samples(known)]
             (self.slopes_before,) = self._by_group((gradients, self.leap))
 
     def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -247,7 +248,8 @@ class LeapResiduals(LeapObserver):
     Writes down, for every leap that stays, how it compares with the real steps after it; may correct later gains.
 
     Pass one in `parts=` to watch, or set `correct_gain=True` to let what was seen change the gain of each group of
-    parameters. `hybrid_summary()["displacement_residuals"]` has the means by group.
+    parameters. `hybrid_summary()["displacement_residuals"]` has the means by group. In a run
+    without phases, which makes no leap, it does nothing.
 
     Args:
         correct_gain (`bool`): Whether later leaps are corrected.
@@ -264,11 +266,13 @@ class LeapResiduals(LeapObserver):
 
     def begin(self, run: Run) -> None:
         self.run, self.means = run, {}
-        self.comparison = LeapComparison(run.weights)
-        self.correction = GainCorrection(self.comparison.groups) if self.correct_gain else None
+        self.comparison = self.correction = None
+        if run.weights is not None:
+            self.comparison = LeapComparison(run.weights)
+            self.correction = GainCorrection(self.comparison.groups) if self.correct_gain else None
 
     def before_update(self, step: Step) -> None:
-        if step.leap is not None and not step.withheld:
+        if self.comparison is not None and step.leap is not None and not step.withheld:
             try:
                 self.comparison.observe_gradients()
             except Exception as error:
@@ -281,9 +285,12 @@ class LeapResiduals(LeapObserver):
 
     def leap_written(self, leaps: Leaps, leap: Leap) -> None:
         trajectory = leaps.trajectory
-        self.comparison.leap_made(leap.rate, trajectory.snapshot, trajectory.predicted_gradients())
+        if self.comparison is not None:
+            self.comparison.leap_made(leap.rate, trajectory.snapshot, trajectory.predicted_gradients())
 
     def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
+        if self.comparison is None:
+            return
         try:
             leaps.trajectory.store.settle()
             whole, groups = self.comparison.judge(leaps.trajectory.clock.lr_sum)
@@ -305,17 +312,21 @@ class LeapResiduals(LeapObserver):
                 mean[name] += (getattr(residual, name) - mean[name]) / mean["leaps"]
 
     def leaps_rejected(self, leaps: Leaps, leap: Leap | None) -> None:
-        if leap is not None:
+        if self.comparison is not None and leap is not None:
             self.comparison.clear()
 
     def summary(self) -> dict[str, Any]:
         return {"displacement_residuals": self.means}
 
     def state_dict(self) -> dict[str, Any]:
+        if self.comparison is None:
+            return {}
         correction = None if self.correction is None else self.correction.state_dict()
         return {"comparison": self.comparison.state_dict(), "correction": correction, "means": self.means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.comparison is None:
+            return
         self.comparison.load_state_dict(state["comparison"])
         if self.correction is not None and state["correction"] is not None:
             self.correction.load_state_dict(state["correction"])

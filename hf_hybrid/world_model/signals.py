@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,8 @@ assert len(FEATURE_NAMES) == 64
 class StepSignals:
     """Plain numbers of one step, as the trainer and the leap planner know them."""
 
-    phase: Phase
+    phase: Phase | None
+    """`None` in a run without phases, as in [`~hf_hybrid.part.Step`]."""
     progress: float
     learning_rate: float
     rate_scale: float
@@ -78,17 +80,21 @@ class StepSignals:
 class SignalObserver:
     """Keeps the short histories that the features need and turns each step into 64 numbers."""
 
-    _SERIES = {"losses": 64, "norms": 64, "alignments": 32, "decreases": 16, "kept": 16, "rates": 8}
-    _SCALARS = (
-        "first_loss", "first_norm", "peak_rate", "rate_total", "steps", "predicted", "first_weight", "fast", "mid",
-        "slow", "clipped", "moment_first", "moment_second", "previous_first", "previous_second",
-    )  # fmt: skip
-
     def __init__(self):
-        for name, length in self._SERIES.items():
-            setattr(self, name, deque(maxlen=length))
-        for name in self._SCALARS:
-            setattr(self, name, 0.0)
+        self.losses: deque[float] = deque(maxlen=64)
+        self.norms: deque[float] = deque(maxlen=64)
+        self.alignments: deque[float] = deque(maxlen=32)
+        self.decreases: deque[float] = deque(maxlen=16)
+        self.kept: deque[float] = deque(maxlen=16)
+        self.rates: deque[float] = deque(maxlen=8)
+        self.steps = self.predicted = 0
+        self.fast = self.mid = self.slow = 0.0
+        """Exponential averages of the loss over about 4, 16 and 64 steps."""
+        self.first_loss = self.first_norm = self.first_weight = 0.0
+        self.peak_rate = self.rate_total = 0.0
+        self.clipped = 0.0
+        """Share of the last 16 steps or so whose gradient was clipped."""
+        self.moment_first = self.moment_second = self.previous_first = self.previous_second = 0.0
         self.statistics: dict[str, float] = {}
         self._features = [0.0] * len(FEATURE_NAMES)
         self._unread: StepSignals | None = None
@@ -124,9 +130,12 @@ class SignalObserver:
         self.rate_total += step.learning_rate
         self.first_loss = self.first_loss or step.loss
         self.first_norm = self.first_norm or step.gradient_norm
-        for name, decay in (("fast", 1 / 4), ("mid", 1 / 16), ("slow", 1 / 64)):
-            old = getattr(self, name)
-            setattr(self, name, old + decay * (step.loss - old) if self.losses else step.loss)
+        if self.losses:
+            self.fast += (step.loss - self.fast) / 4
+            self.mid += (step.loss - self.mid) / 16
+            self.slow += (step.loss - self.slow) / 64
+        else:
+            self.fast = self.mid = self.slow = step.loss
         self.losses.append(step.loss)
         self.norms.append(step.gradient_norm)
         over = step.max_grad_norm > 0 and step.gradient_norm > step.max_grad_norm
@@ -242,18 +251,15 @@ class SignalObserver:
             "confidence": step.confidence,
         }
 
-    def state_dict(self) -> dict:
-        state = {name: list(getattr(self, name)) for name in self._SERIES}
-        state.update({name: getattr(self, name) for name in self._SCALARS})
-        return {**state, "statistics": self.statistics, "features": self.features}
+    def state_dict(self) -> dict[str, Any]:
+        state = {**vars(self), "_features": self.features}
+        del state["_unread"]
+        return {name: list(value) if isinstance(value, deque) else value for name, value in state.items()}
 
-    def load_state_dict(self, state: dict) -> None:
-        for name in self._SERIES:
-            getattr(self, name).clear()
-            getattr(self, name).extend(state[name])
-        for name in self._SCALARS:
-            setattr(self, name, state[name])
-        self.statistics, self._features = state["statistics"], state["features"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            kept = getattr(self, name)
+            setattr(self, name, deque(value, kept.maxlen) if isinstance(kept, deque) else value)
         self._unread = None
 
 

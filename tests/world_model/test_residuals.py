@@ -5,12 +5,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+from conftest import ByteText, hybrid_config, tiny_model
 
+from hf_hybrid import HybridTrainer
 from hf_hybrid.run.weights import TrainedWeights
 from hf_hybrid.world_model.residuals import (
     GainCorrection,
     GroupResidual,
     LeapComparison,
+    LeapResiduals,
     group_of,
     secant_minimum,
 )
@@ -147,3 +150,10 @@ def test_it_goes_on_where_it_was_saved():
     for residuals in (first, second):
         residuals.observe_gradients()
     assert first.judge(0.2) == second.judge(0.2)
+
+
+def test_a_run_without_leaps_has_nothing_to_compare(tmp_path):
+    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, save_strategy="steps", save_steps=1)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(20), parts=[LeapResiduals(correct_gain=True)])
+    trainer.train()
+    assert trainer.hybrid_summary()["displacement_residuals"] == {}
