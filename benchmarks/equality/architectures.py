@@ -83,6 +83,7 @@ def hybrid_trainer(model: PreTrainedModel, folder: str) -> Trainer:
         direction="orthogonal",  # skips steps from the first leap on
         leap_budget=1e6,  # a step of so few tokens costs little beside a leap
         leap_gain=0.1,
+        probe_budget=1.0,  # goes on after refused leaps, which random tokens make likely
         warmup_phase_steps=2,
         full_phase_steps=2,
         correct_phase_steps=1,
@@ -90,7 +91,7 @@ def hybrid_trainer(model: PreTrainedModel, folder: str) -> Trainer:
         leap_worth=4.0,  # steps granted per real step, from which the cost of a probe is taken
     )
     rows = samples()
-    # Random tokens have nothing to learn but themselves: a probe of unseen ones may refuse any leap.
+    # Random tokens have nothing to learn but themselves.
     return HybridTrainer(model=model, args=config, train_dataset=rows, probe_dataset=rows)
 
 
