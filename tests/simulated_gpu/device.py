@@ -601,6 +601,8 @@ def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_me
 
 def host_view(tensor: Tensor) -> Tensor:
     """A CPU tensor over the bytes of a device tensor; reading it is what no host can."""
+    if not tensor.numel():  # `out=` may let it grow, and with it its storage
+        return _torch_empty(0, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
     base = _regions[tensor.untyped_storage().data_ptr()][0]
     view = _torch_empty(0, dtype=tensor.dtype)
     return view.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
