@@ -36,7 +36,6 @@ from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
-    from hf_hybrid.leaps.probe import Losses
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
@@ -207,10 +206,10 @@ class Int8Predict(Part):
                 "layers of the model. Lower `min_features`, or train without it."
             )
 
-    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
+    def probe_losses(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap the evaluation of a batch to losses per sequence. While measuring it runs twice; the full ones count."""
 
-        def losses(batch: Any) -> Losses:
+        def losses(batch: Any) -> Any:
             result = evaluate(batch)
             self.meter.looked = True
             if self.mode == "auto" and self.meter.measuring and self._linears:
