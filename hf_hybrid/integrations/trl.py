@@ -243,7 +243,7 @@ def default_folder(model: Any, method: str) -> str:
     return f"{name.split('/')[-1]}-{method}"
 
 
-# Trainers. Each ignores one rule: TRL's `create_model_card` takes other arguments than `Trainer`'s, and ours takes those.
+# Trainers. Each ignores one rule: TRL's `create_model_card` takes other arguments than `Trainer`'s, as ours does.
 
 
 class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-method-override]
