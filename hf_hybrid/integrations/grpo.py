@@ -74,6 +74,13 @@ except ImportError as error:
         f'here ({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
     ) from error
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _Arguments
+
+    _Trainer = GRPOTrainer  # what the mixin reads is in `RLOOTrainer` too
+else:
+    _Arguments = _Trainer = object
+
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
@@ -161,7 +168,9 @@ def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
         with torch.no_grad():
             model.train()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         after = RandomStates.now(device)
-        pairs = [(before.host, after.host)] + ([] if before.device is None else [(before.device, after.device)])
+        pairs = [(before.host, after.host)]
+        if before.device is not None and after.device is not None:
+            pairs.append((before.device, after.device))
         return before.python != after.python or not all(torch.equal(*pair) for pair in pairs)
     finally:
         before.restore()
@@ -222,7 +231,7 @@ class ExactSkips:
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
-        planned = list(batches)
+        planned: list[Batch | None] = list(batches)
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
@@ -310,13 +319,13 @@ class Rollouts(Part):
         """
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
-        trainer, per_generation = self.trainer, self.trainer.args.steps_per_generation
+        trainer, per_generation = self.trainer, self.trainer.per_generation
         window_ends_at = self.window_begins_at + trainer.current_gradient_accumulation_steps
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
         self.skips.plan(
-            [trainer._buffered_inputs[step % per_generation] for step in coming],
+            [trainer.generated[step % per_generation] for step in coming],
             ends_window=coming.stop == window_ends_at,
             processes=trainer.accelerator.num_processes,
             leave_out=self.leaves_out,
@@ -342,10 +351,10 @@ class Rollouts(Part):
 
     def _state(self) -> dict[str, Any]:
         trainer = self.trainer
-        generates = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+        generates = trainer._step % (trainer.per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
-            "batches": [] if generates else [dict(batch) for batch in trainer._buffered_inputs],
+            "batches": [] if generates else [dict(batch) for batch in trainer.generated],
             "layout": self._layout(),
             "counts": self.skips.state_dict(),
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
@@ -366,7 +375,7 @@ class Rollouts(Part):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, found = self.trainer, state.get(OWN)
         usable = found is not None and found["layout"] == self._layout()
-        if trainer._agree(int(not usable)):  # on any process
+        if trainer._agree(int(not usable)) or found is None:  # on any process
             logger.warning(
                 "The checkpoint %s: completions are generated anew, as TRL does after a resume.",
                 "lacks the completions of a process"
@@ -399,7 +408,7 @@ _NO_LEAPS = "a leap is verified on batches that training has not reached, and he
 
 
 @dataclass
-class RolloutConfigBase(ExactSkipArguments, SharedPromptArguments, HybridConfigBase):
+class RolloutConfigBase(ExactSkipArguments, SharedPromptArguments, HybridConfigBase, _Arguments):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
@@ -441,7 +450,7 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
-class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
+class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
     """
     Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
     is the part of the run that plans them.
@@ -452,6 +461,9 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
         "`gradient_accumulation_steps`."
     )
+    args: GRPOConfig
+    model: torch.nn.Module
+    _buffered_inputs: list[Batch] | None
     _sampler: Any = None
 
     def __init__(self, *args, **kwargs):
@@ -463,6 +475,23 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
     def own_parts(self) -> list[Part]:
         self.rollouts = Rollouts(self)
         return [*super().own_parts(), self.rollouts]
+
+    @property
+    def per_generation(self) -> int:
+        """Micro-batches of a generation batch."""
+        return self.args.steps_per_generation  # ty: ignore[invalid-explicit-return] - TRL's config fills it in
+
+    @property
+    def generated(self) -> list[Batch]:
+        """The micro-batches of TRL's generation batch; none before the first."""
+        return self._buffered_inputs or []
+
+    @property
+    def _mean(self) -> Mean:
+        """What the loss is divided by."""
+        raise NotImplementedError
+
+    _rows_that_count = staticmethod(rows_that_count)
 
     def _new_skips(self) -> ExactSkips:
         return ExactSkips(self._mean, self._rows_that_count, self._agree)
@@ -507,8 +536,8 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
             self.rollouts.skips.fill_gradients(self.model)
         return loss
 
-    def _prepare_inputs(self, generation_batch):
-        inputs, rollouts = super()._prepare_inputs(generation_batch), self.rollouts  # generates if it is time to
+    def _prepare_inputs(self, inputs):
+        inputs, rollouts = super()._prepare_inputs(inputs), self.rollouts  # generates if it is time to
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
@@ -543,7 +572,7 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
         out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
         """
-        inputs = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        inputs = self.generated[(self._step - 1) % self.per_generation]
         tokens = self.shared_prompts.counts()
         with torch.no_grad(), self.compute_loss_context_manager():
             self._compute_loss(self.model_wrapped, inputs)
@@ -554,7 +583,7 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin):
         return self._sampler
 
 
-class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):
+class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero.
 
@@ -590,8 +619,6 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
-    _rows_that_count = staticmethod(rows_that_count)
-
     def _why_every_row(self) -> str | None:
         if self.beta != 0.0:
             return f"with `beta={self.beta}` every row has a loss, its distance from the reference"
@@ -607,7 +634,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):
         return super()._why_rows_stay()
 
 
-class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):
+class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.RLOOTrainer`] that leaves out rows without advantage, see [`HybridGRPOTrainer`].
 

@@ -45,7 +45,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,9 +58,14 @@ from hf_hybrid.recovery import is_out_of_memory
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
+    from hf_hybrid.trainer import HybridTrainerMixin as _Trainer
+else:
+    _Trainer = object
 
 logger = logging.getLogger(__name__)
 
+Model = Any
+"""A model of transformers, or a wrapper such as peft's that has its attributes."""
 IGNORED = -100
 """Label of a token that nobody has to predict."""
 WORTH = 0.95
@@ -325,7 +330,7 @@ def apart(plain: Tensor, shared: Tensor, predicted: Tensor) -> float:
     return ((shared - plain).abs().mean() / spread).item()
 
 
-def even_width(model: nn.Module) -> float:
+def even_width(model: Model) -> float:
     """
     Return the width of a row, in tokens, at which its attention costs as much as its linear layers.
 
@@ -346,7 +351,7 @@ _FROM_MASK = ("opt", "biogpt")
 """Models that count positions in the mask of two dimensions."""
 
 
-def window_of(model: nn.Module) -> float:
+def window_of(model: Model) -> float:
     """Return how many tokens of a row the layers look back at least."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["window"]
@@ -356,7 +361,7 @@ def window_of(model: nn.Module) -> float:
     return min((size for name in names if isinstance(size := getattr(config, name, None), int)), default=float("inf"))
 
 
-def why_not(model: nn.Module) -> str | None:
+def why_not(model: Model) -> str | None:
     """Return why a model cannot share prompts, if that is known without running it."""
     config = model.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
@@ -389,7 +394,7 @@ def dropout_of(model: nn.Module) -> float:
 # Sharing.
 
 
-def inputs_of(model: nn.Module, rows: SharedRows, device: torch.device) -> dict[str, Tensor | None]:
+def inputs_of(model: Model, rows: SharedRows, device: torch.device) -> dict[str, Tensor | None]:
     """Return what a model takes for shared rows, in place of `input_ids`, `attention_mask` and `labels`."""
     ids, positions, labels, group, part = torch.stack(rows[:5]).to(device, non_blocking=True)
     mask = visible(group, part)
@@ -459,7 +464,7 @@ class SharedPrompts(Part):
         return not self.off and self.why_plain is None
 
     @contextlib.contextmanager
-    def on(self, *models: nn.Module | None) -> Iterator[None]:
+    def on(self, *models: nn.Module | None) -> Generator[None]:
         """Share the prompts of the batches that models get inside the context."""
         handles = []
         for model in models:
@@ -525,12 +530,12 @@ class SharedPrompts(Part):
         self._rows = rows = rows.readable_on(inputs["input_ids"].device)
         return args, {**inputs, **inputs_of(model, rows, inputs["input_ids"].device)}
 
-    def copy_ahead(self, batches: list[Mapping], rows: Callable[[Mapping], Rows], known_by: str) -> None:
+    def copy_ahead(self, batches: Sequence[Mapping], rows: Callable[[Mapping], Rows], known_by: str) -> None:
         """
         Copy the batches of a step to the host at once: the host waits for the device at every copy.
 
         Args:
-            batches (`list[Mapping]`): As the trainer gets them.
+            batches (`Sequence[Mapping]`): As the trainer gets them.
             rows (`Callable`): From a batch to what a model will get of it: [`rows_of_pairs`], [`rows_of_completions`].
             known_by (`str`): Name of the tensor that a model will get, or of that of [`computing`].
         """
@@ -540,7 +545,7 @@ class SharedPrompts(Part):
             self._copied = [(weakref.ref(batch[known_by]), copy) for batch, copy in zip(batches, copies, strict=True)]
 
     @contextlib.contextmanager
-    def computing(self, tensor: Tensor) -> Iterator[None]:
+    def computing(self, tensor: Tensor) -> Generator[None]:
         """Inside, a model gets tokens that TRL has just put together. Their copy on the host is known by `tensor`."""
         self._computed = tensor
         try:
@@ -625,7 +630,7 @@ class SharedPrompts(Part):
 # Trainers.
 
 
-class SharedPromptsMixin:
+class SharedPromptsMixin(_Trainer):
     """
     Part of trainers that share prompts: `self.shared_prompts` is a part of their runs.
 

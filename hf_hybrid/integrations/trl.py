@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_declared
@@ -200,6 +200,8 @@ class _HeadOfTRL(ChunkedLossSwitch):
 class TRLTrainerMixin(HybridTrainerMixin):
     """Common part of the trainers of this module: a `probe_dataset` in the form of the training set, and refusals."""
 
+    _is_vision_dataset: bool
+
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
@@ -215,6 +217,10 @@ class TRLTrainerMixin(HybridTrainerMixin):
         if probe_dataset is not None:
             self.probe_dataset = self._prepare_probe_set(probe_dataset)
             check_probe_set(self.probe_dataset)
+
+    def _prepare_probe_set(self, dataset):
+        """Return a probe set in the form in which TRL trains on its training set."""
+        raise NotImplementedError
 
     @property
     def loss_in_chunks(self) -> bool:
@@ -237,7 +243,10 @@ def default_folder(model: Any, method: str) -> str:
     return f"{name.split('/')[-1]}-{method}"
 
 
-class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
+# Trainers. Each ignores one rule: TRL's `create_model_card` takes other arguments than `Trainer`'s, as ours does.
+
+
+class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.SFTTrainer`] that trains in phases, as [`HybridTrainer`] does.
 
@@ -266,6 +275,8 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
     """
 
     sequence_losses = CompletionLosses
+    args: SFTConfig
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
 
     def __init__(self, model, args=None, *positional, **kwargs):
         check_config(args, HybridSFTConfig, SFTConfig)
@@ -279,7 +290,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):
         return self._prepare_dataset(dataset, *options, "probe")
 
 
-class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
+class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does. It computes a prompt once for both
     of its completions (`share_prompt`).
@@ -300,6 +311,9 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
     """
 
     sequence_losses = PreferenceLosses
+    args: DPOConfig
+    ref_model: torch.nn.Module | None
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
     no_leaps_because = "preference pairs are trained on"
     trains_preferences = True
 
@@ -323,7 +337,7 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):
             return super().compute_ref_log_probs(model, inputs)
 
     def _prepare_probe_set(self, dataset):
-        dataset = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")
+        dataset: Any = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")
         if self.precompute_ref_logps:
             batch_size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
             dataset = self._precompute_ref_logps(dataset, "probe", batch_size)

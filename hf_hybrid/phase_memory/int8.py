@@ -25,7 +25,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
-
-Losses = list[float]
 
 
 def layer_linears(model: nn.Module, min_features: int = 1) -> list[nn.Linear]:
@@ -121,13 +119,13 @@ class NoiseMeter:
         self.noises: list[float] = []
         self.hold = 0
         self.looked = False  # a batch was evaluated since the last real step
-        self._pairs: dict[int, list[tuple[Losses, Losses]]] = {}
+        self._pairs: dict[int, list[tuple[list[float], list[float]]]] = {}
 
     @property
     def measuring(self) -> bool:
         return self.hold == 0
 
-    def add(self, key: int, full: Losses, int8: Losses) -> None:
+    def add(self, key: int, full: list[float], int8: list[float]) -> None:
         """Record the losses of a batch (`key`) in both precisions, at the same weights."""
         self._pairs.setdefault(key, []).append((full, int8))
 
@@ -200,17 +198,18 @@ class Int8Predict(Part):
         self._forced = False
 
     def begin(self, run: Run) -> None:
-        self._linears = layer_linears(run.model, self.min_features)
+        model: Any = run.model
+        self._linears = layer_linears(model, self.min_features)
         if not self._linears and self.mode == "on":
             raise ValueError(
                 f'`Int8Predict(mode="on")` found no `nn.Linear` of at least `min_features={self.min_features}` in the '
                 "layers of the model. Lower `min_features`, or train without it."
             )
 
-    def probe_losses(self, evaluate: Callable[[object], Losses]) -> Callable[[object], Losses]:
+    def probe_losses(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap the evaluation of a batch to losses per sequence. While measuring it runs twice; the full ones count."""
 
-        def losses(batch) -> Losses:
+        def losses(batch: Any) -> Any:
             result = evaluate(batch)
             self.meter.looked = True
             if self.mode == "auto" and self.meter.measuring and self._linears:
@@ -223,7 +222,7 @@ class Int8Predict(Part):
 
         return losses
 
-    def before_forward(self, phase: Phase) -> None:
+    def before_forward(self, phase: Phase | None) -> None:
         self.meter.close_look()
 
     def before_probe(self) -> None:

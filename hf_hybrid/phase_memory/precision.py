@@ -19,7 +19,7 @@ import difflib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,8 @@ class WeightPrecision(Part):
         Raises:
             ValueError: If a precision cannot be had with this model, this autocast or several processes.
         """
-        held = held_precision(run.model)
+        model: Any = run.model
+        held = held_precision(model)
         chosen, _ = resolve(self.precisions, weights=held, autocast=self.autocast)
         lower = [phase.value for phase in Phase if phase is not Phase.PREDICT and chosen[phase] != held]
         if lower and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -188,9 +189,9 @@ class WeightPrecision(Part):
                 "not reduced. Leave real phases at `auto` under several processes: autocast computes the same."
             )
         self._dtypes = {phase: DTYPES.get(precision) for phase, precision in chosen.items()}
-        self._linears = layer_linears(run.model)
+        self._linears = layer_linears(model)
 
-    def after_backward(self, phase: Phase) -> None:
+    def after_backward(self, phase: Phase | None) -> None:
         self._close()
 
     def before_probe(self) -> None:
@@ -203,9 +204,9 @@ class WeightPrecision(Part):
         self._close()
         self._linears = []
 
-    def before_forward(self, phase: Phase) -> None:
+    def before_forward(self, phase: Phase | None) -> None:
         self._close()
-        dtype = self._dtypes[phase]
+        dtype = None if phase is None else self._dtypes[phase]
         copies: dict[int, nn.Parameter] = {}
         try:
             for module in self._linears:
