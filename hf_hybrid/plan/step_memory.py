@@ -189,12 +189,11 @@ class WeightBytes:
         for place, weights in (("device", beside), ("host", self.shape.total.trainable - beside)):
             scratch = 4 * self.shape.largest_trainable if weights > 0 else 0
             table.add("drift", place, weights * self.leap + scratch)
-        if self.setup.buffers_device == "cpu":
-            # Buffers on the host are page-locked where the weights lie on a GPU, and then take more than their size.
-            counts = [p.count for p in resident.by_parameter if p.trained]
-            values = sum(self.leap_values * self.locked(4 * count) for count in counts)
-            snapshots = sum(self.locked(count * self.stored.trainable) for count in counts)
-            table.add("drift", "host", values + snapshots - self.leap * sum(counts))
+        # Buffers on the host are page-locked where the weights lie on a GPU, and then take more than their size.
+        counts = [p.count for p in resident.by_parameter if p.trained and self.setup.buffers_device == "cpu"]
+        values = sum(self.leap_values * self.locked(4 * count) for count in counts)
+        snapshots = sum(self.locked(count * self.stored.trainable) for count in counts)
+        table.add("drift", "host", values + snapshots - self.leap * sum(counts))
 
 
 # Steps.
