@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainingArguments
@@ -20,9 +21,15 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 
 CONFIG_NAME = "hybrid_config.json"
 
+if TYPE_CHECKING:
+
+    class _Arguments(HybridArguments, TrainingArguments): ...  # as every class of arguments will be
+else:
+    _Arguments = HybridArguments
+
 
 @dataclass
-class HybridConfigBase(HybridArguments):
+class HybridConfigBase(_Arguments):
     """
     The options and checks of [`HybridConfig`] for any kind of `TrainingArguments`. Put it in front,
     `class MyConfig(HybridConfigBase, MyArguments)`, and make the class a dataclass.
@@ -135,7 +142,7 @@ _NUMBERS = {
 """Options of TrainingArguments that are looked at only when training has begun, or that make every weight infinite."""
 
 
-def _check_numbers(args: TrainingArguments) -> None:
+def _check_numbers(args: HybridConfigBase) -> None:
     for name, (kind, limits) in _NUMBERS.items():
         if name == "learning_rate" and not args.enable_predict:
             limits = {"at_least": 0}  # plain Trainer trains on with infinite weights

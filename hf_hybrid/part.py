@@ -48,7 +48,7 @@ class Phase(str, enum.Enum):
     """Real steps at the new point; the leap is judged and can still be rolled back."""
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # ty: ignore[incompatible-property-override]  # not that of `str`
         return list(Phase).index(self)
 
 
@@ -95,6 +95,13 @@ class Step:
     asks_save: bool = False
 
 
+class RealStep(Step):
+    """A step between its gradients and its end, for type checkers: its loss and gradient norm are known."""
+
+    loss: float  # ty: ignore[incompatible-mutable-override]  # nobody takes it away
+    gradient_norm: float  # ty: ignore[incompatible-mutable-override]
+
+
 class Part:
     """
     Base class of the parts of a run. Override the hooks that you need; by default each does nothing and costs nothing.
@@ -105,6 +112,8 @@ class Part:
     """
 
     name: str = ""
+    run: Run
+    """For parts whose `begin` keeps it."""
 
     # The run.
 
@@ -129,7 +138,7 @@ class Part:
     def after_backward(self, phase: Phase | None) -> None:
         """Called after the backward pass of every micro-batch of a real step."""
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RealStep) -> None:
         """Called in a real step between the clipping of the gradients and the optimizer's step."""
 
     def after_update(self, step: Step, learning_rates: list[float]) -> None:

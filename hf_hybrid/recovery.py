@@ -40,6 +40,7 @@ from hf_hybrid.machine import RandomStates
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
+from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +152,7 @@ class MemoryGuard(Part):
             logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
 
     def end_step(self, step: Step) -> None:
-        if self.probe is not None:
-            step.asks_save |= self.after_step(step.index + 1)
+        step.asks_save |= self.after_step(step.index + 1)
 
     def after_step(self, step: int) -> bool:
         """
@@ -160,6 +160,8 @@ class MemoryGuard(Part):
 
         Returns whether a checkpoint should be written now.
         """
+        if self.probe is None:
+            return False
         used, total = self.probe()
         share, save, text = used / total, False, self._describe(used, total)
         logger.debug("Step %d ends with %s.", step, text)
@@ -298,7 +300,7 @@ class OutOfMemoryRecovery(Part):
 
     name = "out_of_memory"
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: TrainerLike):
         self.trainer = trainer
         self.reset()
         self.reason = ""

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
+from typing import Any, cast
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -63,7 +64,8 @@ from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import AdapterRate, LearningRateRescue, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.weights import Gathered, TrainedWeights, canonical, shards_of
+from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
@@ -100,7 +102,7 @@ the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, 
 # The run.
 
 
-def build_run(trainer) -> Run:
+def build_run(trainer: TrainerLike) -> Run:
     """
     Build the run that `trainer` is about to start: the list of its parts, in the order in which they are called.
 
@@ -112,8 +114,8 @@ def build_run(trainer) -> Run:
         UnrecoveredMemoryError: If buffers do not fit on the host either.
     """
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
-    common = {"model": trainer.model_wrapped, "max_steps": max_steps, "survive": trainer.recovery.survive}
-    common["write"] = trainer.log_file.add
+    common: dict[str, Any] = {"model": trainer.model_wrapped, "max_steps": max_steps}
+    common |= {"survive": trainer.recovery.survive, "write": trainer.log_file.add}
     if not trainer.has_phases:
         return Run(trainer.parts, optimizer=trainer.optimizer, no_leaps=trainer.obstacle, **common)
     weights, feed, no_leaps = _weights(trainer), BatchFeed(), why_no_leaps(trainer)
@@ -139,7 +141,7 @@ def build_run(trainer) -> Run:
     )
 
 
-def _forecast(trainer) -> list[Part]:
+def _forecast(trainer: TrainerLike) -> list[Part]:
     """Return the forecast of the final loss. It is on by default, so that a lack of its room is no error."""
     if not trainer.hybrid_args.forecast or not has_room("world_model.forecast"):
         return []
@@ -147,13 +149,13 @@ def _forecast(trainer) -> list[Part]:
     return [room.Forecast(trainer.lr_scheduler, trainer.state.log_history)]
 
 
-def _weights(trainer) -> TrainedWeights:
+def _weights(trainer: TrainerLike) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
     return TrainedWeights(named, _unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
 
 
-def _with_room(trainer, build: Callable[[], list[Part]]) -> list[Part]:
+def _with_room(trainer: TrainerLike, build: Callable[[], list[Part]]) -> list[Part]:
     """Build parts that have buffers of the size of the weights: on the host, if they do not fit on the device."""
     recovery, options = trainer.recovery, trainer.hybrid_args
     try:
@@ -173,14 +175,14 @@ def _with_room(trainer, build: Callable[[], list[Part]]) -> list[Part]:
 
 
 def _leap_parts(
-    trainer, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
+    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
 ) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
     return _with_room(trainer, lambda: _build_leaps(trainer, weights, monitor, rate, probe))
 
 
 def _build_leaps(
-    trainer, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
+    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
 ) -> list[Part]:
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
     matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
@@ -193,7 +195,7 @@ def _build_leaps(
         host=options.buffers_device == "cpu",
     )
     trainer.memory.overlay(trajectory.displaced)
-    if isinstance(rate, LearningRateRescue):
+    if isinstance(rate, LearningRateRescue) and rate.cosine is not None:
         rate.cosine.average = trajectory.direction
     before: list[Part] = []
     if options.correct_gain:
@@ -215,7 +217,7 @@ def _build_leaps(
     return [*before, leaps, *after]
 
 
-def _planner(trainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
+def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
     """Return the planner of the gain, and the part that shows it the run, if it learns."""
     options, max_steps, direction = trainer.hybrid_args, trainer.state.max_steps, trajectory.direction
     values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
@@ -238,7 +240,7 @@ def _planner(trainer, trajectory: Trajectory) -> tuple[GainPlanner, list[Part]]:
     return planner, [observer(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
 
 
-def _cost_of_step(trainer, tokens: int) -> tuple[float, float]:
+def _cost_of_step(trainer: TrainerLike, tokens: int) -> tuple[float, float]:
     """
     Return the floating-point operations of a step with so many tokens on this process, as the mean over all processes,
     because every process must decide alike; and the bytes that all processes together send at most under FSDP2: the
@@ -256,12 +258,10 @@ def _cost_of_step(trainer, tokens: int) -> tuple[float, float]:
     return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
 
 
-def _average_parts(trainer, weights: TrainedWeights, rate: RateScale | None) -> list[Part]:
+def _average_parts(trainer: TrainerLike, weights: TrainedWeights, rate: RateScale | None) -> list[Part]:
     """Build the parts of a run without leaps: an average of the gradients, if the search of the rate needs one."""
-    if not isinstance(rate, LearningRateRescue) or type(_made_optimizer(trainer)) in (
-        torch.optim.Adam,
-        torch.optim.AdamW,
-    ):
+    cosine = rate.cosine if isinstance(rate, LearningRateRescue) else None
+    if cosine is None or type(_made_optimizer(trainer)) in (torch.optim.Adam, torch.optim.AdamW):
         return []  # Adam's state has the direction of its last step
 
     def build() -> list[Part]:
@@ -269,13 +269,13 @@ def _average_parts(trainer, weights: TrainedWeights, rate: RateScale | None) -> 
         direction = direction_of(trainer, frozenset(map(canonical, split_parameters(trainer.model)[0])))
         steps = leap_memory_steps(options, trainer.state.max_steps, direction_class(direction).memory_steps)
         average = GradientAverage(weights, direction, memory_steps=steps, host=options.buffers_device == "cpu")
-        rate.cosine.average = average.direction
+        cosine.average = average.direction
         return [average]
 
     return _with_room(trainer, build)
 
 
-def tell_of_no_leaps(trainer) -> None:
+def tell_of_no_leaps(trainer: TrainerLike) -> None:
     """Say why no leaps are made, if nobody chose that."""
     why = trainer.run.no_leaps
     if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
@@ -311,12 +311,12 @@ def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
     return args.learning_rate == default
 
 
-def _searches_rate(trainer) -> bool:
+def _searches_rate(trainer: TrainerLike) -> bool:
     """Whether the learning rate is searched during the run. That of adapters follows from a rule."""
     return rescue_is_on(trainer.args, trainer.hybrid_args) and not _trains_adapters(trainer)
 
 
-def _rate(trainer, weights: TrainedWeights) -> RateScale | None:
+def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
     """Return the part that raises the learning rate."""
     if not rescue_is_on(trainer.args, trainer.hybrid_args):
         return None
@@ -334,7 +334,7 @@ def _rate(trainer, weights: TrainedWeights) -> RateScale | None:
 # of the options, as with plain `Trainer`.
 
 
-def tell_of_adapter_rate(trainer) -> None:
+def tell_of_adapter_rate(trainer: TrainerLike) -> None:
     """Say which learning rate adapters get in place of the default, or why they get none."""
     args, rescue = trainer.args, trainer.run.part(AdapterRate)
     if not _trains_adapters(trainer) or not rescue_is_on(args, trainer.hybrid_args):
@@ -358,14 +358,14 @@ def tell_of_adapter_rate(trainer) -> None:
         )
 
 
-def _adapter_rate(trainer) -> float:
+def _adapter_rate(trainer: TrainerLike) -> float:
     """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    alpha = max(_lora_alphas(model))
-    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=_width(model), preference=trainer.trains_preferences))
+    alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
+    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
 
 
-def _why_no_adapter_rate(trainer) -> str | None:
+def _why_no_adapter_rate(trainer: TrainerLike) -> str | None:
     """Return why the rule says nothing about these adapters, their optimizer or their loss."""
     model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
     configs = model.peft_config.values()
@@ -426,12 +426,12 @@ def _trains_more_than_lora(model: torch.nn.Module) -> bool:
 # measured runs makes no leaps. A direction that is named is asked for, and makes leaps everywhere.
 
 
-def leaps_are_automatic(trainer) -> bool:
+def leaps_are_automatic(trainer: TrainerLike) -> bool:
     """Whether nobody asked for leaps: the trainer, its loss and the optimizer then decide whether there are any."""
     return trainer.custom_direction is None and trainer.hybrid_args.direction == "auto"
 
 
-def why_no_leaps(trainer) -> str | None:
+def why_no_leaps(trainer: TrainerLike) -> str | None:
     """Return why the run makes no leaps, as far as that is known before it begins."""
     options = trainer.hybrid_args
     if options.final_gain(1.0) == 0:
@@ -448,11 +448,11 @@ def why_no_leaps(trainer) -> str | None:
     return unknown and f"{unknown}, so it does not tell how much the model knows"
 
 
-def _trains_adapters(trainer) -> bool:
+def _trains_adapters(trainer: TrainerLike) -> bool:
     return has_adapters(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def _optimizer_unlike_adam(trainer) -> str | None:
+def _optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
     optimizer = _made_optimizer(trainer)
     if optimizer is not None:
@@ -465,7 +465,7 @@ def _optimizer_unlike_adam(trainer) -> str | None:
     return None if is_adam(made) else name
 
 
-def _made_optimizer(trainer) -> torch.optim.Optimizer | None:
+def _made_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer | None:
     """Return the optimizer inside the wrappers of accelerate and of streaming. Those of a user may do anything."""
     optimizer = trainer.optimizer
     while isinstance(optimizer, (AcceleratedOptimizer, LazyOptimizer)):
@@ -478,7 +478,7 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def _unknown_loss(trainer) -> str | None:
+def _unknown_loss(trainer: TrainerLike) -> str | None:
     """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
@@ -491,8 +491,8 @@ def _unknown_loss(trainer) -> str | None:
         what = "`compute_loss_func`"
     elif args.label_smoothing_factor > 0:
         what = f"`label_smoothing_factor={args.label_smoothing_factor}`"
-    elif getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll"):
-        what = f"`loss_type={args.loss_type}`"
+    elif (kind := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
+        what = f"`loss_type={kind}`"
     elif unknown:
         what = f"`{unknown[0].__name__}.compute_loss`"
     elif "_loss_function" in vars(model):
@@ -517,7 +517,7 @@ def vocabulary_size(model: torch.nn.Module) -> int | None:
     return getattr(config, "vocab_size", None)
 
 
-def pretrained_below(trainer) -> float:
+def pretrained_below(trainer: TrainerLike) -> float:
     """
     Return the first training loss below which the model counts as pretrained and no leaps are made; 0 if they are made
     in any case.
@@ -526,13 +526,13 @@ def pretrained_below(trainer) -> float:
     return PRETRAINED_SHARE * math.log(words) if words and leaps_are_automatic(trainer) else 0.0
 
 
-def chosen_direction(trainer) -> DirectionFactory:
+def chosen_direction(trainer: TrainerLike) -> DirectionFactory:
     """Return the user's own direction, or else the direction that the options name."""
     name = trainer.hybrid_args.direction
     return trainer.custom_direction or DIRECTIONS["orthogonal" if name == "auto" else name]
 
 
-def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
+def direction_of(trainer: TrainerLike, matrices: Collection[str]) -> DirectionFactory:
     """
     Return the chosen direction, if it suits the parameters and the optimizer.
 
@@ -544,7 +544,7 @@ def direction_of(trainer, matrices: Collection[str]) -> DirectionFactory:
     return GradientMemory if chosen is Orthogonal and not suits else chosen
 
 
-def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
+def _unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
     """
     Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
 
@@ -565,7 +565,7 @@ def _unwrapped_optimizer(trainer) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
 
 
-def _probe(trainer, feed: BatchFeed) -> Probe:
+def _probe(trainer: TrainerLike, feed: BatchFeed) -> Probe:
     args, options, processes = trainer.args, trainer.hybrid_args, trainer.accelerator.num_processes
     losses = trainer.sequence_losses(trainer)
     per_step = trainer._train_batch_size * args.gradient_accumulation_steps * processes
@@ -590,7 +590,7 @@ def _probe(trainer, feed: BatchFeed) -> Probe:
     return Probe(source, evaluate, price=wanted / (3.0 * per_step))
 
 
-def _held_out(trainer, losses: SequenceLosses, per_step: int) -> list[ProbeBatch]:
+def _held_out(trainer: TrainerLike, losses: SequenceLosses, per_step: int) -> list[ProbeBatch]:
     """Return the batches of `probe_dataset`; `per_step` is the number of sequences of a step."""
     batches, processes = losses.held_out(), trainer.accelerator.num_processes
     sizes = [losses.size(batch) * processes for batch in batches]
@@ -614,13 +614,13 @@ def _held_out(trainer, losses: SequenceLosses, per_step: int) -> list[ProbeBatch
 # The optimizer.
 
 
-def makes_muon(trainer) -> bool:
+def makes_muon(trainer: TrainerLike) -> bool:
     """Whether `optim=muon` is used and no optimizer was passed."""
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     return trainer.args.optim == "muon" and not given
 
 
-def leave_adapters_to_adamw(trainer) -> None:
+def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
     """
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless an option of Muon is given.
 
@@ -637,7 +637,7 @@ def leave_adapters_to_adamw(trainer) -> None:
         )
 
 
-def build_optimizer(trainer, model: torch.nn.Module) -> None:
+def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
     """Make the optimizers that Trainer cannot make: Muon, and AdamW with 8-bit states."""
     args, options = trainer.args, trainer.hybrid_args
     betas = (args.adam_beta1, args.adam_beta2)
@@ -654,27 +654,27 @@ def build_optimizer(trainer, model: torch.nn.Module) -> None:
         trainer.optimizer = MuonAdamW(groups, **common, betas=betas, eps=args.adam_epsilon, momentum=momentum)
 
 
-def share_optimizer(trainer) -> None:
+def share_optimizer(trainer: TrainerLike) -> None:
     """Let Muon orthogonalise matrices together with other processes where FSDP2 has spread the weights over them."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
     if trainer.is_fsdp_enabled and isinstance(optimizer, MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)
-        if shards.processes > 1:
+        if isinstance(shards, Shards) and shards.processes > 1:
             optimizer.share(shards.in_rounds)
 
 
 # Where weights live.
 
 
-def build_memory(trainer, device_map: dict | None) -> Resident:
+def build_memory(trainer: TrainerLike, device_map: dict | None) -> Resident:
     """Decide where the weights live. They are streamed if they do not fit or if the options ask for it."""
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
         device_map = _map_with_host_layers(model)
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
-        model.tie_weights()  # they come back as one copy each
+        model.tie_weights()  # ty: ignore[not-callable]  # they come back as one copy each
     if trainer.optimizer is not None:
         try:
             check_separable(trainer.optimizer)
@@ -722,7 +722,7 @@ def _working_dtypes(model: torch.nn.Module, bf16: bool) -> Callable[[torch.nn.Pa
     return lambda parameter: torch.bfloat16 if id(parameter) in rounded else parameter.dtype
 
 
-def make_plan(trainer, device_map: dict | None) -> Plan:
+def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
     """
     Plan which parts of the trainer's model are streamed, within its budgets.
 
@@ -753,7 +753,7 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
         memory="stream" if device_map is not None else options.memory,
         autocast=args.bf16,
         # Called gradient checkpointing before transformers 5.23.
-        activation_checkpointing=getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing,
+        activation_checkpointing=bool(getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing),
         offload_activations=options.offload_activations,
         chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
         optimizer_states=options.optimizer_states,
@@ -770,9 +770,9 @@ def make_plan(trainer, device_map: dict | None) -> Plan:
     return Estimator(shape, Tracer.of(model)).plan(setup)
 
 
-def sequence_length(trainer) -> int:
+def sequence_length(trainer: TrainerLike) -> int:
     """Return the longest of the first training sequences. If they cannot be read, 1024 or the model's maximum."""
-    data = trainer.train_dataset
+    data: Any = trainer.train_dataset
     try:
         return max(len(data[index]["input_ids"]) for index in range(min(len(data), 16)))
     except (TypeError, KeyError, IndexError, ValueError):
@@ -851,7 +851,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         )
 
 
-def phase_memory_parts(trainer) -> list[Part]:
+def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
     if trainer.memory.streams:

@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ from hf_hybrid.setup import (
     tell_of_adapter_rate,
     tell_of_no_leaps,
 )
-from hf_hybrid.streaming.engine import Resident
+from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,9 @@ class HybridTrainerMixin(PublishingMixin):
         memory_guard (`MemoryGuard`): Watches the device at the end of every step. Its `probe` may be replaced.
     """
 
+    memory: Resident
+    recovery: OutOfMemoryRecovery
+    log_file: LogFile
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
     """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
@@ -183,7 +186,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._unsealed: str | None = None
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
-        self._scheduled_rates: list[float] | None = None
+        self._scheduled_rates: list[float] = []
         self._next_epoch, self._around_forward = 0, False
         self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
@@ -203,7 +206,7 @@ class HybridTrainerMixin(PublishingMixin):
         elif device_map is not None:
             raise ValueError("`device_map` says which layers are streamed. Set `memory=auto` or `memory=stream`.")
         self.recovery = OutOfMemoryRecovery(self)
-        self.log_file = LogFile(self.args.output_dir, writes=self.is_world_process_zero())
+        self.log_file = LogFile(str(self.args.output_dir), writes=self.is_world_process_zero())
         probe_of_device = device_probe(self.args.device)
         self.memory_guard = MemoryGuard(
             probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
@@ -359,12 +362,12 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
         exporter = load_room("export.exporter", "trainer.export()")
-        folder = Path(folder or f"{os.path.abspath(self.args.output_dir)}-{format}")
+        folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
         exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        held_out = self.eval_dataset if eval_dataset is None else eval_dataset
+        held_out: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = None if held_out is None else self.get_eval_dataloader(held_out)
-        card = Path(self.args.output_dir, "README.md")
+        card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "tasks": tasks, "limit": limit}
@@ -419,7 +422,7 @@ class HybridTrainerMixin(PublishingMixin):
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
-                found[0] = manifest.find(resume, self.args.output_dir, self.model)
+                found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
             except manifest.CheckpointError as error:
                 found[1] = error
         if self.accelerator.num_processes > 1:
@@ -450,7 +453,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.has_phases:
             tell_of_no_leaps(self)
             tell_of_adapter_rate(self)
-        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), None
+        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.has_phases and self.run.listens("before_forward", "after_backward")
         self.run.begin()
         if self._resumed_from is not None:
@@ -571,7 +574,7 @@ class HybridTrainerMixin(PublishingMixin):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model):
-        if not self.memory.streams:
+        if not isinstance(self.memory, Streamed):
             return super()._clip_grad_norm(model)
         # With leaps the direction reads clipped gradients before the optimizer does.
         return self.memory.clip(model, self.args.max_grad_norm, now=self.has_phases)
@@ -642,7 +645,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._is_changing = self._save_put_off = False
 
     @contextlib.contextmanager
-    def _changing_weights(self) -> Iterator[None]:
+    def _changing_weights(self) -> Generator[None]:
         self._is_changing = True
         try:
             yield
@@ -650,7 +653,7 @@ class HybridTrainerMixin(PublishingMixin):
             self._is_changing = False
 
     @contextlib.contextmanager
-    def _as_before_step(self) -> Iterator[None]:
+    def _as_before_step(self) -> Generator[None]:
         if self._before_step is None:
             yield
             return
@@ -667,7 +670,7 @@ class HybridTrainerMixin(PublishingMixin):
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
         newest = manifest.last_checkpoint(self.run_folder)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
-        good = self.run.weights.are_finite()
+        good = self.run.weights is not None and self.run.weights.are_finite()
         held = "are those of the last good step" if good else "hold NaN or infinite values too and cannot be used"
         return TrainingDivergedError(
             f"{error} The weights in memory {held}. {where}. Check the data of these steps, lower `learning_rate`, or "
@@ -757,7 +760,7 @@ class HybridTrainerMixin(PublishingMixin):
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
         super().save_model(output_dir, *args, **kwargs)
         if self.args.should_save:
-            manifest.weights_saved(output_dir or self.args.output_dir)
+            manifest.weights_saved(str(output_dir or self.args.output_dir))
 
     def _get_output_dir(self, trial):
         # While a checkpoint is saved, Trainer and trainers that add files to it write into a temporary folder.
@@ -803,7 +806,7 @@ class HybridTrainerMixin(PublishingMixin):
         if is_there and self.state.best_model_checkpoint != best:
             self.state.best_model_checkpoint = best
             if self.args.should_save:
-                self.state.save_to_json(manifest.temporary(Path(folder)) / manifest.TRAINER_STATE_NAME)
+                self.state.save_to_json(str(manifest.temporary(Path(folder)) / manifest.TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder):
         folder = self._unsealed or checkpoint_folder
@@ -814,7 +817,7 @@ class HybridTrainerMixin(PublishingMixin):
         with self.memory.suspended():
             super()._save(output_dir, *args, **kwargs)
         if self.args.should_save:
-            note_base(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
+            note_base(self.accelerator.unwrap_model(self.model), str(output_dir or self.args.output_dir))
 
     def _load_best_model(self):
         with self.memory.suspended():

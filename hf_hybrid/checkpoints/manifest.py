@@ -37,11 +37,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -110,7 +110,7 @@ def names_digest(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
+def saving(folder: Path) -> Generator[None]:
     """
     Context in which Trainer writes the checkpoint `folder`, into [`SAVING_NAME`] beside it, and [`seal`] is called.
 
@@ -155,7 +155,7 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
         files = _facts(written, paths)
         for work in flushed:
             work.result()
-    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
+    values: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
     values |= {"model": start.model, "files": files}
     for inner in {path.parent for path in paths}:
         _flush(inner)
@@ -368,7 +368,7 @@ def _check(folder: Path, manifest: Manifest | None) -> None:
     """Raise [`CheckpointError`] with the reason if no run can resume from a checkpoint."""
     if manifest is None:
         _read_json(folder / TRAINER_STATE_NAME)
-    elif _step_of(folder) not in (None, manifest.step):
+    elif _step_of(folder) not in (-1, manifest.step):
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     elif found := damages(folder, manifest):
         raise CheckpointError("; ".join(found))
@@ -534,12 +534,13 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and _step_of(folder) is not None]
+    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and _step_of(folder) >= 0]
 
 
-def _step_of(folder: Path) -> int | None:
+def _step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint; -1 if it is the name of none."""
     found = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
-    return None if found is None else int(found[1])
+    return -1 if found is None else int(found[1])
 
 
 def _manifests(output_dir: Path) -> Iterator[tuple[Path, Manifest]]:

@@ -8,17 +8,19 @@ round.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import canonical
 
 _FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
-def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
+def load_weights(trainer: TrainerLike, folder: str | Path, model: torch.nn.Module) -> bool:
     """
     Load the weights of a checkpoint whose files are not those that Trainer looks for: into one process from FSDP2's
     files, and under FSDP2 from those of one process. Return whether this was the case.
@@ -39,7 +41,7 @@ def load_weights(trainer, folder: str | Path, model: torch.nn.Module) -> bool:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    weights = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
+    weights: dict[str, Any] = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
     set_model_state_dict(model, weights, options=options)
     return True
 
@@ -66,7 +68,7 @@ def _require_none(missing: list[str], folder: Path) -> None:
         )
 
 
-def load_optimizer(trainer, folder: str | Path) -> bool:
+def load_optimizer(trainer: TrainerLike, folder: str | Path) -> bool:
     """As [`load_weights`], for optimizer and schedule."""
     folder, model, optimizer = Path(folder), trainer.model, trainer.optimizer
     sharded = trainer.accelerator.is_fsdp2

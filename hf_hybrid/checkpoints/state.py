@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
+from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +145,14 @@ _NEW_HOLD = (
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-def save(trainer, folder: str | Path) -> None:
+def save(trainer: TrainerLike, folder: str | Path) -> None:
     """Write the state of a run into the checkpoint that Trainer is writing. All processes must call this."""
     state = trainer.run.state_dict()
     if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
         save_state(folder, state, resume_values(trainer), process=trainer.args.process_index)
 
 
-def resume_values(trainer) -> dict[str, Any]:
+def resume_values(trainer: TrainerLike) -> dict[str, Any]:
     """Return the options and facts about the data that a resumed run compares with, as JSON values."""
     found = {name: getattr(trainer.args, name, None) for name in (*_NEW_HOLD, *_OLD_HOLD)}
     return {
@@ -162,12 +163,12 @@ def resume_values(trainer) -> dict[str, Any]:
     }
 
 
-def _probe_sequences(trainer) -> int | None:
+def _probe_sequences(trainer: TrainerLike) -> int | None:
     leaps = trainer.run.part(Leaps)
     return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
-def restore(trainer, checkpoint: str) -> Report:
+def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     """
     Restore the parts of a run that is about to start.
 
@@ -207,7 +208,7 @@ def restore(trainer, checkpoint: str) -> Report:
     return report
 
 
-def _compare_options(trainer, about: dict, report: Report) -> None:
+def _compare_options(trainer: TrainerLike, about: dict, report: Report) -> None:
     """Fill in `changed_options`, and the warnings about options that the state of the optimizer overrules."""
     now, then = resume_values(trainer), about.get("training_options", {})
     for name, value in now["options"].items():
@@ -224,7 +225,7 @@ def _compare_options(trainer, about: dict, report: Report) -> None:
             )
 
 
-def _leave_out_other_planner(trainer, state: dict, about: dict, report: Report) -> None:
+def _leave_out_other_planner(trainer: TrainerLike, state: dict, about: dict, report: Report) -> None:
     """Start the planner anew if the checkpoint is of another planner."""
     planner = trainer.hybrid_args.planner
     was = about["options"].get("planner", planner)
@@ -234,9 +235,10 @@ def _leave_out_other_planner(trainer, state: dict, about: dict, report: Report) 
         report["warnings"].append(f"What the planner has learned is not restored: it was `{was}` and is `{planner}`.")
 
 
-def _restored(trainer, state: dict) -> dict[str, Any]:
+def _restored(trainer: TrainerLike, state: dict) -> dict[str, Any]:
     """Return what was restored, as plain values."""
     run, leaps = trainer.run, trainer.run.part(Leaps)
+    phase = run.phase_of(trainer.state.global_step) if leaps is None else leaps.controller.phase
     of_leaps: dict[str, Any] = {"direction": None, "open_leap": False, "memory_bytes": 0}
     if leaps is not None:
         direction, found = leaps.trajectory.direction.name, state.get("leaps")
@@ -248,17 +250,17 @@ def _restored(trainer, state: dict) -> dict[str, Any]:
             "memory_bytes": sum(tensor.numel() * tensor.element_size() for tensor in memories),
         }
     return {
-        "phase": (leaps.controller.phase if leaps is not None else run.phase_of(trainer.state.global_step)).value,
+        "phase": None if phase is None else phase.value,
         "leaps": run.record.leaps_made,
         **of_leaps,
         "planner": trainer.hybrid_args.planner,
         "learning_rate_scale": run.rate_scale,
         "probe_sequences": _probe_sequences(trainer),
-        "data": None if trainer.args.ignore_data_skip else run.feed.state_dict(),
+        "data": None if trainer.args.ignore_data_skip or run.feed is None else run.feed.state_dict(),
     }
 
 
-def _not_restored(trainer, state: dict, about: dict) -> list[str]:
+def _not_restored(trainer: TrainerLike, state: dict, about: dict) -> list[str]:
     run, found, leaps = trainer.run, [], trainer.run.part(Leaps)
     if leaps is not None and "leaps" in state:
         direction, was = leaps.trajectory.direction.name, state["leaps"]["trajectory"]["direction"]

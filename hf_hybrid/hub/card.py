@@ -35,6 +35,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.records.readings import PHASES
 from hf_hybrid.records.redaction import clean
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
+from hf_hybrid.run.typing import TrainerLike
 
 # The template and what it writes values with.
 
@@ -82,7 +83,7 @@ def render(facts: dict[str, Any]) -> str:
 # Facts.
 
 
-def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> dict[str, Any]:
+def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     Everything that the card says about the run of a `HybridTrainer` so far, by the names that the template uses.
 
@@ -102,7 +103,7 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
     method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
-    name = given["model_name"] or Path(args.output_dir).absolute().name or model["base"] or model["class_name"]
+    name = given["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]
     return {
         "name": name,
         "model": model,
@@ -140,7 +141,7 @@ def card_facts(trainer, given: dict[str, Any], baseline: dict[str, Any] | None =
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
 
 
-def evaluation_of(trainer, task: str | None) -> dict[str, Any] | None:
+def evaluation_of(trainer: TrainerLike, task: str | None) -> dict[str, Any] | None:
     """
     The last evaluation in the log, without those of untrained weights: `step`, `metrics` (with `perplexity` for
     language models) and whether it is `of_final_weights`.
@@ -167,7 +168,7 @@ def evaluation_of(trainer, task: str | None) -> dict[str, Any] | None:
     return {**about, "metrics": metrics} if chosen else None
 
 
-def is_language_loss(trainer, task: str | None) -> bool:
+def is_language_loss(trainer: TrainerLike, task: str | None) -> bool:
     """Whether an evaluation's loss is the mean negative log-likelihood of tokens, whose exponential is perplexity."""
     loss_type, method = getattr(trainer.args, "loss_type", "nll"), getattr(trainer, "_name", "SFT")  # of TRL's trainers
     is_plain = trainer.compute_loss_func is None and not trainer.args.label_smoothing_factor
@@ -205,7 +206,7 @@ def settings_of(args) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != unused}
 
 
-def memory_of(trainer, summary: dict) -> dict[str, Any]:
+def memory_of(trainer: TrainerLike, summary: dict) -> dict[str, Any]:
     """`peaks` of every phase where a profiler ran, on the `device` or of the process; the bytes `held` at the end."""
     profilers = [call for call in trainer.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
     phases = profilers[0].summary()["phases"] if profilers else {}

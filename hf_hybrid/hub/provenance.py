@@ -50,7 +50,7 @@ _OWN_MODULES = {
 """What to type instead of `python -m` with a module of ours; `hf-hybrid train` starts its processes with the second."""
 
 
-def command(secrets: Iterable[str] = (), argv: Sequence[str] | None = None) -> str | None:
+def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = None) -> str | None:
     """
     Return the command that repeats this process (or `argv`), without secrets; `None` in notebooks and at a prompt.
     Installed commands (`hf-hybrid`, `trl`) stand by their names; scripts and modules are run by `python`.

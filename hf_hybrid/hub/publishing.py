@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
@@ -16,11 +16,7 @@ from hf_hybrid.hub.card import card_facts, render
 from hf_hybrid.hub.origins import is_dataset_id, is_local
 from hf_hybrid.hub.provenance import listed, trackio_url, unique
 from hf_hybrid.records.redaction import clean
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object
+from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +26,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
-class PublishingMixin(Trainer):
+class PublishingMixin(TrainerLike):
     """
     Model cards and pushing, for any `Trainer` subclass that has `hybrid_summary()`.
 
@@ -111,7 +107,7 @@ class PublishingMixin(Trainer):
             logger.exception("The model card could not be written. Training and pushing go on without it.")
 
     def _write_card(self, given: dict[str, Any], baseline: Any) -> None:
-        folder = Path(self.args.output_dir)  # ty: ignore[invalid-argument-type] - `TrainingArguments` fills it in
+        folder = Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / REPOCARD_NAME
         given, left_out = _acceptable(given)
@@ -153,7 +149,7 @@ class PublishingMixin(Trainer):
             report_failed_push(self, job.exception())
 
 
-def report_failed_push(trainer, error: BaseException) -> None:
+def report_failed_push(trainer: TrainerLike, error: BaseException) -> None:
     """Log where the model is, and how to push it again."""
     folder, repo = trainer.args.output_dir, trainer.hub_model_id or trainer.args.hub_model_id
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("For more information")]
@@ -192,11 +188,11 @@ def _acceptable(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, left_out
 
 
-def _class_tags(trainer) -> list[str]:
+def _class_tags(trainer: TrainerLike) -> list[str]:
     return [tag for cls in type(trainer).__mro__ for tag in vars(cls).get("_tag_names", ())]
 
 
-def _tags(trainer, more: list[str], card: Path) -> list[str]:
+def _tags(trainer: TrainerLike, more: list[str], card: Path) -> list[str]:
     """Tags of the trainer's classes, of the model, of the caller, and of a card that is there already."""
     there = _tags_of(card) if card.is_file() else []
     there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]
@@ -237,7 +233,7 @@ def _checked(baseline: Any) -> dict:
     return baseline
 
 
-def _measured(trainer) -> dict:
+def _measured(trainer: Any) -> dict:
     """What a trained plain `Trainer` reached."""
     log = getattr(getattr(trainer, "state", None), "log_history", ())
     last = {key: value for entry in log for key, value in entry.items()}

@@ -54,7 +54,7 @@ from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, 
 from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.part import Part, Phase, RealStep, Step
 from hf_hybrid.run.monitor import (
     FORECAST_WINDOW,
     MIN_FORECAST,
@@ -253,7 +253,7 @@ class Trust:
         if self.blocks_to_skip > 0:
             self.blocks_to_skip -= 1
             return False
-        return not must_probe or self.probe_is_due(probe, step, must_probe=True)
+        return not must_probe or (probe is not None and self.probe_is_due(probe, step, must_probe=True))
 
     def probe_is_due(self, probe: Probe, step: int, *, must_probe: bool) -> bool:
         """Whether to probe the next leap: the first in any case, and later ones as far as the budgets go."""
@@ -418,22 +418,23 @@ class Leaps(Part):
 
     def _leap(self, leap: Leap) -> None:
         """Make one leap as a transaction: plan it, try it, probe it if a probe is due, then keep or undo it."""
-        trajectory, trust = self.trajectory, self.trust
+        trajectory, trust, probe = self.trajectory, self.trust, self.probe
         gain = self._gain(leap)
         if gain <= 0:
             self.controller.leap_rejected()  # there is nothing to leap along, or the planner wants no leap
             return
         length = gain * trajectory.clock.full_rate_steps
-        needed = self.must_probe or (self.probe is not None and trust.wants_more(length))
-        due = self.probe is not None and trust.probe_is_due(self.probe, leap.step, must_probe=needed)
-        probed = due and self.probe.choose()
-        if self.must_probe and not probed:
+        if probe is not None:
+            needed = self.must_probe or trust.wants_more(length)
+            if not (trust.probe_is_due(probe, leap.step, must_probe=needed) and probe.choose()):
+                probe = None
+        if self.must_probe and probe is None:
             self.controller.leap_rejected()  # the epoch ends: too few sequences come next
             return
-        gain *= min(1.0, trust.longest(probed=probed) / length)
+        gain *= min(1.0, trust.longest(probed=probe is not None) / length)
         with trajectory.trial(leap):
-            if probed:
-                self._probe(leap, gain)
+            if probe is not None:
+                self._probe(probe, leap, gain)
             else:
                 trajectory.leap(gain)
             if leap.verdict != "rejected":
@@ -470,36 +471,35 @@ class Leaps(Part):
         uncertain = self.trust.on_probation or len(self._recent_losses()) < MIN_FORECAST
         return self.probe is not None and uncertain
 
-    def _probe(self, leap: Leap, gain: float) -> None:
+    def _probe(self, probe: Probe, leap: Leap, gain: float) -> None:
         """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
-        probe, spent, passes = self.probe, self.probe.cost_steps, self.probe.forward_passes
-        before = self._evaluate()
+        spent, passes, before = probe.cost_steps, probe.forward_passes, self._evaluate(probe)
         if sum(loss != 0.0 for loss in before.values) < MIN_SEQUENCES:
             self.trajectory.leap(gain)
             accepted = 1.0
         else:
-            accepted = self._compare(leap, gain, before)
+            accepted = self._compare(probe, leap, gain, before)
         leap.probe_cost_steps = probe.cost_steps - spent
         asked = leap.length / accepted if accepted else leap.length
         self.trust.leap_was_probed(asked, asked * accepted, leap.probe_cost_steps)
         self.record.forward_only_passes += probe.forward_passes - passes
         self.record.probe_cost_steps += leap.probe_cost_steps
 
-    def _compare(self, leap: Leap, gain: float, before: Losses) -> float:
+    def _compare(self, probe: Probe, leap: Leap, gain: float, before: Losses) -> float:
         """Keep the leap, shorten it until it is not worse, or reject it. Return the share of it that is accepted."""
         accepted, slope = 1.0, self.slope
         leap.loss_before, leap.accuracy_before = before.mean, before.accuracy
-        self._look(leap, gain, before)
+        error = self._look(probe, leap, gain, before)
         leap.verdict = "kept"
-        if is_clearly_worse(leap.decrease, leap.standard_error, margin=self.MARGIN * slope, z=self.Z):
+        if is_clearly_worse(leap.decrease, error, margin=self.MARGIN * slope, z=self.Z):
             leap.worse_in = "loss"
         elif costs_accuracy(leap.accuracy_before, leap.accuracy_after):
             leap.worse_in = "accuracy"
         if leap.worse_in is not None:
             refused = replace(leap)
             for accepted in self.SHORTER:
-                self._look(leap, refused.gain * accepted, before)
-                worse = is_clearly_worse(leap.decrease, leap.standard_error, margin=0.0, z=1.0)
+                error = self._look(probe, leap, refused.gain * accepted, before)
+                worse = is_clearly_worse(leap.decrease, error, margin=0.0, z=1.0)
                 if not worse and not costs_accuracy(leap.accuracy_before, leap.accuracy_after):
                     leap.verdict = "shrunk"
                     break
@@ -510,15 +510,17 @@ class Leaps(Part):
             leap.e = leap.decrease / slope
         return accepted
 
-    def _look(self, leap: Leap, gain: float, before: Losses) -> None:
+    def _look(self, probe: Probe, leap: Leap, gain: float, before: Losses) -> float:
+        """Leap and evaluate, and return the standard error of the fall of the loss."""
         self.trajectory.leap(gain)
-        after = self._evaluate()
+        after = self._evaluate(probe)
         leap.loss_after, leap.accuracy_after = after.mean, after.accuracy
         leap.decrease, leap.standard_error = paired_decrease(before.values, after.values)
+        return leap.standard_error
 
-    def _evaluate(self) -> Losses:
+    def _evaluate(self, probe: Probe) -> Losses:
         started = time.perf_counter()
-        losses = self.probe.losses()
+        losses = probe.losses()
         self.probe_seconds += time.perf_counter() - started
         return losses
 
@@ -587,7 +589,7 @@ class Leaps(Part):
 
     def decide(self, step: Step) -> None:
         """Decide the phase of the next step, and judge the leap whose Correct is over."""
-        if step.counts and step.leap is not None:
+        if step.counts and step.leap is not None and step.loss is not None:
             step.leap.losses.append(step.loss)
         block_ends = self.controller.remaining <= 1 and self.controller.phase is not Phase.PREDICT
         allowed = block_ends and self._may_leap(step.index + 1)
@@ -638,7 +640,7 @@ class Leaps(Part):
 
     def _roll_back(self, step: Step) -> None:
         """Undo the open leap, exactly."""
-        leap, step.leap = self.trajectory.open, None
+        leap, step.leap = self.trajectory.opened(), None
         self.trajectory.roll_back()
         self.record.roll_backs += 1
         leap.verdict = "rolled_back"
@@ -748,7 +750,7 @@ class FirstLoss(Part):
     def begin(self, run: Run) -> None:
         self.run = run
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RealStep) -> None:
         if not math.isfinite(step.loss):
             return
         if step.loss < self.pretrained_below:

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid.run.typing import TrainerLike
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -146,6 +148,7 @@ class NextBatches:
     ):
         self.peek, self.wanted, self.size, self.cut = peek, wanted, size, cut
         self.accumulation, self.processes = accumulation, processes
+        self.next_batch = 0  # kept for a later resume with held-out batches
 
     def draw(self) -> list[ProbeBatch]:
         """Return batches with as many sequences as wanted."""
@@ -220,7 +223,7 @@ class Probe:
 
     def state_dict(self) -> dict:
         counted = {name: getattr(self, name) for name in ("price", "forward_passes", "cost_steps")}
-        return {**counted, "next_batch": getattr(self.source, "next_batch", 0)}
+        return {**counted, "next_batch": self.source.next_batch}
 
     def load_state_dict(self, state: dict) -> None:
         self.source.next_batch = state["next_batch"]
@@ -243,7 +246,7 @@ class SequenceLosses:
     TOLERANCE = 1e-2
     MOST_LOGIT_BYTES = 2**30
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: TrainerLike):
         self.trainer = trainer
         self.from_logits: bool | None = None
 
@@ -275,10 +278,11 @@ class SequenceLosses:
     def _losses(self, model, inputs) -> torch.Tensor:
         if self.from_logits is not False and not self._too_many_logits(inputs):
             loss, outputs = self.trainer.compute_loss(model, dict(inputs), return_outputs=True)
-            losses, counts = _token_losses(outputs, inputs)
+            found = _token_losses(outputs, inputs)
             if self.from_logits is None:
-                self.from_logits = self._on_all(losses is not None and self._agrees(loss, losses, counts))
-            if self.from_logits:
+                self.from_logits = self._on_all(found is not None and self._agrees(loss, *found))
+            if self.from_logits and found is not None:
+                losses, counts = found
                 return losses / counts.clamp(min=1)
         return self._one_by_one(model, inputs)
 
@@ -316,12 +320,12 @@ class SequenceLosses:
         return bool((mean - loss.detach().float()).abs() <= self.TOLERANCE * mean.abs())
 
 
-def _token_losses(outputs, inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _token_losses(outputs, inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Summed cross-entropy per sequence and number of predicted tokens, `None` where logits and labels do not match."""
     logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
     labels = inputs.get("labels")
     if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
-        return None, None
+        return None
     targets = labels[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), targets, reduction="none", ignore_index=-100)
     return losses.sum(dim=1), targets.ne(-100).sum(dim=1)

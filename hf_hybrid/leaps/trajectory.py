@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable
 
 import torch
 from torch import Tensor
@@ -97,6 +97,12 @@ class Trajectory:
         """Whether the direction knows enough for a leap."""
         return self.direction.ready
 
+    def opened(self) -> Leap:
+        """Return the leap that can still be undone, or raise `RuntimeError`."""
+        if self.open is None:
+            raise RuntimeError("There is no leap that could be rolled back.")
+        return self.open
+
     @torch.no_grad()
     def observe_gradients(self) -> None:
         """Show the direction the gradients of a real step. Call this between clipping and the optimizer's step."""
@@ -118,7 +124,7 @@ class Trajectory:
     # A leap.
 
     @contextlib.contextmanager
-    def trial(self, leap: Leap) -> Iterator[None]:
+    def trial(self, leap: Leap) -> Generator[None]:
         """
         Try a leap: the weights change inside the block by [`leap`], and stay changed only if it ends with [`keep`].
 
@@ -145,7 +151,7 @@ class Trajectory:
         Move the weights by `gain` times the displacement from the snapshot of [`trial`]. A later call replaces an
         earlier one. Writes gain (after the cap), relative norm and predicted decrease into the open leap.
         """
-        leap, clock = self.open, self.clock
+        leap, clock = self.opened(), self.clock
         if leap.gain:
             self._restore()
         cap = min(self.max_relative_norm, self.direction.most_per_step * clock.full_rate_steps)
@@ -165,16 +171,16 @@ class Trajectory:
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the leap under test: write it into weights that are stored elsewhere, and begin a new block of steps."""
-        gain = self.open.gain
+        leap = self.opened()
         elsewhere = sorted(set(range(len(self.parameters))) - self._in_place)
         if elsewhere:
             self._save(elsewhere)  # all of it before the first write: what raises from here on can be undone
             for index in elsewhere:
-                delta = self._delta(index, gain)
+                delta = self._delta(index, leap.gain)
                 if delta is not None:
                     _add(self.parameters[index], delta)
             self.store.changed()
-        self.open.under_test = False
+        leap.under_test = False
         self._begin_block(undoable=True)
 
     def accept(self) -> None:
@@ -192,12 +198,11 @@ class Trajectory:
         Raises:
             RuntimeError: If no leap is open.
         """
-        if self.open is None:
-            raise RuntimeError("There is no leap to roll back.")
-        if not self.open.under_test:
+        leap = self.opened()
+        if not leap.under_test:
             self.store.settle()  # real steps were made since
         self._restore()
-        self.open.under_test, self.open = False, None
+        leap.under_test, self.open = False, None
         self._saved.clear()
         self.store.changed()
         self._begin_block(undoable=False)
@@ -309,11 +314,11 @@ class Trajectory:
             ValueError: If the parameters of the checkpoint are not those of the model.
         """
         in_order = self.weights.in_order(tensors)
-        snapshot = in_order.pop("snapshot", None)
+        snapshot = in_order.pop("snapshot", [])
         self.open = leap
         if leap is not None:
             buffers = [self.context.buffer(parameter, dtype=parameter.dtype) for parameter in self.parameters]
-            self.snapshot = [buffer.copy_(saved) for buffer, saved in zip(buffers, snapshot)]
+            self.snapshot = [buffer.copy_(saved) for buffer, saved in zip(buffers, snapshot, strict=True)]
             self._saved = set(range(len(self.parameters)))
         self.clock.steps_seen = values["steps_seen"]
         self.clock.steps_in_block = values["steps_in_block"]
@@ -324,7 +329,7 @@ class Trajectory:
             self.direction.load_state_dict(in_order, values["direction_state"])
 
 
-def _add(parameter: torch.nn.Parameter, delta: Tensor) -> None:
+def _add(parameter: Tensor, delta: Tensor) -> None:
     delta = delta.to(parameter.device)  # waits for the copy: all parameters share the scratch that it is in
     if parameter.dtype == torch.float32:
         parameter.add_(delta)

@@ -120,7 +120,7 @@ class MemoryProbes:
         self.host.reset_peak()
 
 
-def held_bytes(trainer, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
+def held_bytes(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ByteTable:
     """Count all live tensors by category and place, also buffers of leaps and streamed layers of a `trainer`."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not hasattr(trainer, "memory"):  # not one of ours
@@ -374,7 +374,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self._floor: dict | None = None
         self._events: list[dict] = []
 
-    def attach(self, trainer) -> MemoryProfilerCallback:
+    def attach(self, trainer: transformers.Trainer) -> MemoryProfilerCallback:
         """
         Give the profiler its trainer, which callbacks do not know.
 

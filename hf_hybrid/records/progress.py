@@ -14,6 +14,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from hf_hybrid.part import Phase
 from hf_hybrid.records.summary import RunPosition, format_number
+from hf_hybrid.run.typing import TrainerLike
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -53,7 +54,7 @@ class PositionBar(tqdm):  # ty: ignore[unsupported-base]
 class HybridProgressCallback(ProgressCallback):
     """Trainer's bar, followed by phase, last real loss and memory in use; log entries are printed short."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: TrainerLike):
         super().__init__()
         self.trainer = trainer
 
@@ -68,7 +69,7 @@ class HybridProgressCallback(ProgressCallback):
         super().on_log(args, state, control, logs=short_logs(logs), **kwargs)
 
 
-def install_progress(trainer) -> None:
+def install_progress(trainer: TrainerLike) -> None:
     """Replace Trainer's bar or table. A user's own callbacks stay."""
     choices: dict[type, Callable[[], Any]] = {ProgressCallback: lambda: HybridProgressCallback}
     # Looked up, not imported: the module needs IPython, and Trainer has imported it where it chose the table.
@@ -113,7 +114,7 @@ def notebook_callback(notebook) -> type[TrainerCallback]:
             super().write_line(values)
 
     class HybridNotebookProgressCallback(notebook.NotebookProgressCallback):
-        def __init__(self, trainer):
+        def __init__(self, trainer: TrainerLike):
             super().__init__()
             self.trainer = trainer
 

@@ -37,7 +37,7 @@ def is_secret_name(name: str) -> bool:
     return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
 
 
-def redact(value: str, secrets: Iterable[str] = ()) -> str:
+def redact(value: str, secrets: Iterable[str | None] = ()) -> str:
     """
     A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials
     in addresses, and values under secret names in JSON.
@@ -49,7 +49,7 @@ def redact(value: str, secrets: Iterable[str] = ()) -> str:
     return _NAMED_IN_JSON.sub(lambda found: found[1] + (REMOVED if is_secret_name(found[3]) else found[5]), value)
 
 
-def clean(value: Any, secrets: Iterable[str] = ()) -> str:
+def clean(value: Any, secrets: Iterable[str | None] = ()) -> str:
     """A value as it may be published: redacted, with paths from the working folder or `~`, and others by name alone."""
     shown = redact(str(value), secrets).replace("file:///", "/")
     for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):

@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.part import Part, Phase, RealStep, Step
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -96,8 +96,8 @@ class DivergenceMonitor(Part):
     """
 
     name = "monitor"
-    MIN_HISTORY = 20
-    """Steps before relative thresholds mean anything."""
+    MIN_HISTORY, HISTORY = 20, 64
+    """Steps before relative thresholds mean anything, and the last ones that they are relative to."""
     EXPLODING = 100.0
     """Gradient norm over the running median that is a warning; ten times it is critical."""
     VANISHING = 1e-3
@@ -112,8 +112,8 @@ class DivergenceMonitor(Part):
     def __init__(self, threshold: float, max_bad_steps: int):
         self.threshold = threshold
         self.max_bad_steps = max_bad_steps
-        self.losses: deque[float] = deque(maxlen=64)
-        self.norms: deque[float] = deque(maxlen=64)
+        self.losses: deque[float] = deque(maxlen=self.HISTORY)
+        self.norms: deque[float] = deque(maxlen=self.HISTORY)
         self.errors: deque[float] = deque(maxlen=16)
         self.bad_steps = 0
         self.warnings_in_a_row = 0
@@ -126,7 +126,7 @@ class DivergenceMonitor(Part):
     def begin(self, run: Run) -> None:
         self.run = run
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RealStep) -> None:
         verdict = self.judge_gradients(step.loss, step.gradient_norm, leap_open=step.leap is not None)
         if step.phase is Phase.WARMUP and math.isfinite(step.loss) and math.isfinite(step.gradient_norm):
             return
@@ -137,7 +137,7 @@ class DivergenceMonitor(Part):
 
     def end_step(self, step: Step) -> None:
         step.verdict = NORMAL
-        if step.counts:
+        if step.counts and step.loss is not None and step.gradient_norm is not None:
             forecast = None if step.leap is None else step.leap.forecast
             found = self.judge_step(
                 step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=step.leap is not None
@@ -148,7 +148,7 @@ class DivergenceMonitor(Part):
         """Write the verdict down, and raise an error if training cannot go on."""
         event = {
             "step": step.index,
-            "phase": step.phase.value,
+            "phase": None if step.phase is None else step.phase.value,
             "level": verdict.level.name.lower(),
             "reason": verdict.reason,
             "action": verdict.action.value,
@@ -283,7 +283,7 @@ class DivergenceMonitor(Part):
 
     def _oscillation(self) -> tuple[Level, str]:
         # Independent noise changes direction in 2/3 of the steps; only nearly every step is a sign of bouncing.
-        if len(self.losses) < self.losses.maxlen:
+        if len(self.losses) < self.HISTORY:
             return Level.NORMAL, ""
         values = list(self.losses)
         changes = [b - a for a, b in zip(values, values[1:])]

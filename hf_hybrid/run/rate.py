@@ -204,7 +204,7 @@ class LearningRateRescue(RateScale):
         self.watch = AccuracyWatch()
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float:  # ty: ignore[incompatible-property-override]  # nobody writes it from outside
         """Factor on the scheduled learning rate, in `[1, max_scale]`."""
         return math.exp(self.log_scale)
 
@@ -218,7 +218,7 @@ class LearningRateRescue(RateScale):
             self.run.survive(error, "search of the learning rate missed a gradient")
 
     def learn(self, step: Step) -> None:
-        self.observe(math.inf if step.withheld else step.loss, self.seen, step.accuracy)
+        self.observe(math.inf if step.withheld or step.loss is None else step.loss, self.seen, step.accuracy)
 
     def observe(self, loss: float, cosine: float | None, accuracy: float | None = None) -> None:
         """

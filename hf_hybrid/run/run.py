@@ -19,12 +19,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import skip_first_batches
 
-from hf_hybrid.part import Part, Phase, Step, listening, name_of
+from hf_hybrid.part import Part, Phase, RealStep, Step, listening, name_of
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
@@ -72,7 +72,7 @@ class Run:
             under way, 1-based), and `leap` or `event`.
 
     Attributes:
-        step (`Step`, *optional*): The step under way; `None` between steps.
+        step (`Step`): The step under way; an empty one between steps.
         no_leaps (`str`, *optional*): Why no leaps are made; `None` if they are.
         later (`list[Callable]`): Work that can wait until the device is busy with the next micro-batch.
     """
@@ -96,7 +96,7 @@ class Run:
         self.rate, self.max_steps, self.no_leaps, self.survive, self.write = rate, max_steps, no_leaps, survive, write
         self.record = RunRecord()
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
-        self.step: Step | None = None
+        self.step = Step(0)
         self.has_phases = warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.phase: Phase | None = None
@@ -197,7 +197,7 @@ class Run:
         Raises:
             TrainingDivergedError: If the monitor's action is to abort.
         """
-        step = self.step
+        step = cast("RealStep", self.step)
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
         for method in self._hooks["before_update"]:
             method(step)
@@ -239,7 +239,7 @@ class Run:
             real, finite = phase is not Phase.PREDICT, step.loss is None or math.isfinite(step.loss)
             for steps in (self.logged, self.trained):
                 steps.count(real=real, finite=real and finite)
-        self.last_phase, self.step, self.steps_done = phase, None, step.index + 1
+        self.last_phase, self.step, self.steps_done = phase, Step(step.index + 1), step.index + 1
         return step
 
     def end(self) -> None:
@@ -247,8 +247,8 @@ class Run:
         self.call("end")
         self._ended = self.summary()
         self.set_parts(())
-        self.model = self.optimizer = self.weights = self.feed = self.step = self.phase = self.last_phase = None
-        self.has_phases, self.warmup, self.later = False, None, []
+        self.model = self.optimizer = self.weights = self.feed = self.phase = self.last_phase = None
+        self.step, self.has_phases, self.warmup, self.later = Step(self.steps_done), False, None, []
 
     # Reports.
 
@@ -293,6 +293,7 @@ class Run:
                 "last_loss": self.last_loss,
                 "record": self.record.state_dict(),
             }
+        if self.feed is not None:
             found["feed"] = self.feed.state_dict()
         return found
 
@@ -403,7 +404,8 @@ class BatchFeed:
 
     def peek(self, count: int) -> list:
         """Return the next `count` batches, or as many as the epoch still has, and leave them in the queue."""
-        self._queue.extend(itertools.islice(self._source, max(count - len(self._queue), 0)))
+        source = () if self._source is None else self._source
+        self._queue.extend(itertools.islice(source, max(count - len(self._queue), 0)))
         return self._queue[:count]
 
     def begin(self, count: int) -> None:

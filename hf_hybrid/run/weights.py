@@ -33,12 +33,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import LeapObstacleError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SAMPLE = 4096
 """Most elements of a parameter that [`Whole.sample`] takes."""
@@ -98,7 +101,7 @@ def shards_of(parameters: Sequence[nn.Parameter]) -> Whole:
     return Shards(parameters) if any(map(_is_spread, parameters)) else Whole(parameters)
 
 
-def _is_spread(value: Any) -> bool:
+def _is_spread(value: Any) -> TypeGuard[DTensor]:
     return getattr(value, "device_mesh", None) is not None
 
 
@@ -212,7 +215,7 @@ class Shards(Whole):
 
     def _bounds(self, index: int) -> tuple[int, int]:
         """Return where this process's part of a parameter begins and ends in the flat parameter."""
-        rows, columns = self._rows(self.shape(index)), self.shape(index)[1:].numel()
+        rows, columns = self._rows(self.shape(index)), math.prod(self.shape(index)[1:])
         start = sum(rows[: self._rank]) * columns
         return start, start + rows[self._rank] * columns
 
@@ -290,7 +293,7 @@ class Shards(Whole):
         return tensor[-(-start // stride) : -(-end // stride)]
 
 
-class _Parts(Sequence):
+class _Parts(Sequence[Tensor]):
     """
     What this process holds of each parameter: a plain tensor in the parameter's own memory, and its gradient likewise.
 
@@ -298,13 +301,13 @@ class _Parts(Sequence):
     """
 
     def __init__(self, originals: list[nn.Parameter]):
-        self._originals = originals
+        self._originals: list[Any] = originals  # `DTensor`s
 
     def __len__(self) -> int:
         return len(self._originals)
 
     @torch.no_grad()
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:  # ty: ignore[incompatible-method-override]  # nobody slices
         original = self._originals[index]
         part = original.to_local().detach()
         if original.grad is not None:

@@ -30,6 +30,7 @@ leap is over: a leap that is halved sends nothing again.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from hf_hybrid.leaps.directions.preconditioners import (
     orthogonalises,
     preconditioner_of,
 )
-from hf_hybrid.run.weights import sum_of_squares
+from hf_hybrid.run.weights import Shards, sum_of_squares
 
 
 class GradientMemory(Direction):
@@ -69,10 +70,10 @@ class GradientMemory(Direction):
     def observe_gradients(self) -> None:
         # A running mean until the memory is full: no bias to correct from the first step on.
         weight = 1.0 / min(self.context.clock.steps_seen, self.context.memory_steps)
-        memories, gradients = self.buffers["memory"], [p.grad for p in self.context.parameters]
-        is_plain = all(g is not None and g.dtype == torch.float32 and not g.is_sparse for g in gradients)
-        if not self.context.host and is_plain:
-            torch._foreach_lerp_(memories, gradients, weight)
+        memories, gradients = self.buffers["memory"], (p.grad for p in self.context.parameters)
+        plain = [g for g in gradients if g is not None and g.dtype == torch.float32 and not g.is_sparse]
+        if not self.context.host and len(plain) == len(memories):
+            torch._foreach_lerp_(memories, plain, weight)
             return
         for memory in memories:
             memory.mul_(1.0 - weight)
@@ -104,7 +105,7 @@ class GradientMemory(Direction):
     def prepare(self) -> None:
         self._measure_block()
         shards, memories = self.context.shards, self.buffers["memory"]
-        if shards.processes > 1:
+        if isinstance(shards, Shards) and shards.processes > 1:
             chosen = [index for index in range(len(memories)) if self._orthogonalises(index)]
             tasks = [(index, shards.shape(index), memories[index]) for index in chosen]
             self._orthogonalised = dict(shards.in_rounds(tasks, self._displacement_of_whole))
@@ -129,7 +130,8 @@ class GradientMemory(Direction):
                     self._scales[index] = -math.sqrt(mean_square * shards.shape(index).numel() / norm2) / lr_sum
 
     def _displacement_of_whole(self, index: int, memory: Tensor) -> Tensor:
-        return self._preconditioner(index)(memory, {}, self.context.group(index), torch.empty_like(memory))
+        rule = cast("Preconditioner", self._preconditioner(index))  # one that orthogonalises
+        return rule(memory, {}, self.context.group(index), torch.empty_like(memory))
 
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
         if index in self._orthogonalised:
