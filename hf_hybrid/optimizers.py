@@ -43,14 +43,6 @@ Shapes need no more scales, as Muon's step has the root mean square of AdamW's w
 exception. There Muon and AdamW have the same best rate.
 """
 
-ADAPTER_RATE, AT_ALPHA, AT_WIDTH = 1e-3, 32, 576
-"""Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (docs/evaluation.md)."""
-OF_PREFERENCES = 0.25
-"""
-Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
-on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation.md).
-"""
-
 _LINEAR = (nn.Linear, Conv1D)
 _EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
@@ -94,26 +86,6 @@ def is_adam(optimizer: torch.optim.Optimizer | type | str) -> bool:
         return optimizer in _ADAM_OPTIONS
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     return kind.__name__ in _ADAM.get(kind.__module__.partition(".")[0], ())
-
-
-def adapter_rate(*, alpha: float, width: int, preference: bool = False) -> float:
-    """
-    Return the learning rate of AdamW for LoRA adapters, where none is given.
-
-    Adam's steps have one length whatever the gradient, so that after as many steps the matrix `B` of an adapter, which
-    starts at zero, is as large at any rank. Its rows add up over the rank, and the product is multiplied by
-    `alpha / rank`: what a step changes in the output of a layer is in proportion to the rate and to `alpha`, and not to
-    the rank. The steps of the matrix `A` add up over the width of the layer's input (Hayou et al., 2024, arXiv
-    2402.12354). So the rate is in inverse proportion to both.
-
-    Args:
-        alpha (`float`): The adapters' `lora_alpha`; for rank-stabilised adapters, `lora_alpha` times the square root of
-            the rank.
-        width (`int`): The model's `hidden_size`.
-        preference (`bool`): Whether a loss on pairs is trained, as in DPO.
-    """
-    rate = ADAPTER_RATE * (AT_ALPHA / alpha) * (AT_WIDTH / width)
-    return rate * OF_PREFERENCES if preference else rate
 
 
 class MuonAdamW(torch.optim.Optimizer):

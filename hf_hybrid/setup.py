@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -48,7 +48,6 @@ from hf_hybrid.machine import (
 )
 from hf_hybrid.optimizers import (
     MuonAdamW,
-    adapter_rate,
     has_adapters,
     is_adam,
     muon_groups,
@@ -62,7 +61,7 @@ from hf_hybrid.plan.setups import Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.monitor import DivergenceMonitor
-from hf_hybrid.run.rate import AdapterRate, LearningRateRescue, RateScale, StepCosine, rate_at
+from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_at
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
@@ -88,8 +87,6 @@ The first step that may be skipped where nobody named a direction. From scratch 
 step is worth more than the leap that replaces it: four runs of 40 steps ended 0.2 to 0.9 % lower without skipping any
 (docs/evaluation.md).
 """
-MAX_ADAPTER_RATE = 1e-2
-"""About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""
 MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
 PRETRAINED_SHARE = 0.5
@@ -152,7 +149,7 @@ def _forecast(trainer: TrainerLike) -> list[Part]:
 def _weights(trainer: TrainerLike) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
-    return TrainedWeights(named, _unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
+    return TrainedWeights(named, unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
 
 
 def _with_room(trainer: TrainerLike, build: Callable[[], list[Part]]) -> list[Part]:
@@ -323,100 +320,8 @@ def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
     if not _trains_adapters(trainer):
         cosine = StepCosine(weights)
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
-    if _why_no_adapter_rate(trainer) is not None:
-        return None
-    scale = max(1.0, _adapter_rate(trainer) / trainer.args.learning_rate)
-    return AdapterRate(scale, backs_off=not trainer.trains_preferences)
-
-
-# The learning rate of adapters, where none is given. The rule was measured with AdamW, LoRA as PEFT makes it if nothing
-# is said, and the losses of supervised fine-tuning and of DPO. Whatever is not known to be like that trains at the rate
-# of the options, as with plain `Trainer`.
-
-
-def tell_of_adapter_rate(trainer: TrainerLike) -> None:
-    """Say which learning rate adapters get in place of the default, or why they get none."""
-    args, rescue = trainer.args, trainer.run.part(AdapterRate)
-    if not _trains_adapters(trainer) or not rescue_is_on(args, trainer.hybrid_args):
-        return
-    if rescue is None:
-        logger.warning(
-            "Adapters are trained at `learning_rate=%g`, because %s. Adapters often need ten times the rate of full "
-            "fine-tuning: choose `learning_rate` for them.",
-            args.learning_rate,
-            _why_no_adapter_rate(trainer),
-        )
-    elif rescue.scale > 1:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        logger.warning(
-            "Adapters are trained at a learning rate of %.3g in place of %g. It follows from `lora_alpha=%g`%s. Set "
-            "`learning_rate` to have another one, or `lr_rescue=off` to keep that one.",
-            rescue.scale * args.learning_rate,
-            args.learning_rate,
-            max(_lora_alphas(model)),
-            f", `hidden_size={_width(model)}`" + " and preferences as data" * trainer.trains_preferences,
-        )
-
-
-def _adapter_rate(trainer: TrainerLike) -> float:
-    """Return the learning rate of the rule, for the largest `lora_alpha` if there are several."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    alpha, width = max(_lora_alphas(model)), cast(int, _width(model))  # known, or there is no rate
-    return min(MAX_ADAPTER_RATE, adapter_rate(alpha=alpha, width=width, preference=trainer.trains_preferences))
-
-
-def _why_no_adapter_rate(trainer: TrainerLike) -> str | None:
-    """Return why the rule says nothing about these adapters, their optimizer or their loss."""
-    model, rate = trainer.accelerator.unwrap_model(trainer.model), trainer.args.learning_rate
-    configs = model.peft_config.values()
-    other = [
-        kind for config in configs if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA"
-    ]
-    if rate == 0:
-        return "the rate is zero"
-    if other:
-        return f"no default rate is known for adapters of the type `{other[0]}`"
-    if start := [config.init_lora_weights for config in configs if config.init_lora_weights is not True]:
-        return f"no default rate is known for adapters that begin as `init_lora_weights={start[0]}`"
-    if _trains_more_than_lora(model):
-        return "other weights are trained beside them"
-    if (name := _optimizer_unlike_adam(trainer)) is not None:
-        return f"no default rate is known for the optimizer `{name}`"
-    groups = _unwrapped_optimizer(trainer).param_groups
-    if any(float(group.get("initial_lr", group["lr"])) != rate for group in groups):
-        return "the optimizer that was passed has learning rates of its own"
-    if _width(model) is None:
-        return "the width of the model is not known"
-    return None if trainer.trains_preferences else _unknown_loss(trainer)
-
-
-def _width(model: torch.nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "hidden_size", None)
-
-
-def _lora_layers(model: torch.nn.Module) -> Iterator[tuple[float, list[torch.nn.Parameter]]]:
-    """Return `lora_alpha`, as it acts on the product of the matrices, and parameters of each trained adapter layer."""
-    from peft.tuners.lora import LoraLayer
-
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            for name, rank in layer.r.items():
-                parts = [getattr(layer, part, {}) for part in (*layer.adapter_layer_names, "lora_magnitude_vector")]
-                own = [part[name] for part in parts if name in part]
-                own = [p for part in own for p in (part.parameters() if isinstance(part, torch.nn.Module) else [part])]
-                if any(p.requires_grad for p in own):
-                    yield layer.scaling[name] * rank, own
-
-
-def _lora_alphas(model: torch.nn.Module) -> list[float]:
-    return [alpha for alpha, _ in _lora_layers(model)]
-
-
-def _trains_more_than_lora(model: torch.nn.Module) -> bool:
-    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
-    return any(p.requires_grad and id(p) not in adapters for p in model.parameters())
+    room = "integrations.adapters"
+    return load_room(room, "lr_rescue").adapter_rate_scale(trainer) if has_room(room) else None
 
 
 # Whether there are leaps. They are made where they were measured to pay (docs/evaluation.md): with an optimizer like
@@ -442,9 +347,9 @@ def why_no_leaps(trainer: TrainerLike) -> str | None:
         return "adapters are trained"
     if trainer.no_leaps_because is not None:
         return trainer.no_leaps_because
-    if (name := _optimizer_unlike_adam(trainer)) is not None:
+    if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"the optimizer is `{name}`, and leaps were measured to pay with AdamW alone"
-    unknown = _unknown_loss(trainer)
+    unknown = unknown_loss(trainer)
     return unknown and f"{unknown}, so it does not tell how much the model knows"
 
 
@@ -452,7 +357,7 @@ def _trains_adapters(trainer: TrainerLike) -> bool:
     return has_adapters(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def _optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
+def optimizer_unlike_adam(trainer: TrainerLike) -> str | None:
     """Return the name of the optimizer if it is not known to step as AdamW does. It may not be made yet."""
     optimizer = _made_optimizer(trainer)
     if optimizer is not None:
@@ -478,7 +383,7 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def _unknown_loss(trainer: TrainerLike) -> str | None:
+def unknown_loss(trainer: TrainerLike) -> str | None:
     """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
@@ -544,7 +449,7 @@ def direction_of(trainer: TrainerLike, matrices: Collection[str]) -> DirectionFa
     return GradientMemory if chosen is Orthogonal and not suits else chosen
 
 
-def _unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
+def unwrapped_optimizer(trainer: TrainerLike) -> torch.optim.Optimizer:
     """
     Return the optimizer inside accelerate's wrapper and inside all wrappers of the user.
 

@@ -66,7 +66,6 @@ from hf_hybrid.setup import (
     makes_muon,
     phase_memory_parts,
     share_optimizer,
-    tell_of_adapter_rate,
     tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident, Streamed
@@ -452,7 +451,6 @@ class HybridTrainerMixin(PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
-            tell_of_adapter_rate(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.has_phases and self.run.listens("before_forward", "after_backward")
         self.run.begin()

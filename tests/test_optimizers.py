@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, adapter_rate, muon_groups, split_parameters
+from hf_hybrid.integrations.adapters import adapter_rate
+from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup
@@ -319,7 +320,9 @@ def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
     from hf_hybrid.config import check_training_arguments
 
     monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
-    args = SimpleNamespace(**{"fp16": False, "deepspeed": None, "fsdp": None, "optim": "muon", name: "full"})
+    args = SimpleNamespace(
+        **{"fp16": False, "deepspeed": None, "fsdp": None, "parallelism_config": None, "optim": "muon", name: "full"}
+    )
     with pytest.raises(ValueError, match=f"`{name}` cannot be combined with `optim=muon`: .* Use FSDP2"):
         check_training_arguments(args, HybridArguments(enable_predict=False))
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_hybrid.plan.models import packed_bytes
+from hf_hybrid.plan.stand_ins import packed_bytes
 
 GGUF_BLOCKS = {"q8_0": 34, "q5_1": 24, "q4_1": 20, "q4_0": 18}
 """Bytes of 32 weights, with their scale and, in the formats that end in 1, their least value."""

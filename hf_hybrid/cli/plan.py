@@ -108,10 +108,10 @@ class _Report:
     """All plans for one command line."""
 
     def __init__(self, args: argparse.Namespace):
+        from hf_hybrid.cli.models import lora_config
         from hf_hybrid.cli.planner import Planner, recommended
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory, measure_machine
-        from hf_hybrid.plan.models import lora_config
         from hf_hybrid.plan.setups import parse_size, with_context
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
@@ -158,7 +158,7 @@ class _Report:
         import torch
 
         from hf_hybrid.cli.exports import exported_bytes
-        from hf_hybrid.plan.models import build
+        from hf_hybrid.cli.models import build
 
         return exported_bytes(build(self.planner.config, torch.float32))
 

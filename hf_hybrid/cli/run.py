@@ -202,7 +202,7 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_hybrid.plan.models import check_depth
+    from hf_hybrid.cli.models import check_depth
 
     name = required("model", options.model)
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
@@ -270,7 +270,7 @@ def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
 
 
 def _add_adapters(model: Any, options: AdapterOptions) -> Any:
-    from hf_hybrid.plan.models import lora_config
+    from hf_hybrid.cli.models import lora_config
 
     scale = {"lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
     adapters = lora_config(options.lora_r, options.lora_target_modules or "all-linear", **scale)  # or how to get peft

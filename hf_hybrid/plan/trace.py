@@ -47,8 +47,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from hf_hybrid.plan.models import stand_in_for_low_bit
 from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
 from hf_hybrid.streaming.layers import NoLayerListError, ask, base_model, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED

@@ -10,7 +10,7 @@ held. A learning rate that is good already shows no clear cosine in the first st
 Adapters need another rule. Their best rate is about ten times that of full fine-tuning. While the rate grows slowly,
 the cosine falls to zero far below it: few directions of the small factors are steep and oscillate, which makes the
 cosine negative, while all others still gain. But which rate is best is known from their shape alone, as
-[`~hf_hybrid.optimizers.adapter_rate`] explains. [`AdapterRate`] holds the factor that leads to it.
+[`~hf_hybrid.integrations.adapters.adapter_rate`] explains. [`AdapterRate`] holds the factor that leads to it.
 
 A preference loss can fall while fewer pairs are ranked right, so the search looks at the accuracy of the training
 batches too, where the trainer has it ([`AccuracyWatch`]).

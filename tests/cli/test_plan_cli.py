@@ -14,8 +14,8 @@ from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
+from hf_hybrid.cli.models import build, read_config
 from hf_hybrid.cli.planner import plan_memory
-from hf_hybrid.plan.models import build, read_config
 from hf_hybrid.plan.setups import CONTEXT_BYTES
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "model_configs"

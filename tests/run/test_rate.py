@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
 from hf_hybrid.run.rate import AccuracyWatch, AdapterRate, LearningRateRescue
-from hf_hybrid.setup import MAX_ADAPTER_RATE
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):

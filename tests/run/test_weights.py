@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
-from hf_hybrid.setup import MAX_ADAPTER_RATE
 
 TESTS = Path(__file__).parents[1]
 RUNS = (
