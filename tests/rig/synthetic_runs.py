@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hf_hybrid.world_model.forecasts import history_of
-from hf_hybrid.world_model.learning import Batch
+from hf_hybrid.world_model.learning import StretchBatch
 
 SIGNAL = 20
 """The feature whose sign says whether leaps help."""
@@ -86,7 +86,7 @@ def batch_of(model, runs, horizon=5, starts=3):
         parts["log_losses"].append(torch.as_tensor(run.losses).log().float())
     padded = {name: torch.nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in parts.items()}
     starts = torch.stack([torch.linspace(0, length - 1, starts).long() for length in lengths])
-    return Batch(
+    return StretchBatch(
         **padded,
         lengths=torch.tensor(lengths),
         weights=torch.ones(model.members, len(runs)),
