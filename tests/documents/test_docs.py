@@ -356,16 +356,6 @@ def test_the_first_page_lists_every_page():
     assert not missing, f"docs/index.md does not list {missing}"
 
 
-def test_contributing_names_every_room():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The house")[1].split("\n## ")[0]
-    places = [path for path in (ROOT / "hf_hybrid").iterdir() if not path.name.startswith("_")]
-    rooms = {
-        f"{path.name}/" if path.is_dir() else path.name for path in places if path.is_dir() or path.suffix == ".py"
-    }
-    missing = sorted(room for room in rooms if f"`{room}`" not in text)
-    assert not missing, f"CONTRIBUTING.md does not say what is in {missing}"
-
-
 def test_symbols_of_the_api_pages_exist_and_are_documented():
     symbols = [name for path in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)", prose(path), re.M)]
     assert len(symbols) > 10
