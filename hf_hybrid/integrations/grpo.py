@@ -320,7 +320,7 @@ class Rollouts(Part):
         Plan the micro-batches up to the end of the window or of the generation batch. Return those that are computed.
         """
         trainer, per_generation = self.trainer, self.trainer.per_generation
-        window_ends_at = self.window_begins_at + trainer.current_gradient_accumulation_steps
+        window_ends_at = self.window_begins_at + int(trainer.current_gradient_accumulation_steps)
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))

@@ -109,6 +109,8 @@ class _Recording:
 class _QuietLosses(SequenceLosses):
     """Probes do not change TRL's logged metrics, which its `compute_loss` collects."""
 
+    trainer: Any  # one of TRL's, with what it keeps for itself
+
     def __call__(self, batch) -> Losses:
         kept = self.trainer._metrics
         self.trainer._metrics = {mode: defaultdict(list) for mode in kept}
