@@ -112,8 +112,7 @@ class Part:
     """
 
     name: str = ""
-    run: Run
-    """For parts whose `begin` keeps it."""
+    run: Run  # of parts whose `begin` keeps it
 
     # The run.
 

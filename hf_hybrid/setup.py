@@ -122,8 +122,8 @@ def build_run(trainer: TrainerLike) -> Run:
     if no_leaps is not None:
         following = average()
     else:
-        probe = _probe(trainer, feed)
-        leaps = functools.partial(_leap_parts, trainer, weights, monitor, rate, probe)
+        build = functools.partial(_leap_parts, trainer, weights, monitor, rate, _probe(trainer, feed))
+        leaps = functools.partial(_with_room, trainer, build)
         following = [FirstLoss(first, leaps, average)] if first > 0 else leaps()
     forecast = _forecast(trainer)
     return Run(
@@ -175,12 +175,6 @@ def _leap_parts(
     trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
 ) -> list[Part]:
     """Build the parts of a run with leaps: the leaps, and whatever observes them."""
-    return _with_room(trainer, lambda: _build_leaps(trainer, weights, monitor, rate, probe))
-
-
-def _build_leaps(
-    trainer: TrainerLike, weights: TrainedWeights, monitor: DivergenceMonitor, rate: RateScale | None, probe: Probe
-) -> list[Part]:
     options, max_steps = trainer.hybrid_args, trainer.state.max_steps
     matrices = frozenset(map(canonical, split_parameters(trainer.model)[0]))
     direction = direction_of(trainer, matrices)

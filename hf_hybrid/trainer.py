@@ -161,9 +161,10 @@ class HybridTrainerMixin(PublishingMixin):
         memory_guard (`MemoryGuard`): Watches the device at the end of every step. Its `probe` may be replaced.
     """
 
-    memory: Resident
-    recovery: OutOfMemoryRecovery
-    log_file: LogFile
+    model: torch.nn.Module  # there is none between the trials of a search, when nothing asks for it
+    optimizer: Any  # accelerate and users wrap it
+    lr_scheduler: Any
+    current_gradient_accumulation_steps: float
     _tag_names = ["hf-hybrid"]
     sequence_losses = SequenceLosses
     """Class that evaluates the sequences of probes. Trainers with other batches set their own."""
@@ -215,7 +216,7 @@ class HybridTrainerMixin(PublishingMixin):
         own = [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
-        self.probe_dataset = probe_dataset
+        self.probe_dataset: Any = probe_dataset
         self.callback_handler = HookRouter(self)
         if options.enable_predict:
             self._prepare_leaps()

@@ -8,11 +8,9 @@ round.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import canonical
@@ -41,12 +39,12 @@ def load_weights(trainer: TrainerLike, folder: str | Path, model: torch.nn.Modul
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    weights: dict[str, Any] = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
+    weights = _weights_of_one_process(folder, model) if trainer.accelerator.is_main_process else {}
     set_model_state_dict(model, weights, options=options)
     return True
 
 
-def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict[str, Tensor]:
+def _weights_of_one_process(folder: Path, model: torch.nn.Module) -> dict:
     saved = {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
     if hasattr(model, "peft_config"):
         # as peft writes them

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
@@ -16,7 +16,13 @@ from hf_hybrid.hub.card import card_facts, render
 from hf_hybrid.hub.origins import is_dataset_id, is_local
 from hf_hybrid.hub.provenance import listed, trackio_url, unique
 from hf_hybrid.records.redaction import clean
-from hf_hybrid.run.typing import TrainerLike
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_hybrid.trainer import HybridTrainerMixin
+else:
+    Trainer = object
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +32,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
-class PublishingMixin(TrainerLike):
+class PublishingMixin(Trainer):
     """
     Model cards and pushing, for any `Trainer` subclass that has `hybrid_summary()`.
 
@@ -118,7 +124,8 @@ class PublishingMixin(TrainerLike):
             left_out.append(f"the baseline ({error})")
         tags = _tags(self, given["tags"], path)
         # Replaced in one move: an upload in the background may be reading it.
-        write_text(path, render(card_facts(self, {**given, "tags": tags}, compared)))
+        facts = card_facts(cast("HybridTrainerMixin", self), {**given, "tags": tags}, compared)
+        write_text(path, render(facts))
         if left_out:
             logger.warning("The model card `%s` leaves out %s.", path, "; ".join(left_out))
 
@@ -149,7 +156,7 @@ class PublishingMixin(TrainerLike):
             report_failed_push(self, job.exception())
 
 
-def report_failed_push(trainer: TrainerLike, error: BaseException) -> None:
+def report_failed_push(trainer: Trainer, error: BaseException) -> None:
     """Log where the model is, and how to push it again."""
     folder, repo = trainer.args.output_dir, trainer.hub_model_id or trainer.args.hub_model_id
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("For more information")]
@@ -188,11 +195,11 @@ def _acceptable(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, left_out
 
 
-def _class_tags(trainer: TrainerLike) -> list[str]:
+def _class_tags(trainer: Trainer) -> list[str]:
     return [tag for cls in type(trainer).__mro__ for tag in vars(cls).get("_tag_names", ())]
 
 
-def _tags(trainer: TrainerLike, more: list[str], card: Path) -> list[str]:
+def _tags(trainer: Trainer, more: list[str], card: Path) -> list[str]:
     """Tags of the trainer's classes, of the model, of the caller, and of a card that is there already."""
     there = _tags_of(card) if card.is_file() else []
     there = [tag for tag in there if not tag.startswith(("trackio:", "base_model:"))]

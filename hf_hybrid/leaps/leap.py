@@ -181,21 +181,10 @@ class PhaseController:
         self.phase, self.remaining, self.steps_in_phase = phase, length, 0
 
     def state_dict(self) -> dict:
-        return {
-            "phase": self.phase.value,
-            "remaining": self.remaining,
-            "steps_in_phase": self.steps_in_phase,
-            "consecutive_leaps": self.consecutive_leaps,
-            "leap_due": self.leap_due,
-            "lengths": asdict(self.lengths),
-        }
+        return {**vars(self), "phase": self.phase.value, "lengths": asdict(self.lengths)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.phase = Phase(state["phase"])
-        self.remaining = state["remaining"]
-        self.steps_in_phase = state["steps_in_phase"]
-        self.consecutive_leaps = state["consecutive_leaps"]
-        self.leap_due = state["leap_due"]
+        vars(self).update(state, phase=Phase(state["phase"]), lengths=self.lengths)  # which the new options give
 
 
 # What holds the next leap back.

@@ -348,9 +348,9 @@ class InPlace:
         """Do nothing, because there are no copies."""
 
 
-class Gathered:
+class Gathered(InPlace):
     """
-    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered.
+    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered. A leap is written into the shards.
 
     Args:
         model (`torch.nn.Module`): The sharded model.
@@ -361,13 +361,6 @@ class Gathered:
 
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.changed()  # an evaluation before the run may have left gathered weights in the place of shards
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Never: a leap under test is written into the shards."""
-        return False
-
-    def settle(self) -> None:
-        """Do nothing, because no update is ever pending."""
 
     def changed(self) -> None:
         """Make all modules gather their weights anew before they compute."""
