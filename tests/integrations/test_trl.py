@@ -330,11 +330,12 @@ def test_probed_preference_losses_are_those_of_the_paper(tmp_path):
     evaluate = trainer.sequence_losses(trainer)
     rows = [trainer.train_dataset[index] for index in range(5)]
     batch = trainer.data_collator(rows)
-    found, expected = evaluate(batch).values, pair_losses(trainer, rows)
+    losses, expected = evaluate(batch), pair_losses(trainer, rows)
+    found = losses.values
     assert found == pytest.approx(expected, rel=1e-4)
     assert len(found) == evaluate.size(batch) == 5 and max(found) - min(found) > 1e-4
     right = [float(loss < math.log(2)) for loss in expected]  # which says that the chosen one has more reward
-    assert [pair.accuracy for pair in found] == right and 0 < sum(right) < 5
+    assert losses.accuracies == right and 0 < sum(right) < 5
 
 
 @pytest.mark.parametrize("options", [
