@@ -255,8 +255,8 @@ class HybridArguments:
     )
     weight_precision: Optional[str] = option(
         None,
-        "Precision in which resident weights compute, by phase, for example 'bf16' or 'full=bf16,predict=int8'. The "
-        "master weights are kept. 'auto' chooses. Default: unchanged.",
+        "Precision in which resident weights compute, by phase: 'bf16' or 'full=bf16,predict=int8'. Masters are kept. "
+        "auto chooses. predict=int8_bitsandbytes: int8 probes on bitsandbytes' engine. Default: unchanged.",
     )
     predict_states: Literal["stay", "host", "pinned", "8bit", "drop"] = option(
         "stay",

@@ -195,6 +195,7 @@ def test_unknown_keys_in_a_saved_config_are_named(tmp_path):
         ({"resident_layers": -1}, "`resident_layers` must be at least 0"),
         ({"base_precision": "int8"}, "`base_precision=int8`"),
         ({"weight_precision": "int4"}, "int4"),
+        ({"weight_precision": "predict=int8_bnb"}, "`int8_bnb`"),
         ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
         ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
         ({"predict_states": "disk"}, "`predict_states`"),

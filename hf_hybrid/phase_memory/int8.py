@@ -189,7 +189,8 @@ class Int8Predict(Part):
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{value}`.")
         if not noise_limit > 0:
             raise ValueError(f"`noise_limit` must be greater than 0, got `{noise_limit}`; 0.1 is 10 % more variance.")
-        self.mode, self.offload_master, self.min_features = mode, offload_master, min_features
+        self.mode, self.engine = mode, engine
+        self.offload_master, self.min_features = offload_master, min_features
         multiply = None if engine == "torch" else bitsandbytes_functional().int8_linear_matmul
         self._forward = _expanded_linear if multiply is None else partial(_int8_linear, multiply)
         self.meter = NoiseMeter(noise_limit)

@@ -10,7 +10,8 @@ are in place; autocast holds as much in a forward pass, so the peak hardly chang
 
 A request such as `"full=bf16,predict=int8"` takes three steps: [`parse_precision`] reads it, [`resolve`] compares it
 with the weights and the autocast that the run has and refuses what they cannot give, and [`precision_parts`] makes
-the parts. int8 is for probes alone and has a part of its own ([`Int8Predict`]).
+the parts. int8 is for probes alone and has a part of its own ([`Int8Predict`]) with two engines: `int8` expands the
+weights with torch where they are used, and `int8_bitsandbytes` multiplies int8 by int8 with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHOICES = ("auto", *DTYPES, "int8")
+_ENGINES = {"int8": "torch", "int8_bitsandbytes": "bitsandbytes"}
+"""The words for int8, with the engine of [`Int8Predict`] that each asks for."""
+_CHOICES = ("auto", *DTYPES, *_ENGINES)
 
 
 def parse_precision(text: str) -> dict[Phase, str]:
     """
     Read `"auto"`, `"bf16"` or `"full=bf16,correct=fp32,predict=int8"`; phases that are not named are `"auto"`.
 
-    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`.
+    A word without a phase is for every phase that is not named: `"bf16,predict=int8"`. `int8_bitsandbytes` is int8 that
+    bitsandbytes multiplies, see [`Int8Predict`].
 
     Raises:
-        ValueError: If a phase or a precision is not known, is given twice, or is `int8` outside Predict.
+        ValueError: If a phase or a precision is not known, is given twice, or is int8 outside Predict.
     """
     given: dict[str, str] = {}
     for part in text.lower().split(","):
@@ -53,10 +57,10 @@ def parse_precision(text: str) -> dict[Phase, str]:
             _refuse("phase", phase, [p.value for p in Phase], text)
         if precision not in _CHOICES:
             _refuse("precision", precision, _CHOICES, text)
-        if precision == "int8" and phase != Phase.PREDICT.value:
+        if precision in _ENGINES and phase != Phase.PREDICT.value:
             raise ValueError(
-                f"`int8` in `weight_precision={text}` is for forward-only probes: write `predict=int8`. Nothing trains "
-                "in it."
+                f"`{precision}` in `weight_precision={text}` is for forward-only probes: write `predict={precision}`. "
+                "Nothing trains in it."
             )
         if phase in given:
             raise ValueError(
@@ -98,8 +102,8 @@ def resolve(
     for phase in Phase:
         asked = precisions.get(phase, "auto")
         if phase is Phase.PREDICT:
-            int8 = {"int8": "on", "auto": "off" if device == "cpu" else "auto"}.get(asked, "off")
-        by_phase[phase] = weights if asked in ("auto", "int8") else asked
+            int8 = "on" if asked in _ENGINES else "auto" if asked == "auto" and device != "cpu" else "off"
+        by_phase[phase] = weights if asked == "auto" or asked in _ENGINES else asked
         _check(phase, by_phase[phase], weights, autocast)
     return by_phase, int8
 
@@ -132,22 +136,35 @@ def precision_parts(text: str, model: nn.Module, *, autocast: str | None = None)
 
     Raises:
         ValueError: If the request cannot be read, or cannot be met with this model.
+        ImportError: If `int8_bitsandbytes` is asked for and bitsandbytes is not installed.
     """
     device = next(model.parameters()).device.type
     weights = held_precision(model)
-    by_phase, int8 = resolve(parse_precision(text), weights=weights, autocast=autocast, device=device)
+    asked = parse_precision(text)
+    by_phase, int8 = resolve(asked, weights=weights, autocast=autocast, device=device)
+    word = asked[Phase.PREDICT]
     if int8 == "on" and weights == "none":
         raise ValueError(
-            "`weight_precision`: `predict=int8` rounds the `nn.Linear` modules of the layers, and this model has none "
-            "there. Leave it out."
+            f"`weight_precision`: `predict={word}` rounds the `nn.Linear` modules of the layers, and this model has "
+            "none there. Leave it out."
         )
     parts: list[Part] = []
     if any(precision != weights for precision in by_phase.values()):
         parts.append(WeightPrecision(by_phase, autocast=autocast))
     if int8 != "off":
-        # Narrow matrices save little, but who asks for int8 by name gets it.
-        parts.append(Int8Predict(int8, min_features=1) if int8 == "on" else Int8Predict(int8))
+        parts.append(_by_name(word) if int8 == "on" else Int8Predict(int8))
     return parts
+
+
+def _by_name(word: str) -> Int8Predict:
+    """Return int8 probes for who asks for them by name: also of narrow matrices, which save little."""
+    try:
+        return Int8Predict("on", engine=_ENGINES[word], min_features=1)
+    except ImportError as error:
+        raise ImportError(
+            f"`weight_precision`: `predict={word}` multiplies with bitsandbytes, which cannot be imported. Install it "
+            'with `pip install "hf-hybrid[quantization]"`, or write `predict=int8`, which needs torch alone.'
+        ) from error
 
 
 class WeightPrecision(Part):
@@ -159,7 +176,7 @@ class WeightPrecision(Part):
     add up there over an accumulation window. Optimizer, clipping, saving and evaluation see nothing but masters.
 
     Args:
-        precisions (`Mapping[Phase, str]`): Per phase, as [`parse_precision`] or [`resolve`] give them. `int8` is
+        precisions (`Mapping[Phase, str]`): Per phase, as [`parse_precision`] or [`resolve`] give them. int8 is
             ignored here, see [`Int8Predict`].
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
             Predict can have a lower precision, and its probes then run under an autocast of their own.

@@ -365,12 +365,25 @@ def test_errors_name_the_argument_and_the_way_out(monkeypatch):
         Int8Predict(engine="bitsandbytes")
 
 
-def test_int8_probes(tmp_path, train_set):
-    pytest.importorskip("bitsandbytes")
+@pytest.mark.parametrize("word, engine", [("int8", "torch"), ("int8_bitsandbytes", "bitsandbytes")])
+def test_int8_probes(tmp_path, train_set, monkeypatch, word, engine):
+    products = 0
+    if engine == "bitsandbytes":
+        functional = pytest.importorskip("bitsandbytes.functional")
+        multiply = functional.int8_linear_matmul
+
+        def counted(*args):
+            nonlocal products
+            products += 1
+            return multiply(*args)
+
+        monkeypatch.setattr(functional, "int8_linear_matmul", counted)
     model = tiny_model(num_hidden_layers=2, hidden_size=256, intermediate_size=256)
-    options = {"weight_precision": "predict=int8", "probe_budget": 0.3, "leap_budget": 100.0}
+    options = {"weight_precision": f"predict={word}", "probe_budget": 0.3, "leap_budget": 100.0}
     trainer = HybridTrainer(model, hybrid_config(tmp_path, max_steps=24, **options), train_dataset=train_set)
     trainer.train()
+    assert [part.engine for part in trainer.parts if isinstance(part, Int8Predict)] == [engine]
+    assert (products > 0) == (engine == "bitsandbytes")
     summary = trainer.hybrid_summary()
     assert any(leap["verdict"] != "unprobed" for leap in summary["leaps"])
     assert all(type(module.weight) is torch.nn.Parameter for module in model.modules() if hasattr(module, "weight"))

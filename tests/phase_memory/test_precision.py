@@ -1,5 +1,7 @@
 """Precision by phase: what is read, what it comes to, and that working copies change no bit under autocast."""
 
+import sys
+
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
@@ -30,6 +32,7 @@ def by_phase(warmup, full, predict, correct):
         ("bf16", by_phase("bf16", "bf16", "bf16", "bf16")),
         ("full=bf16,correct=fp32,predict=int8", by_phase("auto", "bf16", "int8", "fp32")),
         (" BF16, predict = Int8 ", by_phase("bf16", "bf16", "int8", "bf16")),
+        ("predict=int8_bitsandbytes", by_phase("auto", "auto", "int8_bitsandbytes", "auto")),
     ],
 )
 def test_reads_what_people_write(text, expected):
@@ -44,10 +47,12 @@ def test_reads_what_people_write(text, expected):
             "ful=bf16",
             r"`ful` in `weight_precision=ful=bf16` is not a phase: choose .*Did you mean `full`\?",
         ),
-        ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8\.$"),
+        ("full=xyz", r"choose one of auto, fp32, fp16, bf16, int8, int8_bitsandbytes\.$"),
+        ("predict=int8_bnb", r"`int8_bnb` in .* is not a precision: .* int8_bitsandbytes\. Did you mean `int8`\?"),
         ("", "`` in `weight_precision=` is not a precision"),
         ("int8", "`int8` in `weight_precision=int8` is for forward-only probes: write `predict=int8`"),
         ("full=int8", "write `predict=int8`"),
+        ("full=int8_bitsandbytes", "forward-only probes: write `predict=int8_bitsandbytes`"),
         ("full=bf16,full=fp32", "a precision for `full` twice"),
         ("bf16,fp32", "for all phases twice"),
     ],
@@ -66,6 +71,7 @@ def test_refuses_what_it_cannot_read(text, message):
         ("bf16", {"weights": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
         ("bf16", {"weights": "fp32", "autocast": "bf16"}, (by_phase(*4 * ["bf16"]), "off")),
         ("predict=int8", {"weights": "fp32"}, (by_phase(*4 * ["fp32"]), "on")),
+        ("predict=int8_bitsandbytes", {"weights": "bf16"}, (by_phase(*4 * ["bf16"]), "on")),
         ("predict=fp16", {"weights": "fp32"}, (by_phase("fp32", "fp32", "fp16", "fp32"), "off")),
     ],
 )
@@ -86,10 +92,19 @@ def test_refuses_what_the_run_cannot_give(text, situation, message):
         resolve(parse_precision(text), **situation)
 
 
-def test_int8_needs_linear_layers():
+@pytest.mark.parametrize("word", ["int8", "int8_bitsandbytes"])
+def test_int8_needs_linear_layers(word):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    with pytest.raises(ValueError, match="`weight_precision`: `predict=int8` rounds the `nn.Linear` modules"):
-        precision_parts("predict=int8", model)
+    with pytest.raises(ValueError, match=f"`weight_precision`: `predict={word}` rounds the `nn.Linear` modules"):
+        precision_parts(f"predict={word}", model)
+
+
+def test_the_word_for_int8_names_the_engine(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    (plugin,) = precision_parts("predict=int8", tiny_model())  # ours needs torch alone
+    assert plugin.engine == "torch"
+    with pytest.raises(ImportError, match=r"`predict=int8_bitsandbytes` .*pip install .* write `predict=int8`"):
+        precision_parts("predict=int8_bitsandbytes", tiny_model())
 
 
 def test_plugins_only_where_something_changes():
