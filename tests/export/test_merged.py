@@ -62,6 +62,7 @@ def assert_within_rounding(found: torch.Tensor, wanted: torch.Tensor, bits: int 
     assert error < 3 * 2.0**-bits * scale
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_fresh_process_computes_what_the_adapters_compute(tmp_path, dtype):
     model = adapted(base_folder(tmp_path / "base", dtype))
