@@ -6,8 +6,10 @@ Importing this file is cheap: with `-n`, so does the process that hands out the 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 from pydoc_data import topics
@@ -55,6 +57,48 @@ def pytest_collection_modifyitems(items):
     """Begin with the slowest files, so that the processes end together."""
     rank = {str(HERE / name): number for number, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+# A test that starts a process says so, and an inner loop can leave it out (see CONTRIBUTING.md).
+
+STARTS_PROCESSES = ("processes", "simulated", "gpu")
+"""Markers, of which such a test has one."""
+_started: list[object] = []
+"""What the present test has called to start one."""
+_starters: set[tuple[str, str]] = set()
+"""Where a fixture is from, and its name, if it started one: it may last for several tests."""
+
+
+def _noting(start):
+    @functools.wraps(start)
+    def noted(*args, **kwargs):
+        _started.append(start)
+        return start(*args, **kwargs)
+
+    return noted
+
+
+os.fork, subprocess.Popen.__init__ = _noting(os.fork), _noting(subprocess.Popen.__init__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    before = len(_started)
+    try:
+        return (yield)
+    finally:
+        if len(_started) > before:
+            _starters.add((fixturedef.baseid, fixturedef.argname))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    result = yield
+    starts = any(name in item.fixturenames and item.nodeid.startswith(place) for place, name in _starters)
+    starts, _started[:] = starts or bool(_started), []
+    if starts and not any(map(item.get_closest_marker, STARTS_PROCESSES)):
+        pytest.fail("it starts processes: mark it with `@pytest.mark.processes`", pytrace=False)
+    return result
 
 
 def pytest_collection_finish(session):

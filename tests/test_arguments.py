@@ -15,6 +15,7 @@ from hf_hybrid.arguments import PRESETS
 PACKAGE = Path(__file__).parent.parent / "hf_hybrid"
 
 
+@pytest.mark.processes
 def test_help_is_complete_and_cheap():
     """The options alone need neither torch nor transformers, and argparse can print them."""
     code = (

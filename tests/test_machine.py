@@ -56,6 +56,7 @@ def results(folder, killed):
     return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in RUNS}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", RUNS)
 def test_both_processes_decide_alike_and_hold_the_same_weights(results, name):
     first, second = results[name]
@@ -64,6 +65,7 @@ def test_both_processes_decide_alike_and_hold_the_same_weights(results, name):
     assert first["digest"] == second["digest"]
 
 
+@pytest.mark.processes
 def test_the_runs_had_something_to_decide(results):
     base, whole, looked, unseen = (results[n][0]["decisions"] for n in ("base", "whole", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
@@ -73,6 +75,7 @@ def test_the_runs_had_something_to_decide(results):
     assert all(results[name][0]["decisions"]["leaps"] for name in ("muon", "lora", "iterable"))
 
 
+@pytest.mark.processes
 def test_two_processes_are_one_with_twice_the_batch(results, tmp_path):
     trainer = launched.build(tmp_path, per_device_train_batch_size=4, per_device_eval_batch_size=8)
     trainer.train()
@@ -84,6 +87,7 @@ def test_two_processes_are_one_with_twice_the_batch(results, tmp_path):
     assert steps[0] == steps[1] and len(steps[0]) >= 3
 
 
+@pytest.mark.processes
 def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(killed, results):
     ended, checkpoint = killed
     assert ended == [1, -signal.SIGKILL]
@@ -94,6 +98,7 @@ def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(killed, resul
     assert resumed["decisions"]["leaps"] == whole["decisions"]["leaps"]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_process_may_be_killed_without_leaps(tmp_path):
     assert together(2, lambda: launched.run(tmp_path, ("off_killed",))) == [1, -signal.SIGKILL]
@@ -102,6 +107,7 @@ def test_a_process_may_be_killed_without_leaps(tmp_path):
     assert resumed["digest"] == whole["digest"] and resumed["step"] == launched.STEPS
 
 
+@pytest.mark.processes
 def test_without_leaps_it_is_trainer_bit_for_bit(results):
     off, plain = results["off"][0], results["plain"][0]
     assert off["digest"] == plain["digest"] and off["losses"] == plain["losses"]
@@ -119,6 +125,7 @@ def test_a_launch_that_started_one_process_instead_of_two_warns(monkeypatch, cap
     assert ("the only process" in caplog.text) is warned
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", ROOT / "examples/01_quickstart.py"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import pytest
 
 from chaos import fuzz
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("draw, count", [(fuzz.constructions, 8), (fuzz.command_lines, 6)])
 def test_options_train_or_are_refused_by_name(draw, count):

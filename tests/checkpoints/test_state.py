@@ -88,12 +88,14 @@ def comparable(summary):
     return {key: value for key, value in summary.items() if key not in ("seconds_by_phase", "resumed")}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("phase", list(Phase))
 def test_kill_and_resume(phase, uninterrupted, tmp_path):
     summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
     assert comparable(resumed) == comparable(summary)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "phase", [pytest.param(p, marks=[] if p is Phase.PREDICT else pytest.mark.slow) for p in Phase]
 )

@@ -219,6 +219,7 @@ def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environ
     assert dict(environment) == before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "start",
     [
@@ -309,6 +310,7 @@ def test_help_is_ours_in_groups_and_complete(capsys):
     assert not missing
 
 
+@pytest.mark.processes
 def test_help_needs_neither_torch_nor_transformers(tmp_path):
     """Not timed here: what takes the time is importing them."""
     code = (
@@ -366,6 +368,7 @@ def test_a_tokenizer_needs_no_pad_token(folder, tmp_path, monkeypatch, special):
     assert json.loads(Path("out/gpt2/trainer_state.json").read_text())["global_step"] == 3
 
 
+@pytest.mark.processes
 def test_the_command_in_the_card_is_the_one_that_ran(folder, tmp_path):
     installed = tmp_path / "bin" / "hf-hybrid"
     installed.parent.mkdir()
@@ -422,6 +425,7 @@ def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeyp
     assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_are_launched(folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -434,6 +438,7 @@ def test_two_processes_are_launched(folder, monkeypatch):
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "ending, status",
     [
@@ -669,6 +674,7 @@ def test_configurations_by_size_are_valid(size, tmp_path):
 # Help.
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_help_is_instant(tmp_path):
     for arguments in (("--help",), ("train", "--help"), ("env", "--help")):

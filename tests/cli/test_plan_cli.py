@@ -32,6 +32,7 @@ def plan(*arguments) -> int:
     return main(["plan", *(str(argument) for argument in arguments)])
 
 
+@pytest.mark.processes
 def test_help_is_light():
     code = (
         "import sys\n"
@@ -47,6 +48,7 @@ def test_help_is_light():
     assert "plan " in shown and "--vram" in shown
 
 
+@pytest.mark.processes
 def test_python_m_runs_the_same():
     done = subprocess.run([sys.executable, "-m", "hf_hybrid", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("hf_hybrid ")

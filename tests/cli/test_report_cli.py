@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from rig.run_folders import hybrid_run
 
 from hf_hybrid.cli.main import main
@@ -24,6 +25,7 @@ def test_command(tmp_path, capsys, caplog, monkeypatch):
     assert "`output`" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_report_needs_neither_torch_nor_transformers(tmp_path):
     hybrid_run(tmp_path)
     code = (

@@ -243,6 +243,7 @@ def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys)
 # Real trainings.
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path):
     from test_cli import TEXTS, byte_tokenizer

@@ -74,6 +74,7 @@ def test_memory_policies(start):
     assert float(found["8bit"].split()[-1]) > 0
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
 def test_resume(start):
     out, status = start("04_resume", "--max_steps", 24)
@@ -154,6 +155,7 @@ def test_notebook(monkeypatch, tmp_path):
     assert namespace["trainer"].probe_dataset is None
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_default_run(name, tmp_path):

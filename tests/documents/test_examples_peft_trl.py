@@ -127,6 +127,7 @@ def test_help_lists_our_options_and_theirs(name, monkeypatch, capsys, tmp_path):
     assert all(option in text for option in ("--enable_predict", "--model_name_or_path", "--learning_rate", own[name]))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_default_run(name, tmp_path):

@@ -54,6 +54,7 @@ def test_help_lists_our_options(monkeypatch, capsys):
         assert option in shown
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_default_run(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}

@@ -35,7 +35,7 @@ if MODULE is None or not Path(MODULE, "dist", "index.js").is_file() or shutil.wh
     reason = "needs node and llama.cpp: `npm install node-llama-cpp`, then HYBRID_NODE_LLAMA_CPP=.../node_modules/"
     pytest.skip(f"{reason}node-llama-cpp", allow_module_level=True)
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 SCRIPT = Path(__file__).parents[1] / "rig" / "llama_cpp.mjs"
 TEXTS = ["the other thing,  and 12 more", "Grüße\n\n\tthe end<|end|>", " then, 😀 the", "def f(x):\n    return x"]

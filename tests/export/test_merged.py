@@ -62,36 +62,52 @@ def assert_within_rounding(found: torch.Tensor, wanted: torch.Tensor, bits: int 
     assert error < 3 * 2.0**-bits * scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_fresh_process_computes_what_the_adapters_compute(tmp_path, dtype):
-    model = adapted(base_folder(tmp_path / "base", dtype))
-    model.save_pretrained(tmp_path / "run")
-    result = exporter.export(tmp_path / "run", tmp_path / "merged", "merged", batches=batches(2))
-    kept = torch.float16 if dtype is torch.float16 else torch.bfloat16
-    assert result["dtype"] == str(kept)[6:] and result["caveat"] is None
-    written = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {tensor.dtype for tensor in written.values()} == {kept}
-    assert not any("lora" in name for name in written) and "lm_head.weight" not in written
-    assert not (tmp_path / "merged" / "adapter_config.json").exists()
-    script = (
-        "import json, sys, torch\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "talk = tokenizer.apply_chat_template([{'role': 'user', 'content': 'the'}], tokenize=False)\n"
-        "ids = torch.arange(40)[None] * 5\n"
-        "print(json.dumps([str(model.dtype), model(ids).logits.float().tolist(), talk,\n"
-        "    GenerationConfig.from_pretrained(sys.argv[1]).temperature, model.lm_head.weight is "
-        "model.model.embed_tokens.weight]))\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "merged")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FRESH = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+found, ids = {}, torch.arange(40)[None] * 5
+for name, folder in json.loads(sys.argv[1]).items():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    talk = tokenizer.apply_chat_template([{"role": "user", "content": "the"}], tokenize=False)
+    temperature = GenerationConfig.from_pretrained(folder).temperature
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    found[name] = [str(model.dtype), model(ids).logits.float().tolist(), talk, temperature, tied]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """By dtype of the base: the folder, the model with its adapters, the result, and what a fresh process finds."""
+    made, folders = {}, {}
+    for dtype in DTYPES:
+        folder = tmp_path_factory.mktemp("merged")
+        model = adapted(base_folder(folder / "base", dtype))
+        model.save_pretrained(folder / "run")
+        made[dtype] = folder, model, exporter.export(folder / "run", folder / "merged", "merged", batches=batches(2))
+        folders[str(dtype)] = str(folder / "merged")
+    command = [sys.executable, "-c", FRESH, json.dumps(folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    found_dtype, found, talk, temperature, tied = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {dtype: (*values, found[str(dtype)]) for dtype, values in made.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fresh_process_computes_what_the_adapters_compute(merged, dtype):
+    folder, model, result, (found_dtype, found, talk, temperature, tied) = merged[dtype]
+    kept = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    assert result["dtype"] == str(kept)[6:] and result["caveat"] is None
+    written = load_file(folder / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {kept}
+    assert not any("lora" in name for name in written) and "lm_head.weight" not in written
+    assert not (folder / "merged" / "adapter_config.json").exists()
     assert (found_dtype, talk, temperature, tied) == (str(kept), "user: the<|end|>", 0.25, True)
     wanted = logits(model.float())
     assert_within_rounding(torch.tensor(found), wanted)
-    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base")) - wanted).norm() > wanted.norm() / 10
+    assert (logits(AutoModelForCausalLM.from_pretrained(folder / "base")) - wanted).norm() > wanted.norm() / 10
 
 
 def test_the_sum_is_computed_in_fp32_and_rounded_once(tmp_path):

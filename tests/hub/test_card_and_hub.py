@@ -603,6 +603,7 @@ def scenario(tmp_path_factory) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.processes
 def test_what_was_pushed_loads_elsewhere(scenario):
     push = scenario["push"]
     assert push["equal"] and push["text"] == "A leap" and push["usage"] == "LlamaForCausalLM"
@@ -612,10 +613,12 @@ def test_what_was_pushed_loads_elsewhere(scenario):
     assert push["multipart"] and push["messages"][-1] == "End of training"
 
 
+@pytest.mark.processes
 def test_private_is_passed_on(scenario):
     assert scenario["push"]["private"] and scenario["push"]["create"]["visibility"] == "private"
 
 
+@pytest.mark.processes
 def test_every_push_holds_the_real_weights_of_its_step(scenario):
     push, streamed = scenario["push"], scenario["streamed"]
     assert push["weights"] == push["saved"] and len(push["weights"]) == 5
@@ -624,6 +627,7 @@ def test_every_push_holds_the_real_weights_of_its_step(scenario):
     assert streamed["weights"] == streamed["resident"] and len(streamed["weights"]) == 4 and streamed["equal"]
 
 
+@pytest.mark.processes
 def test_cards_of_the_way_say_that_the_training_goes_on(scenario):
     cards = dict(zip(scenario["push"]["messages"], scenario["push"]["cards"]))
     half = cards["Training in progress, step 12"]
@@ -634,6 +638,7 @@ def test_cards_of_the_way_say_that_the_training_goes_on(scenario):
     assert fields["license"] == "apache-2.0" and fields["model-index"][0]["results"]
 
 
+@pytest.mark.processes
 def test_shards_load_and_the_model_carries_the_tags(scenario):
     sharded = scenario["sharded"]
     assert sum(name.startswith("model-0000") for name in sharded["files"]) > 1
@@ -641,6 +646,7 @@ def test_shards_load_and_the_model_carries_the_tags(scenario):
     assert sharded["equal"] and "hf-hybrid" in sharded["tags"]
 
 
+@pytest.mark.processes
 def test_adapter_is_pushed_with_its_base_and_licence(scenario):
     card, fields = scenario["adapter"]["card"], metadata_of(scenario["adapter"]["card"])
     assert card_errors(card) == [] and scenario["adapter"]["usage"] == "PeftModelForCausalLM"
@@ -649,6 +655,7 @@ def test_adapter_is_pushed_with_its_base_and_licence(scenario):
     assert "adapter_model.safetensors" in scenario["adapter"]["files"]
 
 
+@pytest.mark.processes
 def test_failed_pushes_lose_nothing_and_say_so(scenario):
     failing = scenario["failing"]
     assert failing["steps"] == 20 and failing["equal"] and failing["on_server"] == [".gitattributes"]
@@ -659,6 +666,7 @@ def test_failed_pushes_lose_nothing_and_say_so(scenario):
     assert failing["again"]
 
 
+@pytest.mark.processes
 def test_token_in_the_arguments_is_warned_of(scenario):
     warned = [message for message in scenario["failing"]["background"] if "`hub_token` is part" in message]
     assert len(warned) == 1 and scenario["failing"]["token_in_arguments"], (
@@ -666,6 +674,7 @@ def test_token_in_the_arguments_is_warned_of(scenario):
     )
 
 
+@pytest.mark.processes
 def test_example_pushes_a_card_with_its_baseline(scenario):
     card = scenario["example"]["card"]
     assert card_errors(card) == [] and scenario["example"]["usage"] == "LlamaForCausalLM"

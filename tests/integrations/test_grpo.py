@@ -422,6 +422,7 @@ def child(trainer: str, folder: Path, *launcher: str, **options) -> subprocess.P
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_generation_batch(tmp_path):
     """Killed at the first checkpoint that is not at the begin of a generation batch, and again later."""
@@ -447,6 +448,7 @@ def test_killed_in_the_middle_of_a_generation_batch(tmp_path):
     assert json.loads((tmp_path / "killed" / "summary.json").read_text())["rows"] == 16 * 8
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo"])
 @pytest.mark.parametrize("share", [0.7, 1.0])
@@ -461,6 +463,7 @@ def test_two_processes(loss_type, share, tmp_path):
     assert found["processes"] == 2 and found["rows_skipped"] > 0
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_resume_in_the_middle_of_a_generation_batch(tmp_path):
     """Each process has completions of its own."""

@@ -12,7 +12,7 @@ from rig.processes import together
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("trl")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 from rig import rollouts  # noqa: E402
 from test_trl import PHASES, dpo, sft  # noqa: E402

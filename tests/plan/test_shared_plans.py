@@ -92,11 +92,13 @@ def others(tmp_path_factory):
     return measured(tmp_path_factory.mktemp("others"), SLOW_RUNS)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in SLOW_RUNS])
 def test_each_process_holds_what_was_planned(some, name):
     check_plan(name, some[name])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_RUNS)
 def test_each_process_holds_what_was_planned_with_other_options(others, name):

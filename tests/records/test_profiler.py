@@ -117,6 +117,7 @@ class Ballast(TrainerCallback):
             self.tensor = torch.ones(48 * MIB // 4)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc to give memory back")
 def test_what_nobody_counts_is_shown_as_unexplained(tmp_path):
     def train():
@@ -282,6 +283,7 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_killed_run_keeps_every_step(tmp_path):
     ended = forked(lambda: plain(tmp_path, MemoryProfilerCallback(), Kill(), max_steps=30).train())
     assert ended == -signal.SIGKILL

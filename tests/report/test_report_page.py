@@ -147,6 +147,7 @@ def test_long_runs_are_drawn(tmp_path):
     assert (tmp_path / "report" / "report.html").stat().st_size < 3_000_000
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [1280, 400])

@@ -128,11 +128,13 @@ def check_that_it_is_one_run(launched: Runs, name: str, alone) -> None:
     check_that_it_ends_alike(launched.weights(name), expected, atol=atol)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_are_one_with_their_batches_together(two, alone, name):
     check_that_it_is_one_run(two, name, alone)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_three_processes_are_one_with_their_batches_together(three, alone, name):
@@ -140,6 +142,7 @@ def test_three_processes_are_one_with_their_batches_together(three, alone, name)
     check_that_it_is_one_run(three, name, alone)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("name", SLOW_RUNS)
@@ -147,6 +150,7 @@ def test_more_options_on_several_processes(request, alone, processes, name):
     check_that_it_is_one_run(request.getfixturevalue({2: "slow_two", 3: "slow_three"}[processes]), name, alone)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_launcher_says_how_to_shard(tmp_path, alone):
     """By the file that the docs name, in place of the option `fsdp`."""
@@ -163,6 +167,7 @@ def test_a_launcher_says_how_to_shard(tmp_path, alone):
     check_that_it_ends_alike(load_file(tmp_path / "2" / "base" / "weights.safetensors"), expected, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_the_runs_had_something_to_decide(two):
     base, looked, unseen = (two.decisions(name) for name in ("base", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
@@ -172,6 +177,7 @@ def test_the_runs_had_something_to_decide(two):
     assert two.decisions("rescued")["learning_rate_scale"] > 1.5
 
 
+@pytest.mark.processes
 def test_adapters_spread_over_processes_have_the_rate_of_their_shape(two):
     assert two.decisions("rescued_lora")["learning_rate_scale"] == pytest.approx(MAX_ADAPTER_RATE / 5e-5)
 
@@ -187,6 +193,7 @@ def check_bytes(launched: Runs) -> None:
     assert sent == pytest.approx(expected, rel=0.03 if 32 % count else 0)
 
 
+@pytest.mark.processes
 def test_leaps_may_not_send_more_than_their_budget(two):
     """Under bf16 a step sends half of the bytes, and a leap sends as many as before."""
     hidden = sum(matrix.numel() for matrix in split_parameters(tiny_model())[0].values())
@@ -196,10 +203,12 @@ def test_leaps_may_not_send_more_than_their_budget(two):
     assert decisions["leap_cost_steps"] == pytest.approx(leap / step * (len(decisions["leaps"]) + 1))
 
 
+@pytest.mark.processes
 def test_leaps_send_as_many_bytes_as_the_docs_say(two):
     check_bytes(two)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_leaps_of_three_processes_send_as_many_bytes_as_the_docs_say(three):
     check_bytes(three)
@@ -214,6 +223,7 @@ def check_that_it_ends_alike(found: dict, expected: dict, atol: float = 0.0) -> 
 # Resuming. A run ends at the same weights bit for bit on as many processes as before, else up to rounding.
 
 
+@pytest.mark.processes
 def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(two):
     resumed, whole = two.decisions(f"resumed_{DEATH}"), two.decisions("adamw_whole")
     assert resumed["resumed"]["restored"] is not None and len(whole["leaps"]) >= 3
@@ -221,12 +231,14 @@ def test_a_run_whose_process_was_killed_ends_like_one_that_was_not(two):
     check_that_it_ends_alike(two.weights(f"resumed_{DEATH}"), two.weights("adamw_whole"))
 
 
+@pytest.mark.processes
 def test_a_run_of_one_process_goes_on_under_fsdp2(two, alone):
     _, expected = alone("adamw_whole")
     assert two.decisions("adamw_from_1")["resumed"]["restored"]["open_leap"]
     check_that_it_ends_alike(two.weights("adamw_from_1"), expected, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_a_run_under_fsdp2_goes_on_in_one_process(two, alone, tmp_path):
     summary, expected = alone("adamw_whole")
     trainer = launched_fsdp2.train(tmp_path, "adamw_whole", resume=two.folder / f"killed_{DEATH}")
@@ -234,6 +246,7 @@ def test_a_run_under_fsdp2_goes_on_in_one_process(two, alone, tmp_path):
     assert trainer.hybrid_summary()["leaps_by_verdict"] == summary["decisions"]["leaps_by_verdict"]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_process_may_be_killed_in_any_phase(two):
     phases, folder = set(), two.folder.parent
@@ -248,6 +261,7 @@ def test_a_process_may_be_killed_in_any_phase(two):
         check_that_it_ends_alike(resumed.weights(f"resumed_{step}"), two.weights("adamw_whole"))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_process_may_be_killed_without_leaps(tmp_path):
     kill(tmp_path, "plain")
@@ -273,6 +287,7 @@ def resumed(tmp_path_factory):
     return weights
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
 @pytest.mark.parametrize("kind", launched_fsdp2.SAVED_RUNS)

@@ -14,6 +14,7 @@ from simulated_gpu.results import TESTS, python_path
 from simulated_gpu.run_module import UNAVAILABLE
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.simulated
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.simulated
 PROGRAM = """
 import json, sys
 sys.path[:0] = [sys.argv[1]]

@@ -10,6 +10,7 @@ import pytest
 from simulated_gpu.results import Results
 from simulated_gpu.scenarios import SCENARIOS, SLOW, places
 
+pytestmark = pytest.mark.simulated
 SMALL_CHANGE = 64
 """Bytes on the device that a process may keep: placeholders and scalars."""
 
