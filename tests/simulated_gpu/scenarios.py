@@ -46,6 +46,8 @@ LEAPS = {
     "leap_worth": 10.0,
     "leap_budget": 1.0,
 }
+A_LEAP = {**LEAPS, "max_steps": 8}
+"""Until the first leap has been judged, and two steps more."""
 STREAM = {"memory": "stream", "resident_layers": 0}
 STREAMED = ("memory", "resident_layers", "accumulation_walk", "stream_embeddings", "prefetch_layers")
 
@@ -374,22 +376,22 @@ training("saves_lora_int8", **STREAM, lora=True, base_precision="int8", save_str
 
 ALONG_GRADIENTS = {"direction": "gradient_memory"}
 
-training("leaps", **STREAM, **LEAPS, distinct=4)
+training("leaps", **STREAM, **A_LEAP, distinct=4)
 training("leaps_by_micro_batch", **STREAM, **LEAPS, accumulation_walk="micro_batch")
 training("leaps_host_buffers", **STREAM, **LEAPS, buffers_device="cpu")
-training("leaps_eight_bit", **STREAM, **LEAPS, optimizer_states="8bit")
+training("leaps_eight_bit", **STREAM, **A_LEAP, optimizer_states="8bit")
 training("leaps_bf16", **STREAM, **LEAPS, **ALONG_GRADIENTS, bf16=True,
          expect=AS_RESIDENT | {"tolerance": 1e-3})  # fmt: skip
 training("leaps_ends_streamed", **STREAM, **LEAPS, stream_embeddings=True, tied=False)
 training("leaps_probed", **STREAM, **LEAPS, distinct=4, probe_budget=1.0)
 training("leaps_undone", **STREAM, **LEAPS, probe_budget=1.0, leap_gain=300.0, expect={"tolerance": 1e-5})
-training("leaps_deeper", **STREAM, **LEAPS, distinct=4, architecture={"layers": 5})
+training("leaps_deeper", **STREAM, **A_LEAP, distinct=4, architecture={"layers": 5})
 training("leaps_probed_deeper", **STREAM, **LEAPS, distinct=4, probe_budget=1.0, architecture={"layers": 5})
-training("leaps_and_saves", **STREAM, **LEAPS, save_strategy="steps", save_steps=1)
+training("leaps_and_saves", **STREAM, **A_LEAP, save_strategy="steps", save_steps=1)
 training("leaps_planned", **STREAM, **LEAPS, planner="dynamics")
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
 training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
-training("resident_leaps", **LEAPS)
+training("resident_leaps", **A_LEAP)
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
 training("resident_leaps_undone", **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, leap_gain=300.0,
@@ -406,7 +408,7 @@ training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
 training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
          expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
-training("states_dropped", **LEAPS, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
+training("states_dropped", **A_LEAP, direction="none", predict_states="drop", expect={"tolerance": 1e-4})
 training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
 
@@ -457,7 +459,7 @@ for _name, _options in {
     "in_predict": {"after": False, "predict_states": "host"},
     "on_the_way_home": {"after": True, "predict_states": "pinned"},
 }.items():
-    _options = {**LEAPS, **ALONG_GRADIENTS, **_options}
+    _options = {**A_LEAP, **ALONG_GRADIENTS, **_options}
     SCENARIOS[f"interrupted_{_name}"] = Scenario(partial(interrupted, **_options), keeps_model=True)
 
 
@@ -502,7 +504,7 @@ def int8_probes_registered(place: Place) -> dict[str, Tensor]:
 def registered(place: Place) -> dict[str, Tensor]:
     """Host buffers are large enough to be registered with the driver."""
     with patched(vars(machine), "SMALL", 0):
-        return train(place, **STREAM, **LEAPS, save_strategy="steps", save_steps=4)
+        return train(place, **STREAM, **A_LEAP, save_strategy="steps", save_steps=4)
 
 
 @scenario()
@@ -526,10 +528,10 @@ def registration_refused(place: Place) -> dict[str, Tensor]:
 @scenario()
 def resumed(place: Place) -> dict[str, Tensor]:
     """Four steps, two of them after a resume, are those of one run."""
-    first = trainer_of(place, model(), **STREAM, **LEAPS, save_strategy="steps", save_steps=5)
+    first = trainer_of(place, model(), **STREAM, **A_LEAP, save_strategy="steps", save_steps=5)
     with place.watched():
         first.train()
-    second = trainer_of(place, model(), **STREAM, **LEAPS)
+    second = trainer_of(place, model(), **STREAM, **A_LEAP)
     with place.counted(second):
         second.train(resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-5"))
     place.facts["as_without"] = largest_difference(weights_of(first), weights_of(second))
@@ -771,7 +773,7 @@ def profiled(place: Place) -> dict[str, Tensor]:
     """The profiler reads allocator, driver and host, and keeps the history of allocations."""
     with place.driver():
         weights = train(
-            place, **STREAM, **LEAPS, callbacks=[MemoryProfilerCallback(account_every=1, memory_history=True)]
+            place, **STREAM, **A_LEAP, callbacks=[MemoryProfilerCallback(account_every=1, memory_history=True)]
         )
     profile = next(place.folder.rglob("profile"))
     place.facts["records"] = [json.loads(line) for line in (profile / "steps.jsonl").read_text().splitlines()]
@@ -782,7 +784,7 @@ def profiled(place: Place) -> dict[str, Tensor]:
 def told(place: Place) -> dict[str, Tensor]:
     """What profiler and card say of a device."""
     profiler = MemoryProfilerCallback()
-    trainer = trainer_of(place, model(), **STREAM, **LEAPS, callbacks=[profiler])
+    trainer = trainer_of(place, model(), **STREAM, **A_LEAP, callbacks=[profiler])
     with place.counted(trainer):
         trainer.train()
     trainer.create_model_card()
@@ -824,7 +826,7 @@ def guarded(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True)
 def with_a_bar(place: Place) -> dict[str, Tensor]:
     """The progress bar shows the device's memory."""
-    return train(place, disable_tqdm=False, **LEAPS, **ALONG_GRADIENTS)
+    return train(place, disable_tqdm=False, **A_LEAP, **ALONG_GRADIENTS)
 
 
 @scenario()
@@ -851,7 +853,7 @@ def sft(place: Place, **options) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
-SCENARIOS["sft"] = Scenario(partial(sft, **LEAPS, **ALONG_GRADIENTS), keeps_model=True, tolerance=1e-5)
+SCENARIOS["sft"] = Scenario(partial(sft, **A_LEAP, **ALONG_GRADIENTS), keeps_model=True, tolerance=1e-5)
 SCENARIOS["sft_streamed"] = Scenario(partial(sft, **STREAM, **LEAPS))
 
 
@@ -863,7 +865,7 @@ def dpo(place: Place) -> dict[str, Tensor]:
     from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
     pairs = [{"prompt": f"Say {n}.", "chosen": f" It is {n}.", "rejected": " No."} for n in range(32)]
-    options = {**LEAPS, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3, "probe_budget": 1.0}
+    options = {**A_LEAP, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3, "probe_budget": 1.0}
     trainer = HybridDPOTrainer(
         model(vocab_size=320), ref_model=model(vocab_size=320), args=place.config(HybridDPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=tokenizer(),
