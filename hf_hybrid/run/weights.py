@@ -350,7 +350,7 @@ class InPlace:
 
 class Gathered(InPlace):
     """
-    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered. A leap is written into the shards.
+    The [`WeightStore`] of FSDP2, whose modules compute with weights that they gathered. Leaps are written into shards.
 
     Args:
         model (`torch.nn.Module`): The sharded model.
