@@ -455,11 +455,11 @@ class HybridTrainerMixin(PublishingMixin):
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.has_phases and self.run.listens("before_forward", "after_backward")
         self.run.begin()
-        if self._resumed_from is not None:
-            self._resumed = state.restore(self, self._resumed_from)
+        report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
         if not self.has_phases:
             return
-        if self._resumed is not None:
+        if report is not None:
+            self._resumed = report
             state.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:

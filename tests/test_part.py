@@ -54,3 +54,12 @@ def test_parts_are_called_in_order_and_keep_their_state(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     state = json.loads((tmp_path / "checkpoint-10" / "hybrid_state.json").read_text())
     assert resumed.restored == state["parts"]["first"]["count"] > 0
+
+
+def test_a_part_that_has_the_name_of_one_of_the_packages_is_refused(tmp_path):
+    class Monitor(Part):
+        name = "monitor"
+
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(40), parts=[Monitor()])
+    with pytest.raises(ValueError, match="Two parts are named `monitor`. Give each its own `name`"):
+        trainer.train()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from accelerate import skip_first_batches
 
-from hf_hybrid.part import Part, Phase, RealStep, Step, listening, name_of
+from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
@@ -158,7 +158,8 @@ class Run:
     # The course of a run.
 
     def begin(self) -> None:
-        """Begin all parts."""
+        """Begin all parts. Raises `ValueError` if two have one name."""
+        check_parts(self.parts)
         self.call("begin", self)
 
     def begin_step(
