@@ -167,7 +167,7 @@ class Int8Predict(Part):
             That needs [`probe_losses`] around what evaluates a probe's batch; without it `"auto"` never uses int8.
         engine (`str`): `"torch"` expands each matrix to the dtype of the computation while it is used: only the weights
             are rounded. `"bitsandbytes"` multiplies int8 by int8, so the inputs of every layer are rounded as well:
-            for hardware with fast int8 units; noisier by an order of magnitude.
+            faster where int8 units are, and noisier. Option: `weight_precision="predict=int8_bitsandbytes"`.
         offload_master (`bool`): Park the weights in host memory during the probe; without it int8 comes on top of them.
         min_features (`int`): Matrices narrower than this on either side stay as they are.
         noise_limit (`float`): Added variance below which `"auto"` uses int8, relative to the probe's own.
