@@ -149,16 +149,14 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
         in_step (`bool`): Whether the next step was under way, with its batches fetched.
     """
     written = temporary(folder)
-    paths = sorted(path for path in written.rglob("*") if path.is_file())
+    paths = sorted(written.rglob("*"))  # with folders in it, which are flushed too
     with ThreadPoolExecutor(THREADS) as waiting:
         flushed = [waiting.submit(_flush, path) for path in paths]
-        files = _facts(written, paths)
+        files = _facts(written, [path for path in paths if path.is_file()])
         for work in flushed:
             work.result()
     values: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": start.run}
     values |= {"model": start.model, "files": files}
-    for inner in {path.parent for path in paths}:
-        _flush(inner)
     write_json(written / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
     settle(folder.parent)
 
@@ -192,10 +190,12 @@ def _put_in_place(sealed: Path, folder: Path) -> None:
     A folder of this name is there at every moment: a job that is restarted after a kill looks for one, and begins anew
     if it sees none.
     """
-    for entries in (sealed, sealed.parent, folder.parent):
-        _flush(entries)
-    for path in (folder / MANIFEST_NAME, *folder.iterdir()) if folder.is_dir() else ():
-        _delete(path)
+    _flush(sealed)
+    if folder.is_dir():
+        _flush(sealed.parent)
+        _flush(folder.parent)
+        for path in (folder / MANIFEST_NAME, *folder.iterdir()):
+            _delete(path)
     try:
         os.replace(sealed, folder)  # an empty folder is replaced in one stroke
     except OSError:  # not on Windows, nor where the name is a link; and some mounted buckets rename no folders
