@@ -46,7 +46,7 @@ class DieInPredict(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         saved = json.loads((checkpoint / "hybrid_state.json").read_text(encoding="utf-8"))
-        if saved["run"]["controller"]["phase"] == "predict":
+        if saved["parts"]["leaps"]["controller"]["phase"] == "predict":
             print(
                 f"step {state.global_step}: checkpoint written, the next step belongs to Predict: SIGKILL", flush=True
             )

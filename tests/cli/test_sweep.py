@@ -161,6 +161,7 @@ def test_values_are_read_as_train_reads_them(config):
 # What becomes of the trials.
 
 
+@pytest.mark.processes
 def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, capsys):
     assert start(config, "--learning_rate", "1e-5..10", "--trials", "7") == 0
     folder, said = config.parent / "out-sweep", capsys.readouterr().out
@@ -177,6 +178,7 @@ def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, 
     assert len(list(folder.glob("trial-*/model.safetensors"))) == 1  # the best one's
 
 
+@pytest.mark.processes
 def test_several_parameters_are_tried_together_and_more_trials_go_on(config, made_up, capsys):
     words = ["--learning_rate", "9e-4..1.1e-3", "--param", "lora_r=4,8", "--trials"]
     assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
@@ -187,6 +189,7 @@ def test_several_parameters_are_tried_together_and_more_trials_go_on(config, mad
     assert {name: written[name] for name in found[0]} in found
 
 
+@pytest.mark.processes
 def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, capsys):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials"]
     assert start(config, *words, "2") == 0
@@ -198,6 +201,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(config, made_up, ca
     assert "holds a sweep with other options or other values" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
     assert start(config, *words) == 0
@@ -214,6 +218,7 @@ def test_an_interrupted_trial_goes_on_as_the_same_trial(config, made_up, capsys,
     assert "--resume_from_checkpoint" not in (folder / "trial-001" / "output.txt").read_text()
 
 
+@pytest.mark.processes
 def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
     words = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"]
     folder = config.parent / "out-sweep"
@@ -224,6 +229,7 @@ def test_a_trial_that_somebody_works_on_is_left_alone(config, made_up):
     assert study_in(folder).trials[begun.number].state == TrialState.RUNNING
 
 
+@pytest.mark.processes
 def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
     assert start(config, "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4", "--processes", "2") == 0
     found = study_in(config.parent / "out-sweep").trials
@@ -233,6 +239,7 @@ def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
     assert int(written["env"]["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.processes
 def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys):
     assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
     said = capsys.readouterr()

@@ -236,6 +236,7 @@ def test_streamed_4_bit_base_equals_the_resident_one(base_folder, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.processes
 def test_loaders_with_persistent_workers_are_not_mixed_up(tmp_path):
     """`Trainer` keeps one evaluation loader for all data sets then; probes must not be it, nor take it for theirs."""
     held_out, evaluation = ByteText(6, offset=500), ByteText(10, offset=600)

@@ -100,7 +100,13 @@ def trained(trainer_class, args, data):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW), id=kind) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(
+            kind, marks=[pytest.mark.slow] * (kind in SLOW) + [pytest.mark.processes] * (kind == "workers"), id=kind
+        )
+        for kind in KINDS
+    ],
 )
 def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
     data, options = KINDS[kind]
