@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import ByteText, hybrid_config, tiny_model
 
 from hf_hybrid import HybridTrainer, Part
