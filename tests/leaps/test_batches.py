@@ -99,15 +99,11 @@ def trained(trainer_class, args, data):
     return trainer, seen
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            kind, marks=[pytest.mark.slow] * (kind in SLOW) + [pytest.mark.processes] * (kind == "workers"), id=kind
-        )
-        for kind in KINDS
-    ],
-)
+def marks(kind):
+    return [pytest.mark.slow] * (kind in SLOW) + [pytest.mark.processes] * (kind == "workers")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks(kind), id=kind) for kind in KINDS])
 def test_batches_and_steps_are_those_of_plain_trainer(kind, tmp_path):
     data, options = KINDS[kind]
     options = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "logging_steps": 5, **options}
