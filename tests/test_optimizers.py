@@ -319,7 +319,17 @@ def test_sharding_is_refused_without_leaps_too(name, monkeypatch):
     from hf_hybrid.config import check_training_arguments
 
     monkeypatch.setattr("hf_hybrid.config.computes_on_cpu", lambda args: False)
-    args = SimpleNamespace(**{"fp16": False, "deepspeed": None, "fsdp": None, "optim": "muon", name: "full"})
+    args = SimpleNamespace(
+        **{
+            "fp16": False,
+            "deepspeed": None,
+            "fsdp": None,
+            "parallelism_config": None,
+            "fsdp_plugin_args": None,
+            "optim": "muon",
+            name: "full",
+        }
+    )
     with pytest.raises(ValueError, match=f"`{name}` cannot be combined with `optim=muon`: .* Use FSDP2"):
         check_training_arguments(args, HybridArguments(enable_predict=False))
 
