@@ -249,7 +249,7 @@ class Run:
         self._ended = self.summary()
         self.set_parts(())
         self.model = self.optimizer = self.weights = self.feed = self.phase = self.last_phase = None
-        self.step, self.has_phases, self.warmup, self.later = Step(self.steps_done), False, None, []
+        self.step, self.has_phases, self.warmup, self.rate, self.later = Step(self.steps_done), False, None, None, []
 
     # Reports.
 

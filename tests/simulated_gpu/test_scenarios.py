@@ -213,11 +213,6 @@ ONLY_ELSEWHERE = {
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",
-    "export/formats.py: _check_rows(model)": "tests/export, on a CPU",
-    "export/formats.py: if name == 'nf4' and device().type == 'cpu'": "tests/export",
-    "export/formats.py: return torch.accelerator.current_accelerator(check_available=True) or torch.device('cpu')": (
-        "tests/export, on a CPU"
-    ),
     "machine.py: return asked or not torch.accelerator.is_available()": "FSDP, which tests/test_machine.py asks for",
     "plan/step_memory.py: pinned = self.setup.cpu_offload and self.per.on_gpu": "tests/plan/test_shared_plans.py",
     "plan/setups.py: if self.vram is None or self.accelerator != 'cuda'": "`hf-hybrid plan`, which needs no device",
