@@ -391,9 +391,7 @@ training("leaps_and_saves", **STREAM, **A_LEAP, save_strategy="steps", save_step
 training("leaps_planned", **STREAM, **LEAPS, planner="dynamics")
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
 training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
-training(
-    "rescued_rate_without_leaps", **STREAM, **LEAPS, lr_rescue="on", direction="auto", optim="sgd", buffers_device="cpu"
-)
+training("rescued_rate_without_leaps", **LEAPS, lr_rescue="on", direction="auto", optim="sgd")
 training("resident_leaps", **A_LEAP)
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
