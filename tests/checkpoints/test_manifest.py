@@ -334,15 +334,20 @@ class FullDisk(TrainerCallback):
 
 @pytest.fixture
 def size_limit():
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    """Lifts the limit: by a call before pytest writes the outcome, and otherwise at the end."""
+
+    def lift():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    yield lift
+    lift()
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_limit, finished):
     trainer = build(tmp_path, callbacks=[FullDisk("on_step_end", 50_000)])
     with pytest.raises(OSError, match=r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*checkpoint-2`"):
         trainer.train()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    size_limit()
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
     assert not list(tmp_path.glob("_*"))
     trainer._save_checkpoint(trainer.model, None)  # now that there is space
@@ -356,6 +361,7 @@ def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_
 def test_a_full_disk_at_the_end_does_not_fail_a_finished_run(tmp_path, size_limit, caplog):
     trainer = build(tmp_path, enable_predict=True, save_strategy="no", callbacks=[FullDisk("on_train_end", 10)])
     trainer.train()
+    size_limit()
     assert trainer.state.global_step == 6 and trainer.hybrid_summary()["steps"] == 6
     assert "hybrid_summary.json` could not be written, and training goes on without it" in caplog.text
 
