@@ -1,0 +1,1 @@
+"""Rows that share: a batch as a prefix tree, attention along its paths, and the part that lays windows out so."""

@@ -1,0 +1,336 @@
+"""
+The rows of a batch as a prefix tree: nothing is padded, and no beginning that rows share is computed twice.
+
+    rows          s s s s a a a            s: a system prompt, a b c: turns
+                  s s s s b b .    -->     s s s s a a a b b c c c c      one flat row; positions restart at a branch
+                  s s s s c c c c
+
+In a causal transformer a hidden state depends on the tokens before it and on nothing else. So rows that begin alike
+have the same hidden states there, whatever follows and whatever their labels are. A [`Tree`] computes each of them
+once. It holds three things:
+
+- **Segments**, the pieces between two branches. A segment sees the segments on its path from the root, whole, and
+  itself causally (attention.py). A token keeps the position that it has in its row, so positions restart at a branch.
+- **Slots**: where each token of each row is computed. Slots are numbered through the flat row.
+- **Targets**: the pairs of a slot and the token that a row predicts there. Where a branch begins, one slot has several
+  targets. Where rows repeat each other, several rows read the same target, and each counts.
+
+What predicts nothing is left out: padding, the last token of a row, what stands behind a row's last label, and rows
+without labels.
+
+**How the tree is built.** The rows are sorted, so that rows which begin alike are neighbours. They enter the tree one
+after the other, and only the path of the row before is open. A new row follows it as far as both agree, splits the
+segment where they part, and hangs the rest of itself below. Sharing fewer than `LEAST` tokens is not worth a segment:
+the row then branches off where the segment before began.
+
+**How rows are divided.** The rows of an accumulation window may be computed in any of its micro-batches, because the
+gradients of all are added. [`divide`] fills micro-batches with rows in sorted order. What counts is the memory that a
+micro-batch takes: that of its tokens, and a little for the keys and values that segments gather along their paths.
+
+The same idea without sharing is known as packing without padding. With sharing it is "tree training"
+(https://arxiv.org/abs/2511.00413), and "prefix sharing" for preference pairs (https://arxiv.org/abs/2410.20305).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a token that nobody has to predict."""
+LEAST = 8
+"""Fewer shared tokens are not worth a segment of their own."""
+KEY_SHARE = 1 / 16
+"""
+Memory that a gathered key and value take, as a share of what a token takes: 2 of about 34 tensors of its width that a
+decoder layer keeps for the backward pass.
+"""
+
+
+class Row(NamedTuple):
+    """
+    One row of a batch. Rows sort by what they begin with.
+
+    Attributes:
+        position (`int`): Of its first token.
+        ids (`list[int]`): Its tokens, up to the last one that is predicted.
+        first (`int`): Column of its first token; what stands before it is padding.
+        batch, number (`int`): The batch it comes from, and its number there.
+        labels (`int`): How many of its tokens are predicted.
+    """
+
+    position: int
+    ids: list[int]
+    first: int
+    batch: int
+    number: int
+    labels: int
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens that are computed: the last one predicts nothing."""
+        return self.ids[:-1]
+
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Tokens, mask and labels as a model gets them, each `[batch, length]`."""
+
+
+class Batch(NamedTuple):
+    """
+    A padded batch, on the host.
+
+    Attributes:
+        ids (`Tensor`): Tokens, `[batch, length]`, padded on either side.
+        mask (`Tensor`): 1 where there is a token, 0 where there is padding.
+        labels (`Tensor`): The tokens that are to be predicted, `IGNORED` elsewhere.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens without padding."""
+        return int(self.mask.sum())
+
+    @property
+    def predicted(self) -> Tensor:
+        """Which tokens predict a label: `[batch, length - 1]`, as each predicts the one behind it."""
+        return self.labels[:, 1:] != IGNORED
+
+    def rows(self, number: int = 0, *, counts_mask: bool = False) -> list[Row] | None:
+        """
+        Return the rows with labels, as those of batch `number`.
+
+        A token's position is its column, or where `counts_mask`, its place among the tokens of its row. `None` if a row
+        has a hole in its mask, or predicts a label from padding: it has no place in a tree.
+        """
+        if (self.predicted & (self.mask[:, :-1] == 0)).any():
+            return None
+        columns = torch.arange(1, self.ids.shape[1])
+        ends = (columns * self.predicted).amax(1).tolist() if len(columns) else [0] * len(self.ids)
+        begins, labels = self.mask.argmax(1).tolist(), self.predicted.sum(1).tolist()
+        found = []
+        for row, (begin, end, ids) in enumerate(zip(begins, ends, self.ids.tolist(), strict=True)):
+            if not end:
+                continue
+            if not self.mask[row, begin:end].all():
+                return None
+            position = 0 if counts_mask else begin
+            found.append(Row(position, ids[begin : end + 1], begin, number, row, labels[row]))
+        return found
+
+
+def on_host(batches: Sequence[Rows]) -> list[Batch]:
+    """Copy batches to the host, in one transfer."""
+    if not batches:
+        return []
+    stacked = [torch.stack([tensor.long() for tensor in batch]) for batch in batches]
+    flat = torch.cat([tensor.flatten() for tensor in stacked]).cpu()
+    parts = flat.split([tensor.numel() for tensor in stacked])
+    return [Batch(*part.view(tensor.shape)) for tensor, part in zip(stacked, parts, strict=True)]
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """Return the length of the beginning that two lists have in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # slices compare in C
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass
+class _Node:
+    """A segment while the tree grows: slots `[slot, slot + stop - start)` for the tokens `[start, stop)` of its rows."""
+
+    slot: int
+    start: int
+    stop: int
+    parent: _Node | None
+
+
+class Segment(NamedTuple):
+    """
+    Tokens between two branches. Plain numbers, so that it can go through a model as an argument.
+
+    Attributes:
+        begin, end (`int`): Its slots.
+        path (`tuple[tuple[int, int], ...]`): Slots of its ancestors, from the root on.
+    """
+
+    begin: int
+    end: int
+    path: tuple[tuple[int, int], ...]
+
+    @property
+    def keys(self) -> int:
+        """Number of tokens that its last token sees."""
+        return self.end - self.begin + sum(end - begin for begin, end in self.path)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that its attention computes; causal halves are counted whole."""
+        return (self.end - self.begin) * self.keys
+
+
+@dataclass
+class Tree:
+    """
+    Rows that are computed together.
+
+    Attributes:
+        rows (`list[Row]`): In sorted order.
+        ids, positions (`list[int]`): Token and position of each slot.
+        spans (`list[list[tuple[int, int]]]`): Of each row, the slots of its tokens in order.
+        memory (`float`): Memory that it takes, in tokens.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    spans: list[list[tuple[int, int]]] = field(default_factory=list)
+    memory: float = 0.0
+    _path: list[_Node] = field(default_factory=list)
+    _nodes: list[_Node] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Tree:
+        """Build the tree of some rows."""
+        tree = cls()
+        for row in sorted(rows):
+            tree.add(row)
+        return tree
+
+    def _taken(self, row: Row) -> int:
+        """Return how many tokens of the next row are in the tree already."""
+        if not self.rows or self.rows[-1].position != row.position:
+            return 0
+        shared = common(self.rows[-1].fed, row.fed)
+        cut = next((node for node in self._path if node.stop > shared), None)
+        if cut is not None and shared - cut.start < LEAST:
+            shared = cut.start
+        return shared if shared >= KEY_SHARE * (len(row.ids) - 1) else 0
+
+    def more(self, row: Row) -> float:
+        """Return the memory that the next row would take, in tokens."""
+        taken, length = self._taken(row), len(row.ids) - 1
+        return length - taken + (KEY_SHARE * length if taken else 0)
+
+    def add(self, row: Row) -> None:
+        """Add a row, which must not sort before the last one."""
+        self.memory += self.more(row)
+        taken, fed = self._taken(row), row.fed
+        while self._path and self._path[-1].stop > taken:
+            node = self._path.pop()
+            if node.start < taken:  # both rows go on inside of it, so it is cut in two
+                upper = _Node(node.slot, node.start, taken, node.parent)
+                node.slot, node.start, node.parent = node.slot + taken - upper.start, taken, upper
+                self._nodes.append(upper)
+                self._path.append(upper)
+        if len(fed) > taken:
+            node = _Node(len(self.ids), taken, len(fed), self._path[-1] if self._path else None)
+            self.ids += fed[taken:]
+            self.positions += range(row.position + taken, row.position + len(fed))
+            self._nodes.append(node)
+            self._path.append(node)
+        self.rows.append(row)
+        self.spans.append([(node.slot, node.slot + node.stop - node.start) for node in self._path])
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in the order of their slots: together they are all slots."""
+        found = []
+        for node in sorted(self._nodes, key=lambda node: node.slot):
+            path, above = [], node.parent
+            while above is not None:
+                path.append((above.slot, above.slot + above.stop - above.start))
+                above = above.parent
+            found.append(Segment(node.slot, node.slot + node.stop - node.start, tuple(reversed(path))))
+        return tuple(found)
+
+    @property
+    def labels(self) -> int:
+        """Number of predicted tokens, each counted once per row."""
+        return sum(row.labels for row in self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of its longest row that are computed."""
+        return max(len(row.ids) - 1 for row in self.rows)
+
+    def slots(self, row: int) -> Tensor:
+        """Return the slot of each token of a row that is computed, `[tokens]`."""
+        return torch.cat([torch.arange(begin, end) for begin, end in self.spans[row]])
+
+
+class Targets(NamedTuple):
+    """
+    What is predicted in a tree, and who reads it.
+
+    Attributes:
+        slots (`Tensor`): Where each target is predicted, `[targets]`, in ascending order.
+        tokens (`Tensor`): The token to be predicted, `[targets]`; each pair of slot and token stands once.
+        readers (`Tensor`): For each label of the batches, its target: `[labels]`.
+        places (`Tensor`): For each label its batch, row and column of the predicting token: `[labels, 3]`.
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    readers: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, tree: Tree, batches: Sequence[Batch]) -> Targets:
+        """Collect the targets of a tree whose rows come from these batches."""
+        slots, tokens, places = [], [], []
+        for index, row in enumerate(tree.rows):
+            labels = batches[row.batch].labels[row.number, row.first + 1 : row.first + len(row.ids)]
+            wanted = (labels != IGNORED).nonzero()[:, 0]
+            slots.append(tree.slots(index)[wanted])
+            tokens.append(labels[wanted])
+            place = torch.tensor([row.batch, row.number, row.first]).repeat(len(wanted), 1)
+            place[:, 2] += wanted
+            places.append(place)
+        if not slots:
+            none = torch.zeros(0, dtype=torch.long)
+            return cls(none, none, none, none.view(0, 3))
+        pairs = torch.stack([torch.cat(slots), torch.cat(tokens)], 1)
+        found, readers = pairs.unique(dim=0, return_inverse=True)
+        return cls(found[:, 0], found[:, 1], readers, torch.cat(places))
+
+
+# Several micro-batches.
+
+
+def divide(rows: Sequence[Row], most: float) -> list[Tree]:
+    """Divide rows into trees that take at most the memory of `most` tokens each; one row may take more."""
+    trees: list[Tree] = []
+    for row in sorted(rows):
+        if not trees or trees[-1].memory + trees[-1].more(row) > most:
+            trees.append(Tree())
+        trees[-1].add(row)
+    return trees
+
+
+def padded(tree: Tree, batches: Sequence[Batch]) -> tuple[Batch, Tree]:
+    """Return the rows of a tree as a padded batch, each in its own columns, and the tree as one of that batch."""
+    length = max(row.first + len(row.ids) for row in tree.rows)
+    ids, mask = (torch.zeros(len(tree.rows), length, dtype=torch.long) for _ in range(2))
+    labels = torch.full_like(ids, IGNORED)
+    for number, row in enumerate(tree.rows):
+        place = slice(row.first, row.first + len(row.ids))
+        ids[number, place] = torch.tensor(row.ids)
+        mask[number, place] = 1
+        labels[number, place] = batches[row.batch].labels[row.number, place]
+    rows = [row._replace(batch=0, number=number) for number, row in enumerate(tree.rows)]
+    return Batch(ids, mask, labels), replace(tree, rows=rows)
