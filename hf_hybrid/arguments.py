@@ -115,6 +115,14 @@ class HybridArguments:
         None, "Most steps that one leap may replace. Default: 5%% of the run, 1 to 10.", at_least=1
     )
 
+    share_rows: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Compute every token once: the rows of a step without padding, and what they share at their beginning once. "
+        "Where this is not exact or saves little, rows are computed as they are, and the log says why. auto: on, but "
+        "off with enable_predict=False. off: never.",
+        group="Exact skips",
+    )
+
     direction: Literal["auto", "orthogonal", "gradient_memory", "none"] = option(
         "auto",
         "Where a leap goes. auto: orthogonal with AdamW on a language model from scratch, and no leaps elsewhere: with "
@@ -321,18 +329,6 @@ class HybridArguments:
     def final_gain(self, own: float) -> float:
         """Return the gain at the end of the run: `leap_gain`, else the direction's `own` times the preset's factor."""
         return own * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
-
-
-@dataclass
-class SharedPromptArguments:
-    """Option of trainers that compute several completions of a prompt, beside those of [`HybridArguments`]."""
-
-    share_prompt: Literal["auto", "off"] = option(
-        "auto",
-        "Compute a prompt once for all of its completions. auto: if the first batch gets the log-probabilities of "
-        "TRL's rows; otherwise once per completion, and the log says why. off: once per completion.",
-        group="DPO, GRPO and RLOO",
-    )
 
 
 @dataclass

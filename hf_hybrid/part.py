@@ -62,6 +62,8 @@ class Step:
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
         batches (`Sequence`): The micro-batches. A predicted step trains on none of them.
+        window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
+            computed yet; `None` computes nothing.
         items (`Any`): Items of the step by which losses are normalised; `None` where they are means.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
@@ -81,6 +83,7 @@ class Step:
     phase: Phase | None = None
     learning_rate: float = 0.0
     batches: Sequence[Any] = ()
+    window: list[Any] | None = None
     items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0
@@ -93,6 +96,10 @@ class Step:
     verdict: Verdict | None = None
     counts: bool = False
     asks_save: bool = False
+
+    def laid_out(self, batch: Any) -> Any:
+        """Return what is computed in place of the next of Trainer's micro-batches; `None` if nothing is."""
+        return batch if self.window is None else self.window.pop(0)
 
 
 class RealStep(Step):

@@ -309,6 +309,8 @@ class OutOfMemoryRecovery(Part):
         self._items: Any = None
         self._returned: list[Tensor] = []
         self._random: RandomStates | None = None
+        self._laid_out = False
+        """Whether a part laid the window out, in any number of rows per micro-batch."""
         self._checkpointing: Part | None = None
 
     # A run.
@@ -526,7 +528,7 @@ class OutOfMemoryRecovery(Part):
             size = max(sequences_in(batch, self.blocks) for batch in self._batches)
             for batch in self._batches if size > 1 else ():
                 split_batch(batch, 1, self.blocks)
-            if size > trainer._train_batch_size:
+            if size > trainer._train_batch_size and not self._laid_out:
                 # Rows in an order that only the trainer's loss knows, pairs for example.
                 raise UnsplittableBatchError(f"It has {size} rows for {trainer._train_batch_size} examples.")
         except UnsplittableBatchError as error:
@@ -625,7 +627,9 @@ class OutOfMemoryRecovery(Part):
 
     def begin_step(self, step: Step) -> None:
         if step.phase is not Phase.PREDICT:
-            self.begin_window(list(step.batches), step.items)
+            computed = step.batches if step.window is None else [batch for batch in step.window if batch is not None]
+            self.begin_window(list(computed), step.items)
+            self._laid_out = step.window is not None
 
     def end_step(self, step: Step) -> None:
         self.begin_window([])

@@ -44,6 +44,7 @@ from hf_hybrid.machine import (
     device_memory,
     mixed_precision_of,
     sharding_of,
+    shards_by_fsdp2,
     workspace_bytes,
 )
 from hf_hybrid.optimizers import (
@@ -377,13 +378,19 @@ _PLAIN_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer"), ("axolotl",
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
+def _own_losses(trainer: TrainerLike) -> list[str]:
+    """Return the classes of a trainer that compute a loss of their own, not the model's."""
+    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+    packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
+    own = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
+    return [owner.__name__ for owner in own]
+
+
 def unknown_loss(trainer: TrainerLike) -> str | None:
     """Return that the training loss may not be the cross-entropy over the vocabulary, if so."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
-    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
-    packages = {owner: owner.__module__.partition(".")[0] for owner in owners}
-    unknown = [o for o in owners if packages[o] != "hf_hybrid" and (packages[o], o.__name__) not in _PLAIN_LOSSES]
+    unknown = _own_losses(trainer)
     computes = next(owner.__name__ for owner in type(model).__mro__ if "forward" in vars(owner))
     known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(names)}
     if trainer.compute_loss_func is not None:
@@ -393,7 +400,7 @@ def unknown_loss(trainer: TrainerLike) -> str | None:
     elif (kind := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
         what = f"`loss_type={kind}`"
     elif unknown:
-        what = f"`{unknown[0].__name__}.compute_loss`"
+        what = f"`{unknown[0]}.compute_loss`"
     elif "_loss_function" in vars(model):
         what = "the model's `loss_function`"
     elif computes not in known and not computes.endswith(_LANGUAGE_MODELS):
@@ -748,6 +755,35 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             _shape(model, device_map),
             "Nearest that works: add LoRA adapters with peft; or load it unquantised and set `optimizer_states=8bit`.",
         )
+
+
+def rows_part(trainer: TrainerLike) -> Part | None:
+    """Return the part that computes windows as trees, if the options ask for it."""
+    options, room = trainer.hybrid_args, "rows.windows"
+    automatic = options.share_rows == "auto"
+    if options.share_rows == "off" or (automatic and not (options.enable_predict and has_room(room))):
+        return None
+    return load_room(room, "share_rows=on").SharedWindows(trainer, why_plain_rows(trainer))
+
+
+def why_plain_rows(trainer: TrainerLike) -> str | None:
+    """Return why windows stay as Trainer makes them, as far as that is known of the trainer and its options."""
+    args = trainer.args
+    if trainer.compute_loss_func is not None:
+        return "`compute_loss_func` reads logits of padded rows"
+    if args.label_smoothing_factor:
+        return f"`label_smoothing_factor={args.label_smoothing_factor}` reads logits of padded rows"
+    if own := _own_losses(trainer):
+        return f"`{own[0]}.compute_loss` may read more than the loss"
+    if args.torch_compile:
+        return "`torch_compile=True` would compile anew for each tree"
+    if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
+        return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
+    if args.n_gpu > 1:
+        return "`DataParallel` divides each batch over several GPUs"
+    if args.neftune_noise_alpha is not None:
+        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` draws noise for each token of each row"
+    return None
 
 
 def phase_memory_parts(trainer: TrainerLike) -> list[Part]:

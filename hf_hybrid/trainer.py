@@ -65,6 +65,7 @@ from hf_hybrid.setup import (
     leave_adapters_to_adamw,
     makes_muon,
     phase_memory_parts,
+    rows_part,
     share_optimizer,
     tell_of_no_leaps,
 )
@@ -174,6 +175,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Why trainers of this kind make no leaps unless a direction is named."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
+    rows: Any = None
+    """The part that computes batches as trees (rows/), if there is one."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
 
@@ -213,7 +216,9 @@ class HybridTrainerMixin(PublishingMixin):
         )
         warn_of_lone_process()
         keep_differentiable(self.model)
-        own = [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
+        self.rows = rows_part(self) if self.rows is None else self.rows
+        own = [] if self.rows is None else [self.rows]
+        own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
@@ -453,7 +458,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.has_phases:
             tell_of_no_leaps(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
-        self._around_forward = self.has_phases and self.run.listens("before_forward", "after_backward")
+        self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
         if not self.has_phases:
@@ -536,6 +541,10 @@ class HybridTrainerMixin(PublishingMixin):
         """Compute one micro-batch, or nothing in a skipped step."""
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
+        inputs = self.run.step.laid_out(inputs)
+        if inputs is None:
+            model.train()  # as above
+            return torch.zeros((), device=self.args.device)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
         self.run.count(inputs, loss)
@@ -748,6 +757,11 @@ class HybridTrainerMixin(PublishingMixin):
     def predict(self, *args, **kwargs):
         self._show_real_weights()
         return super().predict(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs):
+        shares = self.rows is not None and prediction_loss_only  # else logits are read in padded rows
+        with self.rows.evaluating(self.accelerator.unwrap_model(model)) if shares else contextlib.nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):
         with self.memory.running():

@@ -13,7 +13,7 @@ without a token in the loss (a truncated completion with `mask_truncated_complet
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
 accumulation window for each optimizer step. Here the rows that count are taken out of the micro-batches of a window and
 put into as few new ones as they fill. Rows of the same prompt stand together, so that the prompt can be computed once
-(shared_prompts.py). The other calls of `training_step` return a loss of zero and compute nothing. A row never leaves
+(rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row never leaves
 its window, so each row contributes to the same optimizer step as in TRL, also with several `num_iterations` or a
 `steps_per_generation` of its own. A window may need completions that are not generated before its first micro-batch is
 over; then each part of the window that shares a generation batch is planned by itself.
@@ -54,14 +54,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, SharedPromptArguments, as_declared, option
+from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin, rows_of_completions
-from hf_hybrid.integrations.trl import TRLTrainerMixin, check_config, choose_bf16, default_folder
+from hf_hybrid.integrations.trl import (
+    TRLTrainerMixin,
+    check_config,
+    choose_bf16,
+    default_folder,
+    options_of_rows,
+)
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
+from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.tree import IGNORED, Rows
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -126,6 +133,23 @@ def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
         return torch.cat([batch[name] for batch in batches])[rows]
 
     return {name: taken(name, value) for name, value in batches[0].items()}
+
+
+def rows_of_completions(batch: Batch) -> Rows:
+    """Return what TRL gives a model for a batch of prompts with a sampled completion each."""
+    prompt, completion = batch["prompt_ids"], batch["completion_ids"]
+    labels = completion.masked_fill(batch["completion_mask"] == 0, IGNORED)
+    return (
+        torch.cat([prompt, completion], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        torch.cat([torch.full_like(prompt, IGNORED), labels], dim=1),
+    )
+
+
+def rows_of_rollouts(args: Any) -> SharedRows:
+    """Return the part that shares rows. `auto` is on: without leaps the trainer is not asked to be TRL's to the bit."""
+    _, why, half_precision = options_of_rows(args)
+    return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
 
 
 def prompt_numbers(batches: list[Batch]) -> Tensor:
@@ -306,7 +330,7 @@ class Rollouts(Part):
             if trainer.is_world_process_zero():
                 logger.warning("Every row is computed, also those without advantage: %s.", reason)
         may_move = self.leaves_out or (self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
-        self.by_prompt = may_move and trainer.shared_prompts.may_share
+        self.by_prompt = may_move and trainer.rows.may_share
 
     def begin_step(self, step: Step) -> None:
         self.skips.begin_window()
@@ -402,20 +426,19 @@ def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 
 _NEED_NO_LEAPS = {
     "enable_predict", "preset", "muon_lr_scale", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at",
-    "guard_checkpoint_at",
+    "guard_checkpoint_at", "share_rows",
 }  # fmt: skip
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 
 
 @dataclass
-class RolloutConfigBase(ExactSkipArguments, SharedPromptArguments, HybridConfigBase, _Arguments):
+class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
     enable_predict: bool = option(False, f"Refused: {_NO_LEAPS}.")
 
     def __post_init__(self):
-        for name in ("exact_skips", "share_prompt"):
-            setattr(self, name, as_declared(name, getattr(self, name), Literal["auto", "off"]))
+        self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -450,7 +473,7 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
-class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
+class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
     """
     Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
     is the part of the run that plans them.
@@ -541,17 +564,17 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin, _Trainer):  # ty:
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
-            self.shared_prompts.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
+            self.rows.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
         return rollouts.skips.next()
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
+        with self.rows.on(self.accelerator.unwrap_model(model)):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        with self.shared_prompts.computing(inputs["completion_ids"]):
+        with self.rows.computing(inputs["completion_ids"]):
             return super()._compute_loss(model, inputs)
 
     def log(self, logs, *args, **kwargs):
@@ -573,10 +596,8 @@ class RolloutTrainerMixin(SharedPromptsMixin, TRLTrainerMixin, _Trainer):  # ty:
         out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
         """
         inputs = self.generated[(self._step - 1) % self.per_generation]
-        tokens = self.shared_prompts.counts()
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
             self._compute_loss(self.model_wrapped, inputs)
-        self.shared_prompts.count_from(tokens)  # they count the tokens of the training
 
     def _get_train_sampler(self, dataset=None):
         self._sampler = super()._get_train_sampler(dataset)
@@ -612,7 +633,7 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         check_config(args, HybridGRPOConfig, GRPOConfig)
         args = HybridGRPOConfig(default_folder(model, "GRPO")) if args is None else args
-        self._share_prompts(args)
+        self.rows = rows_of_rollouts(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @property
@@ -649,7 +670,7 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
         check_config(args, HybridRLOOConfig, RLOOConfig)
         args = HybridRLOOConfig(default_folder(model, "RLOO")) if args is None else args
-        self._share_prompts(args)
+        self.rows = rows_of_rollouts(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     @staticmethod

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from hf_hybrid.arguments import HybridArguments, SharedPromptArguments, as_declared
+from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.shared_prompts import SharedPromptsMixin
 from hf_hybrid.leaps.probe import Losses, SequenceLosses, check_probe_set
-from hf_hybrid.machine import LeapObstacleError, native_bf16
+from hf_hybrid.machine import LeapObstacleError, mixed_precision_of, native_bf16, sharding_of
+from hf_hybrid.part import Step
 from hf_hybrid.recovery import sequences_in, split_batch
+from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 from hf_hybrid.trainer import HybridTrainerMixin
 
@@ -47,10 +50,10 @@ class HybridSFTConfig(HybridConfigBase, SFTConfig):
 
 
 @dataclass
-class HybridDPOConfig(SharedPromptArguments, HybridConfigBase, DPOConfig):
+class HybridDPOConfig(HybridConfigBase, DPOConfig):
     """
-    [`~trl.DPOConfig`] with the options of [`HybridArguments`] and `share_prompt`. One default of the former differs,
-    `bf16`, as in [`HybridSFTConfig`].
+    [`~trl.DPOConfig`] with the options of [`HybridArguments`]. One default of the former differs, `bf16`, as in
+    [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], and for streamed layers.
@@ -58,7 +61,6 @@ class HybridDPOConfig(SharedPromptArguments, HybridConfigBase, DPOConfig):
 
     def __post_init__(self):
         choose_bf16(self)
-        self.share_prompt = as_declared("share_prompt", self.share_prompt, Literal["auto", "off"])
         super().__post_init__()
         check_head_options(self)
         if self.memory != "off":
@@ -199,6 +201,46 @@ class _HeadOfTRL(ChunkedLossSwitch):
         pass
 
 
+# Rows that share. TRL gives a model padded rows and reads log-probabilities in their layout (rows/sharing.py).
+
+_PAIRS = ("input_ids", "attention_mask", "completion_mask")
+
+
+def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, bool]:
+    """
+    Return the arguments of [`SharedRows`] for a trainer that computes losses from log-probabilities.
+
+    TRL's `__init__` may compute some already, so only its options are known here (`None`: defaults).
+    """
+    options = args if isinstance(args, HybridArguments) else HybridArguments()
+    off = options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict)
+    why = None
+    if (sharding := sharding_of(args)) is not None:
+        why = f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
+    elif getattr(args, "torch_compile", False):
+        why = "`torch_compile=True` would compile anew for each tree"
+    return off, why, mixed_precision_of(args) != "no"
+
+
+def rows_of_pairs(batch: Mapping[str, torch.Tensor]) -> Rows:
+    """Return what TRL gives a model for a batch of preference pairs."""
+    ids, mask, completion = (batch[name] for name in _PAIRS)
+    return ids, mask, ids.masked_fill(completion == 0, IGNORED)
+
+
+class PairRows(SharedRows):
+    """Shares the rows of preference pairs, whose micro-batches are copied to the host together."""
+
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        pairs = [
+            batch
+            for batch in step.batches
+            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
+        ]
+        self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")
+
+
 class TRLTrainerMixin(HybridTrainerMixin):
     """Common part of the trainers of this module: a `probe_dataset` in the form of the training set, and refusals."""
 
@@ -292,10 +334,10 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
         return self._prepare_dataset(dataset, *options, "probe")
 
 
-class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-method-override]
+class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does. It computes a prompt once for both
-    of its completions (`share_prompt`).
+    of its completions (`share_rows`).
 
     A leap is verified on loss and accuracy of the next pairs, with the reference that TRL trains against.
 
@@ -322,11 +364,11 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):  # ty: 
     def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
         check_config(args, HybridDPOConfig, DPOConfig)
         args = HybridDPOConfig(default_folder(model, "DPO")) if args is None else args
-        self._share_prompts(args)
+        self.rows = PairRows(*options_of_rows(args))
         super().__init__(model, ref_model, args, *positional, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        with self.shared_prompts.on(self.model, self.ref_model):
+        with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def accuracy_of_step(self) -> float | None:
@@ -335,7 +377,7 @@ class HybridDPOTrainer(SharedPromptsMixin, TRLTrainerMixin, DPOTrainer):  # ty: 
         return sum(found) / len(found) if found else None
 
     def compute_ref_log_probs(self, model, inputs):
-        with self.shared_prompts.on(self.accelerator.unwrap_model(model)):
+        with self.rows.on(self.accelerator.unwrap_model(model)):
             return super().compute_ref_log_probs(model, inputs)
 
     def _prepare_probe_set(self, dataset):

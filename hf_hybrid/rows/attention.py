@@ -22,8 +22,8 @@ attention, so the segments travel as the argument `tree_segments`, as plain numb
 layers that are streamed, and on the threads of the backward pass, where a global variable would be another one. Without
 segments the model's own attention computes, with its own mask, so other batches may go through the model meanwhile.
 
-**The mask.** A model that is given a mask of four dimensions makes none. [`no_mask`] is one that nothing can be computed
-with: should a tree ever reach the model's own attention, it raises an error.
+**The mask.** A model that is given a mask of four dimensions makes none. [`no_mask`] is one that nothing can be
+computed with: should a tree ever reach the model's own attention, it raises an error.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from hf_hybrid.rows.tree import Segment
 
 ARGUMENT = "tree_segments"
 """Argument of a model's forward that holds the segments."""
+PREFIX = "hf_hybrid_tree_or_"
 NOT_IN_A_TREE = {
     "softcap": "its attention caps its scores",
     "s_aux": "its attention has sinks",
@@ -65,7 +66,9 @@ def tree_attention(own: str) -> str:
 
     Without `tree_segments` it is `own`, mask and all.
     """
-    name = f"hf_hybrid_tree_or_{own}"
+    if own.startswith(PREFIX):
+        return own
+    name = f"{PREFIX}{own}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, functools.partial(attend, own))
         if own in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -144,7 +147,7 @@ def attend(
 
 def _function(own: str, module: nn.Module) -> Any:
     """Return a model's own attention. An eager one stands beside the layer."""
-    beside = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    beside: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(own, beside)
 
 
@@ -222,10 +225,11 @@ class Layout:
         keys, of_queries, of_keys, most_queries, most_keys = self.gathered
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         back = -1 if window is None else window - 1
-        return varlen_attn(
+        output: Any = varlen_attn(
             query, key[keys], value[keys], of_queries, of_keys, most_queries, most_keys,
             scale=scaling, window_size=(back, 0), enable_gqa=query.shape[1] != key.shape[1],
-        )[None]  # fmt: skip
+        )  # fmt: skip
+        return output[None]
 
 
 @functools.lru_cache(maxsize=64)

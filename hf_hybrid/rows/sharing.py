@@ -14,14 +14,14 @@ exchange both, and neither the model's code nor the trainer's notices:
   the layout of the batch. Where rows share a target they read the same value, and autograd adds up their gradients.
 
 **Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
-computed in any micro-batch of its window. [`SharedWindows`] puts rows that begin alike together, and makes as few
+computed in any micro-batch of its window. windows.py puts rows that begin alike together, and makes as few
 micro-batches as the memory of the largest padded one allows. Batches, their order, the number of steps and the schedule
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
-**Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to work
-is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in both
-ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's window of
+**Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
+work is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in
+both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's window of
 attention. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
 mismatch the padded rows are computed, and a warning says why.
 
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
-from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, divide, on_host, padded
+from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, on_host, padded
 from hf_hybrid.streaming.layers import base_model
 
 if TYPE_CHECKING:
@@ -71,9 +71,19 @@ _COUNTS_MASK = ("opt", "biogpt")
 """Models whose positions count the tokens in the mask, not the columns."""
 
 
+def _bare(model: nn.Module) -> Model:
+    """Return a model without the wrapper of adapters."""
+    return base_model(model)
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """Return the module that computes the hidden states which the head gets."""
+    return _bare(model).get_decoder()
+
+
 def why_not(model: Model) -> str | None:
     """Return why a model cannot compute trees, if that is known without running it."""
-    base = base_model(model)
+    base = _bare(model)
     config = base.config.get_text_config()
     adapter = getattr(model, "active_peft_config", None)
     kinds = {
@@ -87,7 +97,7 @@ def why_not(model: Model) -> str | None:
         return "the model has an encoder"
     if getattr(base, "_is_stateful", False) or kinds:
         return f"it has layers with a state that runs along the row ({', '.join(sorted(kinds)) or config.model_type})"
-    if base.base_model is base:
+    if backbone_of(model) is base:
         return f"`{type(base).__name__}` has no backbone that is called by itself"
     if getattr(config, "output_router_logits", False):
         return "the router loss counts every token of the padded rows"
@@ -102,7 +112,7 @@ def dropout_of(model: nn.Module) -> float:
 
 def window_of(model: Model) -> float:
     """Return how many tokens of a row the layers look back at least."""
-    config = base_model(model).config.get_text_config()
+    config = _bare(model).config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["window"]
     if not getattr(config, "use_sliding_window", True) or set(kinds) == {"full_attention"}:
         return float("inf")
@@ -127,7 +137,7 @@ class Costs(NamedTuple):
     @classmethod
     def of(cls, model: Model) -> Costs:
         """Count the operations of a model: 2 per weight, and 4 per layer, head and dimension for a pair of tokens."""
-        base = base_model(model)
+        base = _bare(model)
         config, tables = base.config.get_text_config(), {}
         for table in (base.get_input_embeddings(), base.get_output_embeddings()):
             if table is not None:
@@ -166,7 +176,7 @@ class _Known:
     def of(cls, model: nn.Module) -> _Known:
         try:
             why = why_not(model)
-            counts_mask = base_model(model).config.model_type in _COUNTS_MASK
+            counts_mask = _bare(model).config.model_type in _COUNTS_MASK
             return cls(why) if why else cls(None, Costs.of(model), window_of(model), counts_mask)
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
@@ -178,6 +188,12 @@ class _Known:
     def note(self, longest: int) -> None:
         """Rows of this length have been compared."""
         self.compared, self.compared_beyond = True, self.compared_beyond or longest > self.window
+
+
+def _in_trees(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Context in which a model attends along paths where it gets a tree, and as it is elsewhere."""
+    config = _bare(model).config
+    return attention(config, tree_attention(config._attn_implementation or "eager"))
 
 
 # A batch as a flat row.
@@ -269,7 +285,7 @@ def other_tensors(inputs: Mapping[str, Any]) -> list[str]:
 # Sharing.
 
 
-_HOLE = "a row has a hole in its mask, or predicts a token from padding"
+HOLE = "a row has a hole in its mask, or predicts a token from padding"
 
 
 class _UnderWay(threading.local):
@@ -294,7 +310,6 @@ class SharedRows(Part):
         off (`bool`): Do nothing.
         why_plain (`str`, *optional*): Why no batch is exchanged in this run.
         half_precision (`bool`): Whether models compute in bf16 or fp16.
-        compact (`bool`): Whether the head scores only tokens with labels anyway.
         may_compare (`bool`): Whether a model can run one more forward pass inside of one. It cannot where processes, or
             the layers of a window, wait for each other.
     """
@@ -306,11 +321,10 @@ class SharedRows(Part):
         off: bool = False,
         why_plain: str | None = None,
         half_precision: bool = False,
-        compact: bool = False,
         may_compare: bool = True,
     ):
         self.off, self.why_plain, self.half_precision = off, why_plain, half_precision
-        self.compact, self.may_compare = compact, may_compare
+        self.may_compare = may_compare
         self.tokens = self.tokens_padding = self.tokens_shared = self.micro_batches_saved = 0
         self._counts_before: dict[str, int] | None = None
         """The counters before the step under way."""
@@ -351,16 +365,19 @@ class SharedRows(Part):
         self._opened.append((model, stack))
         stack.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
         if self.may_share and self._know(model).why is None:
-            base = base_model(model)
             stack.callback(model.register_forward_hook(self._after).remove)
-            stack.callback(base.base_model.register_forward_hook(self._behind_backbone).remove)
-            stack.enter_context(attention(base.config, tree_attention(base.config._attn_implementation or "eager")))
+            stack.callback(backbone_of(model).register_forward_hook(self._behind_backbone).remove)
 
     def _close(self, first: int = 0) -> None:
         while len(self._opened) > first:
             self._opened.pop()[1].close()
         if not self._opened:
             layout_of.cache_clear()
+
+    def _attend(self, model: nn.Module) -> None:
+        """Let a model attend along paths from here on until it is closed, also in layers that are recomputed."""
+        stack = next(stack for opened, stack in self._opened if opened is model)
+        stack.enter_context(_in_trees(model))
 
     def before_forward(self, phase: Phase | None) -> None:
         self._backward_follows = True
@@ -389,6 +406,12 @@ class SharedRows(Part):
         """Go on counting from what [`counts`] returned."""
         for name, count in counts.items():
             setattr(self, name, count)
+
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Generator[None]:
+        """Context for an evaluation, whose tokens are not those of the training."""
+        with self.on(model), self.uncounted():
+            yield
 
     @contextlib.contextmanager
     def uncounted(self) -> Generator[None]:
@@ -432,6 +455,10 @@ class SharedRows(Part):
         finally:
             self._computed = None
 
+    def known_as(self, tensor: Tensor, batch: Batch, tree: Tree | None = None) -> None:
+        """A model may get this tensor: its batch on the host, and its tree if it was laid out."""
+        self._copied.append((weakref.ref(tensor), batch, tree))
+
     def _on_host(self, inputs: Mapping[str, Any]) -> tuple[Batch, Tree | None]:
         """Return a batch on the host, and its tree if it was laid out: as it was copied ahead, or else copied now."""
         known_by = inputs["input_ids"] if self._computed is None else self._computed
@@ -439,7 +466,7 @@ class SharedRows(Part):
             if seen() is known_by:
                 return batch, tree
         batch = on_host([rows_of(inputs)])[0]
-        self._copied.append((weakref.ref(known_by), batch, None))
+        self.known_as(known_by, batch)
         return batch, None
 
     # The exchange.
@@ -458,6 +485,8 @@ class SharedRows(Part):
             return None
         fused = bool(inputs.get("fused_lm_head"))
         way.row = FlatRow.of(tree, batch, inputs["input_ids"].device, repeat=not fused)
+        if way.comparing is None:
+            self._attend(model)
         return args, {**inputs, **way.row.inputs()}
 
     def _behind_backbone(self, backbone: nn.Module, args: tuple, output: Any):
@@ -513,14 +542,15 @@ class SharedRows(Part):
         why = self._why_not(model, inputs, trains=model.training)
         if why is None:
             rows = batch.rows(counts_mask=known.counts_mask)
-            why = _HOLE if rows is None else None
+            why = HOLE if rows is None else None
             if rows:
                 tree = Tree.of(rows)
-                compact = self.compact and bool(inputs.get("fused_lm_head"))
+                compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
                 worth = known.costs.tree(tree) <= WORTH * known.costs.padded(batch, compact=compact)
         if why is None and tree is not None and worth and not known.has_compared(tree.longest):
             if self.may_compare:
-                why = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), inputs)
+                device = inputs["input_ids"].device
+                why = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
             else:
                 why = "no batch of its kind was compared yet"
         if why is not None:
@@ -533,28 +563,29 @@ class SharedRows(Part):
         tree: Tree,
         batches: Sequence[Batch],
         compute: Callable[[dict[str, Tensor]], Any],
-        like: Mapping[str, Tensor],
+        device: torch.device,
     ) -> str | None:
         """
         Compute some rows in both ways, and return why the results are not the same.
 
         Args:
             compute (`Callable`): From `input_ids`, `attention_mask` and `labels` to what holds a `loss`, or to a loss.
-            like (`Mapping`): A batch on the device where the model computes.
+            device (`torch.device`): Where the model computes.
         """
         batch, part = padded(Tree.of(sample(tree)), batches)
-        inputs = {name: tensor.to(like["input_ids"].device) for name, tensor in zip(_BATCH, batch)}
+        inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
         targets = Targets.of(part, [batch])
         way, known_by, self._computed = self._under_way, self._computed, None
-        self._copied.append((weakref.ref(inputs["input_ids"]), batch, part))
+        self.known_as(inputs["input_ids"], batch, part)
         found: list[tuple[Tensor, Any]] = []
         try:
             with torch.no_grad():
                 for way.comparing in ("padded", "tree"):
                     way.hidden = None
-                    result = compute(dict(inputs))
+                    with _in_trees(model) if way.comparing == "tree" else contextlib.nullcontext():
+                        result = compute(dict(inputs))
                     if way.hidden is None:
-                        return f"`{type(base_model(model)).__name__}` does not call its backbone as a module"
+                        return f"`{type(_bare(model)).__name__}` does not call its backbone as a module"
                     loss = result if torch.is_tensor(result) else getattr(result, "loss", None)
                     rows, columns = targets.places[:, 1:].t()
                     where = (rows, columns) if way.comparing == "padded" else (0, targets.slots[targets.readers])
@@ -572,6 +603,8 @@ class SharedRows(Part):
         self._know(model).note(tree.longest)
         most = TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
         (plain, plain_loss), (shared, shared_loss) = found
+        if not len(targets.readers):
+            return None
         if (distance := apart(plain, shared)) > most or distance != distance:
             return (
                 f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "

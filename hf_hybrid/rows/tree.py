@@ -151,7 +151,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 @dataclass
 class _Node:
-    """A segment while the tree grows: slots `[slot, slot + stop - start)` for the tokens `[start, stop)` of its rows."""
+    """A segment while the tree grows: slots `[slot, slot + stop - start)`, tokens `[start, stop)` of its rows."""
 
     slot: int
     start: int
@@ -322,15 +322,24 @@ def divide(rows: Sequence[Row], most: float) -> list[Tree]:
     return trees
 
 
-def padded(tree: Tree, batches: Sequence[Batch]) -> tuple[Batch, Tree]:
-    """Return the rows of a tree as a padded batch, each in its own columns, and the tree as one of that batch."""
-    length = max(row.first + len(row.ids) for row in tree.rows)
-    ids, mask = (torch.zeros(len(tree.rows), length, dtype=torch.long) for _ in range(2))
-    labels = torch.full_like(ids, IGNORED)
-    for number, row in enumerate(tree.rows):
-        place = slice(row.first, row.first + len(row.ids))
-        ids[number, place] = torch.tensor(row.ids)
-        mask[number, place] = 1
-        labels[number, place] = batches[row.batch].labels[row.number, place]
-    rows = [row._replace(batch=0, number=number) for number, row in enumerate(tree.rows)]
-    return Batch(ids, mask, labels), replace(tree, rows=rows)
+def padded(tree: Tree, batches: Sequence[Batch], beside: Sequence[tuple[int, int]] = ()) -> tuple[Batch, Tree]:
+    """
+    Return the rows of a tree as a padded batch, whole and in their own columns, and the tree as one of that batch.
+
+    Args:
+        beside (`Sequence[tuple[int, int]]`): Other rows to put into the batch, as the numbers of batch and row.
+    """
+    wanted = [(row.batch, row.number) for row in tree.rows] + list(beside)
+    length = max(batches[number].ids.shape[1] for number, _ in wanted)
+
+    def rows(name: str, filler: int) -> Tensor:
+        found = torch.full((len(wanted), length), filler)
+        for place, (number, row) in enumerate(wanted):
+            values = getattr(batches[number], name)[row]
+            found[place, : len(values)] = values
+        return found
+
+    mask = rows("mask", 0)
+    end = max(int((mask.any(0) * torch.arange(1, length + 1)).max()), 1)  # padding on the right has no use
+    batch = Batch(rows("ids", 0)[:, :end], mask[:, :end], rows("labels", IGNORED)[:, :end])
+    return batch, replace(tree, rows=[row._replace(batch=0, number=place) for place, row in enumerate(tree.rows)])

@@ -1,0 +1,243 @@
+"""
+Windows as trees: every micro-batch of an accumulation window is laid out anew before the window is computed.
+
+    Trainer's window        ( s a . . )( s b b b )( s c c . )( d d . . )      4 micro-batches, padded
+    this one                    -          -          -      ( s a b b b c c d d )
+
+`s` is a beginning that three rows share. A sum over the window does not notice in which micro-batch a row is computed.
+The micro-batches that are left over stay in their place as `None`, because `Trainer` counts them.
+
+A window goes through four questions, the cheap ones first. May it be laid out at all (what it holds, what the model
+is)? Can anything be saved (padding, tokens that predict nothing, rows that begin alike)? Does the layout cost less than
+`WORTH` of the padded rows? Was a window of its kind compared with padded rows? The first `no` keeps Trainer's window,
+to the last bit. All processes give the same answer: they exchange gradients, and TRL's metrics, in each micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_hybrid.machine import RandomStates, mixed_precision_of
+from hf_hybrid.part import Phase, Step
+from hf_hybrid.rows.sharing import (
+    HOLE,
+    WORTH,
+    SharedRows,
+    dropout_of,
+    other_tensors,
+    rows_of,
+)
+from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.typing import TrainerLike
+
+logger = logging.getLogger(__name__)
+
+Window = list[dict[str, Tensor] | None]
+"""Micro-batches as they are computed; `None` computes nothing."""
+
+
+def may_save(batches: Sequence[Batch]) -> bool:
+    """Whether a window has padding, tokens that are not predicted, or rows that begin alike. Cheap, and often no."""
+    if not all(batch.mask.all() and batch.predicted.all() for batch in batches):
+        return True
+    if any(batch.ids.shape[1] < LEAST for batch in batches):
+        return False
+    starts = torch.cat([batch.ids[:, :LEAST] for batch in batches])
+    return len(starts.unique(dim=0)) < len(starts)
+
+
+class _Plan(NamedTuple):
+    """What one process would do with a window: nothing, if it has no trees."""
+
+    why: str | None = None
+    trees: tuple[Tree, ...] = ()
+    cost: float = 0.0
+    """Operations of the trees."""
+    padded: float = 0.0
+    """Operations of the padded rows."""
+
+    @property
+    def longest(self) -> int:
+        return max((tree.longest for tree in self.trees), default=0)
+
+
+class SharedWindows(SharedRows):
+    """
+    Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
+    window.
+
+    `micro_batches_saved` counts those of this process that are left over.
+
+    Args:
+        trainer (`HybridTrainerMixin`): Its models, loss and options are read.
+        why_plain (`str`, *optional*): As [`SharedRows`].
+    """
+
+    def __init__(self, trainer: TrainerLike, why_plain: str | None = None):
+        super().__init__(why_plain=why_plain, half_precision=mixed_precision_of(trainer.args) != "no")
+        self.trainer = trainer
+        self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
+        self._laid_out = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that hooks see: without what wraps it for several devices."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    def before_forward(self, phase: Phase | None) -> None:
+        super().before_forward(phase)
+        if self._laid_out:
+            self._open(self.model)
+
+    # A step.
+
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        self._laid_out, self._copied = False, []
+        if step.phase is Phase.PREDICT or not step.batches:
+            return
+        batches, why = self._read(step) if self.may_share else ([], self.why_plain)
+        plan = self._plan(batches) if why is None else _Plan(why)
+        count = self._agreed(plan) if self.may_share else 0
+        if count and (why := self._compare_window(plan, batches, count)) is not None:
+            count, plan = 0, plan._replace(why=why)
+        if plan.why is not None:
+            self._tell(plan.why)
+        if count:
+            step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
+        self._count_window(step, batches, plan.trees)
+
+    def end_step(self, step: Step) -> None:
+        super().end_step(step)
+        self._laid_out = False
+
+    def _read(self, step: Step) -> tuple[list[Batch], str | None]:
+        """Copy a window to the host, or say why it stays as it is."""
+        for inputs in step.batches:
+            if not isinstance(inputs, Mapping) or not torch.is_tensor(inputs.get("input_ids")):
+                return [], "a batch holds no `input_ids`"
+            if not torch.is_tensor(inputs.get("labels")):
+                return [], "a batch holds no `labels`"
+            if others := other_tensors(inputs):
+                return [], f"a batch holds `{others[0]}` beside tokens"
+            shapes = {tensor.shape for tensor in rows_of(inputs)}
+            if len(shapes) > 1 or inputs["input_ids"].dim() != 2:
+                return [], "tokens, mask and labels of a batch have different shapes"
+        if step.items is None:
+            return [], "losses are means over micro-batches, not sums over the window"
+        return on_host([rows_of(inputs) for inputs in step.batches]), None
+
+    def _plan(self, batches: list[Batch]) -> _Plan:
+        """Return the trees of a window of this process, if they may cost less than its padded rows."""
+        model = self.model
+        known = self._know(model)
+        if known.why is not None:
+            return _Plan(known.why)
+        if (rate := dropout_of(model)) > 0:
+            return _Plan(f"dropout ({rate:g}) would be drawn once for all rows that share")
+        costs = known.costs
+        # The fused heads of TRL and of the chunked loss.
+        compact = self.trainer.loss_in_chunks and self.trainer.args.device.type == "cuda"
+        price = sum(costs.padded(batch, compact=compact) for batch in batches)
+        if not may_save(batches):
+            return _Plan(padded=price, cost=price)
+        rows: list[Row] = []
+        for number, batch in enumerate(batches):
+            found = batch.rows(number, counts_mask=known.counts_mask)
+            if found is None:
+                return _Plan(HOLE)
+            rows += found
+        trees = divide(rows, max(batch.ids.numel() for batch in batches))
+        if len(trees) > len(batches):  # long rows that share little with their neighbours
+            return _Plan(padded=price, cost=price)
+        return _Plan(None, tuple(trees), sum(costs.tree(tree) for tree in trees), price)
+
+    def _agreed(self, plan: _Plan) -> int:
+        """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
+        trainer = self.trainer
+        mine = [float(plan.why is not None), plan.cost, plan.padded, float(len(plan.trees)), float(plan.longest)]
+        if trainer.accelerator.num_processes > 1:
+            all_of_them = torch.tensor([mine], dtype=torch.float64, device=trainer.args.device)
+            if trainer.args.device.type == "mps":
+                all_of_them = all_of_them.float()
+            mine = trainer.accelerator.gather(all_of_them).amax(0).tolist()
+        unable, cost, price, count, self._longest = mine
+        return 0 if unable or not count or cost > WORTH * price else int(count)
+
+    # The comparison. All processes make it in the same window, because forward passes may join them.
+
+    def _compare_window(self, plan: _Plan, batches: list[Batch], count: int) -> str | None:
+        """Compare some rows of the first window with padded ones, and return why they are not the same."""
+        known = self._know(self.model)
+        if known.has_compared(int(self._longest)):
+            return None
+        tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
+        why = self._compare(self.model, tree, batches, self._quiet_loss, self.trainer.args.device)
+        known.note(int(self._longest))
+        if self.trainer.accelerator.num_processes > 1:
+            failed = torch.tensor([float(why is not None)], device=self.trainer.args.device)
+            if self.trainer.accelerator.gather(failed).max() and why is None:
+                why = "another process found that they are not the same"
+        if why is not None:
+            known.why = why
+        return why
+
+    def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the trainer's loss of a batch without leaving a trace: in evaluation mode, past TRL's metrics."""
+        trainer, model = self.trainer, self.trainer.model
+        metrics, was_training = vars(trainer).get("_metrics"), model.training
+        before = RandomStates.now(trainer.args.device)
+        try:
+            if metrics is not None:
+                vars(trainer)["_metrics"] = {mode: type(kept)(list) for mode, kept in metrics.items()}
+            model.eval()
+            with self.on(self.model), trainer.memory.running(), trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, dict(inputs)).detach()
+        finally:
+            model.train(was_training)
+            before.restore()
+            if metrics is not None:
+                vars(trainer)["_metrics"] = metrics
+
+    # The layout.
+
+    def _lay_out(self, trees: Sequence[Tree], batches: list[Batch], micro_batches: int, count: int) -> Window:
+        """Return a window whose last `count` micro-batches are computed."""
+        device, window = self.trainer.args.device, [None] * (micro_batches - count)
+        kept = {(row.batch, row.number) for tree in trees for row in tree.rows}
+        left = [(n, row) for n, batch in enumerate(batches) for row in range(len(batch.ids)) if (n, row) not in kept]
+        # Rows without labels are not computed, but TRL counts their tokens.
+        made = [padded(tree, batches, () if index else left) for index, tree in enumerate(trees)]
+        made = [_nothing(batches)] * (count - len(made)) + made  # other processes have more
+        for batch, tree in made:
+            inputs = {name: tensor.to(device) for name, tensor in batch._asdict().items()}
+            inputs = {"input_ids": inputs["ids"], "attention_mask": inputs["mask"], "labels": inputs["labels"]}
+            self.known_as(inputs["input_ids"], batch, tree)
+            window.append(inputs)
+        self._laid_out = True
+        return window
+
+    def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
+        tokens = sum(batch.tokens for batch in batches)
+        self.tokens += tokens
+        if step.window is None:
+            return
+        self.tokens_padding += sum(batch.ids.numel() for batch in batches) - tokens
+        self.tokens_shared += tokens - sum(len(tree.ids) for tree in trees)
+        self.micro_batches_saved += step.window.count(None)
+
+
+def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
+    """Return a micro-batch of two tokens without a label, and its tree: it has a loss and gradients of zero."""
+    ids = batches[0].ids[:1, :2]
+    if ids.shape[1] < 2:
+        ids = ids.repeat(1, 2)
+    batch = Batch(ids, torch.ones_like(ids), torch.full_like(ids, IGNORED))
+    return batch, Tree.of([Row(0, ids[0].tolist(), 0, 0, 0, 0)])
