@@ -77,7 +77,7 @@ def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[
         vocab_size=len(CHARACTERS), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
-    alone = {"share_prompt": "off"} if arm == "hybrid" else {}
+    alone = {"share_rows": "off"} if arm == "hybrid" else {}
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             folder, max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=5, num_generations=4,

@@ -5,7 +5,7 @@ CPU seconds of an update with prompts that are computed once, on SmolLM2-135M. A
     python -m benchmarks.skips.prompts
 
 An update is loss and backward pass of one micro-batch, fp32, all weights. DPO has a pass of the reference model too.
-The texts are Python's language reference, prompts twice as long as completions. TRL's rows (`share_prompt="off"`, equal
+The texts are Python's language reference, prompts twice as long as completions. TRL's rows (`share_rows="off"`, equal
 to TRL's trainer to the last bit) and shared ones are computed in turn by the same trainer. Beside the seconds stands
 the largest relative difference of a parameter's gradient.
 """
@@ -98,7 +98,7 @@ def measure(case: str, rounds: int) -> dict:
         for number in range(rounds + 1):  # the first warms caches and compares
             for arm in sorted(seconds, reverse=bool(number % 2)):
                 trainer.model.zero_grad()
-                trainer.shared_prompts.off = arm == "trl"
+                trainer.rows.off = arm == "trl"
                 start = time.process_time()
                 loss().backward()
                 if number:
@@ -106,7 +106,7 @@ def measure(case: str, rounds: int) -> dict:
                 else:
                     gradients[arm] = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
     pairs = zip(gradients["trl"], gradients["shared"], strict=True)
-    counts = trainer.shared_prompts.state_dict()
+    counts = trainer.rows.state_dict()
     return {
         "prompts": prompts,
         "completions": count,

@@ -264,6 +264,12 @@ def apart(plain: Tensor, tree: Tensor) -> float:
     return ((tree - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-9)).mean().item()
 
 
+def loss_of(output: Any) -> Tensor | None:
+    """Return a loss of what a model returned: that of TRL's log-probabilities, or its own."""
+    logs = getattr(output, "log_probs", None)
+    return getattr(output, "loss", None) if logs is None else -logs.sum()
+
+
 def sample(tree: Tree) -> list[Row]:
     """Return some rows of a tree: neighbours, which may share, the longest one and the last one."""
     last = len(tree.rows) - 1
@@ -550,7 +556,7 @@ class SharedRows(Part):
         if why is None and tree is not None and worth and not known.has_compared(tree.longest):
             if self.may_compare:
                 device = inputs["input_ids"].device
-                why = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
+                why = self.why_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
             else:
                 why = "no batch of its kind was compared yet"
         if why is not None:
@@ -586,7 +592,7 @@ class SharedRows(Part):
                         result = compute(dict(inputs))
                     if way.hidden is None:
                         return f"`{type(_bare(model)).__name__}` does not call its backbone as a module"
-                    loss = result if torch.is_tensor(result) else getattr(result, "loss", None)
+                    loss = result if torch.is_tensor(result) else loss_of(result)
                     rows, columns = targets.places[:, 1:].t()
                     where = (rows, columns) if way.comparing == "padded" else (0, targets.slots[targets.readers])
                     found.append((way.hidden[where], None if loss is None else loss.double()))

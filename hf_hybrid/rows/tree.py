@@ -42,7 +42,7 @@ from torch import Tensor
 
 IGNORED = -100
 """Label of a token that nobody has to predict."""
-LEAST = 8
+LEAST = 4
 """Fewer shared tokens are not worth a segment of their own."""
 KEY_SHARE = 1 / 16
 """

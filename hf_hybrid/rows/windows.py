@@ -185,8 +185,7 @@ class SharedWindows(SharedRows):
             failed = torch.tensor([float(why is not None)], device=self.trainer.args.device)
             if self.trainer.accelerator.gather(failed).max() and why is None:
                 why = "another process found that they are not the same"
-        if why is not None:
-            known.why = why
+        self.why_plain = why
         return why
 
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -165,11 +165,11 @@ def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer)])
-@pytest.mark.parametrize("share_prompt", ["auto", "off"])
-def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_prompt, tmp_path):
+@pytest.mark.parametrize("share_rows", ["auto", "off"])
+def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_rows, tmp_path):
     options = {"learning_rate": 0.0, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "logging_steps": 1}
     first = train(theirs, tmp_path, 1.0, **options)
-    second = train(ours, tmp_path, 1.0, **options, share_prompt=share_prompt)
+    second = train(ours, tmp_path, 1.0, **options, share_rows=share_rows)
     entries = [[e for e in trainer.state.log_history if "loss" in e] for trainer in (first, second)]
     assert len(entries[0]) == 8 and second.hybrid_summary()["rows_skipped"] > 0
     for expected, found in zip(*entries):
@@ -178,7 +178,7 @@ def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_promp
             same = [key for key in expected if any(word in key for word in OF_COMPUTED_ROWS)]
             assert [found[key] for key in same] == pytest.approx([expected[key] for key in same], rel=1e-5)
     counted = train(
-        ours, tmp_path, 1.0, **{**options, "logging_steps": 100}, share_prompt=share_prompt
+        ours, tmp_path, 1.0, **{**options, "logging_steps": 100}, share_rows=share_rows
     ).hybrid_summary()
     assert {key: second.hybrid_summary()[key] for key in ("rows", "tokens")} == {
         key: counted[key] for key in ("rows", "tokens")

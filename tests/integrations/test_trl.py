@@ -153,7 +153,7 @@ def test_dpo_disabled_equals_trl(case, tmp_path):
     options |= {"lora": {"peft_config": lora}, "reference": {}}[case]
     plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain", **made(options))
     plain.train()
-    exact = {"enable_predict": False, "share_prompt": "off"}
+    exact = {"enable_predict": False, "share_rows": "off"}
     hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **exact, **made(options))
     hybrid.train()
     assert "rewards/margins" in history(plain)[0]
@@ -191,7 +191,7 @@ def test_warmup_and_refused_leaps_leave_no_trace(build, plain, hybrid, config, p
         return leap(trajectory, 1e6 * gain)  # as far as the cap, however much a leap is shortened
 
     monkeypatch.setattr(Trajectory, "leap", far)
-    exact = {"share_prompt": "off"} if build is dpo else {}
+    exact = {"share_rows": "off"} if build is dpo else {}
     trainer = build(hybrid, config, tmp_path / "hybrid", model=model, extra=extra, **exact, **options, **PHASES)
     trainer.train()
     summary = trainer.hybrid_summary()
@@ -253,7 +253,7 @@ class GainsLossLosesAccuracy(HybridDPOTrainer):
 
 
 def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
-    options = {**PHASES, "max_steps": 18, "probe_batch_size": 3, "share_prompt": "off"}
+    options = {**PHASES, "max_steps": 18, "probe_batch_size": 3, "share_rows": "off"}
     trainer = dpo(GainsLossLosesAccuracy, HybridDPOConfig, tmp_path / "hybrid", **options)
     trainer.train()
     leaps = trainer.hybrid_summary()["leaps"]
@@ -605,7 +605,7 @@ def test_options_that_cannot_work_are_refused(config, options, message, tmp_path
 def test_a_synchronised_reference_trains_as_trl_does(more, tmp_path, caplog):
     """The default rate would be searched, and weights that the search takes back must not be in the reference."""
     options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 6, "learning_rate": 1e-6}
-    more = {**more, "share_prompt": "off"}
+    more = {**more, "share_rows": "off"}
     hybrid = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "hybrid", **options, **more)
     told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith("`sync_ref_model=True` copies")

@@ -96,7 +96,7 @@ def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, n
     assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected)
     if "dpo" in name:
         assert (first["tokens_shared"] > 0) is (sharding == "ddp")
-        assert ("fsdp" in (first["plain_prompts_because"] or "")) is (sharding == "fsdp2")
+        assert ("fsdp" in (first["plain_rows_because"] or "")) is (sharding == "fsdp2")
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import config_values, tiny_model, weights
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer
-from hf_hybrid.arguments import SharedPromptArguments
+from hf_hybrid.arguments import HybridArguments
 
 CONFIGS = {
     GRPOTrainer: GRPOConfig,
@@ -71,8 +71,8 @@ def build(trainer_class, folder, share=0.5, *, model=None, callbacks=None, peft_
         "learning_rate": 0.1, "optim": "sgd", "optim_args": "momentum=0.9", "weight_decay": 0.01, "bf16": False,
         "beta": 0.0, "shuffle_dataset": True,
     }  # fmt: skip
-    if issubclass(CONFIGS[trainer_class], SharedPromptArguments):
-        values["share_prompt"] = "off"  # where a test does not ask for it
+    if issubclass(CONFIGS[trainer_class], HybridArguments):
+        values["share_rows"] = "off"  # where a test does not ask for it
     args = CONFIGS[trainer_class](**config_values(folder, **{**values, **options}))
     return trainer_class(
         model,

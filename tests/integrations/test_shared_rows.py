@@ -1,4 +1,4 @@
-"""A prompt that several completions share is computed once, and nothing that TRL computes from it changes."""
+"""Rows of preferences and of sampled completions share, and nothing that TRL computes from them changes."""
 
 import logging
 import re
@@ -24,6 +24,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedTokenizerFast,
@@ -40,17 +42,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
-from hf_hybrid.integrations.shared_prompts import (  # noqa: E402
-    IGNORED,
-    Batch,
-    arrange,
-    assemble,
-    bundle,
-    read,
-    same_prompts,
-    spread,
-    visible,
-)
+from hf_hybrid.integrations.trl import options_of_rows  # noqa: E402
 from hf_hybrid.plan.setups import checkpointing_option  # noqa: E402
 
 WORDS = 61
@@ -95,6 +87,7 @@ ARCHITECTURES = {
     "gemma": lambda **o: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8, **o)),
     "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**GPT2, **o)),
     "phi": lambda **o: PhiForCausalLM(PhiConfig(**SIZES, **o)),
+    "opt": lambda **o: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, **o)),
 }
 
 
@@ -109,6 +102,7 @@ def dpo(trainer, config, folder, model=None, reference=True, **options):
     model = model or build("llama")
     if config is HybridDPOConfig:
         arguments.setdefault("enable_predict", False)
+        arguments.setdefault("share_rows", "on")
     return trainer(
         model,
         build("llama", seed=1) if reference is True else reference,
@@ -128,94 +122,16 @@ def gradients(trainer, batch):
 
 
 def apart(first, second):
-    """The largest relative difference of two sets of tensors."""
+    """The largest relative difference of two sets of tensors. What is zero up to rounding (a bias of keys) is left out."""
     assert first.keys() == second.keys()
-    return max(((first[name] - second[name]).norm() / first[name].norm().clamp(min=1e-30)).item() for name in first)
+    least = 1e-6 * max(tensor.norm() for tensor in first.values())
+    return max(((first[n] - second[n]).norm() / first[n].norm()).item() for n in first if first[n].norm() > least)
 
 
 def warnings_of(caplog):
     return [
-        r.getMessage() for r in caplog.records if r.name.endswith("shared_prompts") and r.levelno == logging.WARNING
+        r.getMessage() for r in caplog.records if r.name.endswith("rows.sharing") and r.levelno == logging.WARNING
     ]
-
-
-# Rows.
-
-
-def batch_of(rows, left=False):
-    """A batch of `(prompt, completion)`, padded on the right as for DPO, or on both sides as for GRPO."""
-    longest = [max(len(row[part]) for row in rows) for part in (0, 1)]
-    length = sum(longest) if left else max(len(prompt) + len(completion) for prompt, completion in rows)
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    mask, labels = ids.clone(), torch.full_like(ids, IGNORED)
-    for row, (prompt, completion) in enumerate(rows):
-        begin = longest[0] - len(prompt) if left else 0
-        middle, end = begin + len(prompt), begin + len(prompt) + len(completion)
-        ids[row, begin:end] = torch.tensor([*prompt, *completion])
-        mask[row, begin:end] = 1
-        labels[row, middle:end] = torch.tensor(completion)
-    return Batch.of(ids, mask, labels)
-
-
-def test_one_row_of_a_prompt_and_two_completions():
-    batch = batch_of([([5, 6, 7], [8, 9]), ([5, 6, 7], [3, 2, 4])])
-    rows = assemble(batch, [[bundle(batch, [0, 1])]])
-    assert rows.ids.tolist() == [[5, 6, 7, 8, 7, 3, 2]]
-    assert rows.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
-    assert rows.labels.tolist() == [[IGNORED, IGNORED, 8, 9, 3, 2, 4]]
-    assert visible(rows.group, rows.part)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 1, 0, 0, 1, 1, 0],
-        [1, 1, 0, 0, 1, 1, 1],
-    ]
-    found = read(torch.tensor([[0.0, 1, 2, 3, 4, 5, 6]]), rows)
-    assert found.tolist() == [[0, 0, 2, 3, 0], [0, 0, 4, 5, 6]] and rows.tokens == 7
-
-
-def test_completions_that_begin_alike_share_that_too():
-    batch = batch_of([([5, 6], [8, 9, 3]), ([5, 6], [8, 9, 4]), ([5, 6], [8, 9, 4])])
-    rows = assemble(batch, [[bundle(batch, [0, 1, 2])]])
-    assert rows.ids.tolist() == [[5, 6, 8, 9, 9, 9]]
-    assert assemble(batch, [[bundle(batch, [1, 2])]]).ids.tolist() == [[5, 6, 8, 9]]
-
-
-def test_rows_are_grouped_by_their_prompt_wherever_it_stands():
-    rows = [([5, 6], [8]), ([4, 5, 6], [8]), ([5, 6], [7, 7]), ([5, 6], [9]), ([4, 5, 6], [])]
-    for left in (False, True):
-        assert sorted(same_prompts(batch_of(rows, left))) == [[0, 2, 3], [1]]  # the last row has nothing to predict
-
-
-def test_positions_are_those_of_the_padded_row():
-    batch = batch_of([([5, 6], [8, 9]), ([4, 5, 6], [8]), ([5, 6], [7, 7])], left=True)
-    rows = assemble(batch, [[bundle(batch, [0, 2])], [bundle(batch, [1])]])
-    assert rows.positions.tolist() == [[1, 2, 3, 2, 3], [0, 1, 2, 0, 0]]
-    assert rows.ids[1, :3].tolist() == [4, 5, 6] and rows.group[1].tolist()[3:] == [-1, -1]
-
-
-def test_rows_are_filled_evenly():
-    assert spread([5, 1, 4, 2, 3], 2) == ([[0, 3, 1], [2, 4]], 8)
-
-
-def test_an_arrangement_is_chosen_by_its_cost():
-    long = [(list(range(2, 16)), [20 + number] * 40) for number in range(8)]
-    assert len(arrange(batch_of(long), even=1e6)[0][0].rows) == 8
-    split = arrange(batch_of(long), even=400)  # a row of 330 tokens would cost more attention than prompts
-    assert {len(bundle.rows) for row in split for bundle in row} == {2} and len(split) == 4
-    assert arrange(batch_of(long), even=5) is None
-    pairs = [(list(range(2, 2 + size)), [40 + number]) for size in (10, 20, 30, 15) for number in range(2)]
-    assert len(arrange(batch_of(pairs), even=1e6)) == 1  # no padding
-    assert len(arrange(batch_of(pairs), even=20)) > 1
-    assert max(sum(b.length for b in row) for row in arrange(batch_of(pairs), even=1e6, window=40)) <= 40
-    assert arrange(batch_of(pairs), even=1e6, window=20) is None
-
-
-def test_nothing_is_shared_where_nothing_is_saved():
-    assert arrange(batch_of([([5, 6, 7], [8]), ([6, 6, 7], [8])]), even=1e6) is None
-    assert arrange(batch_of([([5, 6, 7], []), ([5, 6, 7], [])]), even=1e6) is None
 
 
 # Models.
@@ -234,7 +150,7 @@ def test_gradients_are_those_of_trl(architecture, attention, tmp_path):
     (plain_loss, plain), (loss, shared) = found
     assert loss == pytest.approx(plain_loss, rel=1e-6) and apart(plain, shared) < 1e-5
     summary = built.hybrid_summary()
-    assert summary["plain_prompts_because"] is None
+    assert summary["plain_rows_because"] is None
     # Two passes, of policy and reference; a prompt is two thirds of a row, and half of them are shared.
     assert summary["tokens"] == 2 * batch["attention_mask"].sum()
     assert 0.25 < summary["tokens_shared"] / summary["tokens"] < 0.5
@@ -273,7 +189,7 @@ def test_training_is_that_of_trl(case, tmp_path):
         trained.append(dpo(trainer, config, tmp_path / trainer.__name__, **made))
         trained[-1].train()
     plain, shared = trained
-    assert shared.shared_prompts.tokens_shared > (0 if "beginning" in case else 0.2 * shared.shared_prompts.tokens)
+    assert shared.rows.tokens_shared > (0 if "beginning" in case else 0.2 * shared.rows.tokens)
     assert apart(weights(plain.model), weights(shared.model)) < 1e-5
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -290,9 +206,9 @@ def test_every_loss_is_that_of_trl(tmp_path):
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
 
     def compare():
-        trainer.shared_prompts.off = True
+        trainer.rows.off = True
         plain_loss, plain = gradients(trainer, batch)
-        trainer.shared_prompts.off = False
+        trainer.rows.off = False
         loss, shared = gradients(trainer, batch)
         assert loss == pytest.approx(plain_loss, rel=1e-5) and apart(plain, shared) < 1e-5
 
@@ -303,7 +219,7 @@ def test_every_loss_is_that_of_trl(tmp_path):
     compare()
     trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, use_weighting=True, f_divergence_type="js_divergence")
     compare()
-    assert trainer.shared_prompts.tokens_shared > 0
+    assert trainer.rows.tokens_shared > 0
 
 
 @pytest.mark.parametrize("options", [{"bf16": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
@@ -347,7 +263,7 @@ def compare_rollouts(theirs, ours, folder, share, **options):
     hybrid = {name: made.pop(name) for name in ("exact_skips",) if name in made}
     rollouts.policy().save_pretrained(folder / "base")  # from where TRL takes the reference
     trained = []
-    for trainer, extra in ((theirs, {}), (ours, {"share_prompt": "auto", **hybrid})):
+    for trainer, extra in ((theirs, {}), (ours, {"share_rows": "on", **hybrid})):
         model = LlamaForCausalLM.from_pretrained(folder / "base")
         trained.append(
             rollouts.build(trainer, folder / trainer.__name__, share, model=model, max_steps=4, **made, **extra)
@@ -367,7 +283,7 @@ def test_updates_by_rewards_are_those_of_trl(case, tmp_path):
     shared = compare_rollouts(GRPOTrainer, HybridGRPOTrainer, tmp_path, 0.5, **REWARDED[case])
     summary = shared.hybrid_summary()
     together = case not in ("tokens and reference", "entropy")  # there the rows of a prompt stay where TRL put them
-    assert summary["plain_prompts_because"] is None
+    assert summary["plain_rows_because"] is None
     assert summary["tokens_shared"] > (0.3 if together else 0.05) * summary["tokens"]
 
 
@@ -379,7 +295,7 @@ def test_rloo_shares_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_with_rewards_goes_on_counting_and_ends_at_the_same_weights(tmp_path):
-    options = {"share_prompt": "auto", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    options = {"share_rows": "on", "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
     whole = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
     whole.train()
     resumed = rollouts.build(HybridGRPOTrainer, tmp_path, **options)
@@ -423,13 +339,11 @@ class Counted(LlamaForCausalLM):
 
 
 PLAIN = {
-    "window of all layers": (lambda: build("mistral", sliding_window=8), "layers look back 8 tokens"),
-    "window of some layers": (lambda: gemma3(sliding_window=8), "layers look back 8 tokens"),
     "state-space layers": (mamba, "layers with a state that runs along the row"),
-    "ALiBi": (bloom, r"the model does not take them \(\w+Error"),
+    "ALiBi": (bloom, r"the model does not take a tree \(\w+Error"),
     "router": (mixtral, "the router loss counts every token"),
     "dropout": (lambda: build("llama", attention_dropout=0.1), r"dropout \(0.1\) would be drawn once"),
-    "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "log-probabilities of the first batch are .* away"),
+    "first batch": (lambda: Counted(LlamaConfig(**SIZES)), "hidden states of the first batch are .* away"),
 }
 
 
@@ -445,39 +359,39 @@ def test_where_a_prompt_cannot_be_shared_training_is_trls_to_the_last_bit(case, 
     plain, shared = trained
     assert apart(weights(plain.model), weights(shared.model)) == 0.0
     assert shared.hybrid_summary()["tokens_shared"] == 0 < shared.hybrid_summary()["tokens"]
-    (told,) = (text for text in warnings_of(caplog) if "once per completion" in text)
-    assert re.search(why, told) and re.search(why, shared.hybrid_summary()["plain_prompts_because"])
+    (told,) = (text for text in warnings_of(caplog) if "computed padded" in text)
+    assert re.search(why, told) and re.search(why, shared.hybrid_summary()["plain_rows_because"])
 
 
-def test_a_window_that_a_row_fits_into_does_not_matter(tmp_path):
-    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=40))
+@pytest.mark.parametrize("window", [8, 40])
+def test_windows_of_attention_go_along_paths(window, tmp_path):
+    trainer = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, model=gemma3(sliding_window=window))
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
     _, shared = gradients(trainer, batch)
-    assert trainer.shared_prompts.tokens_shared > 0
-    trainer.shared_prompts.off = True
+    assert trainer.rows.tokens_shared > 0
+    trainer.rows.off = True
     assert apart(gradients(trainer, batch)[1], shared) < 1e-5
 
 
 def test_off_is_trl_to_the_last_bit(tmp_path):
     plain = dpo(DPOTrainer, DPOConfig, tmp_path / "plain")
     plain.train()
-    off = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_prompt="off")
+    off = dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path / "off", share_rows="off")
     off.train()
     assert apart(weights(plain.model), weights(off.model)) == 0.0
-    assert off.hybrid_summary()["tokens"] == 0 and not list((tmp_path / "off").rglob("shared_prompts.json"))
+    assert off.hybrid_summary()["tokens"] == 0
 
 
 def test_the_option_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="`share_prompt` must be one of auto, off, got `on`"):
-        HybridDPOConfig(**config_values(tmp_path, bf16=False), share_prompt="on")
+    with pytest.raises(ValueError, match="`share_rows` must be one of auto, on, off, got `yes`"):
+        HybridDPOConfig(**config_values(tmp_path, bf16=False), share_rows="yes")
 
 
 def test_compiled_and_sharded_runs_compute_trls_rows():
     names = ("torch_compile", "fsdp", "deepspeed", "parallelism_config", "fp16", "bf16")
     for option in ("torch_compile", "fsdp"):
-        trainer = HybridDPOTrainer.__new__(HybridDPOTrainer)
-        trainer._share_prompts(SimpleNamespace(**{name: name == option for name in names}))
-        assert f"`{option}" in trainer.shared_prompts.why_plain
+        _, why, _ = options_of_rows(SimpleNamespace(**{name: name == option for name in names}))
+        assert f"`{option}" in why
 
 
 # Counters.
