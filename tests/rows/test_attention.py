@@ -1,0 +1,145 @@
+"""Attention along paths is that of the rows by themselves, with windows, with fewer heads of keys, in one call or several."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rig.sft_rows import KINDS, pad
+from torch import nn
+
+from hf_hybrid.rows import attention
+from hf_hybrid.rows.tree import Batch, Tree
+
+HEADS, FEWER, SIZE = 4, 2, 8
+
+
+def tree_of(kind, count=12):
+    made = pad(KINDS[kind]()[:count])
+    return Tree.of(Batch(made["input_ids"], made["attention_mask"], made["labels"]).rows())
+
+
+def tensors(tree, dtype=torch.float64):
+    torch.manual_seed(0)
+    shapes = [(HEADS, SIZE), (FEWER, SIZE), (FEWER, SIZE)]
+    return [torch.randn(1, heads, len(tree.ids), size, dtype=dtype, requires_grad=True) for heads, size in shapes]
+
+
+def by_rows(tree, query, key, value, window):
+    """Reference: every row by itself, each token written to its slot."""
+    output = torch.zeros(1, len(tree.ids), HEADS, SIZE, dtype=query.dtype)
+    for index in range(len(tree.rows)):
+        slots = tree.slots(index)
+        keys = [tensor[:, :, slots].repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
+        places = torch.arange(len(slots))
+        back = places[:, None] - places
+        seen = (back >= 0) & (back < (window or len(slots)))
+        found = F.scaled_dot_product_attention(query[:, :, slots], *keys, attn_mask=seen)
+        output = output.index_copy(1, slots, found.transpose(1, 2))
+    return output
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    attention.layout_of.cache_clear()
+
+
+def attend(tree, query, key, value, window):
+    options = {} if window is None else {"sliding_window": window}
+    return attention.attend("sdpa", nn.Module(), query, key, value, tree_segments=tree.segments, **options)[0]
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_path_sees_what_its_row_sees(kind, window):
+    tree = tree_of(kind)
+    mine, theirs = tensors(tree), tensors(tree)
+    found, expected = attend(tree, *mine, window), by_rows(tree, *theirs, window)
+    assert torch.allclose(found, expected, atol=1e-12)
+    weight = torch.randn_like(found)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert all(torch.allclose(a.grad, b.grad, atol=1e-12) for a, b in zip(mine, theirs))
+
+
+def varlen_twin(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """`torch.nn.attention.varlen.varlen_attn` as its documentation has it, in plain operations: causal, lower right."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
+    parts = []
+    for n in range(len(cu_q) - 1):
+        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        q, k, v = (t.transpose(0, 1) for t in (query[rows], key[keys], value[keys]))
+        back = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+        parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_gets_the_arguments_of_all_segments(kind, window, monkeypatch):
+    """`varlen_attn` needs a GPU: its twin stands in for it."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_twin)
+    tree = tree_of(kind)
+    query, key, value = tensors(tree)
+    layout = attention.layout_of(tree.segments, query.device)
+    found = layout.in_one_call(query, key, value, None, window)
+    assert torch.allclose(found, by_rows(tree, query, key, value, window), atol=1e-12)
+    found.sum().backward()
+    assert key.grad is not None and key.grad.abs().sum() > 0
+
+
+def test_the_twin_takes_what_torch_takes():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    import inspect
+
+    asked = inspect.signature(varlen.varlen_attn).parameters
+    assert list(asked)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= asked.keys()
+
+
+def test_without_segments_the_models_own_attention_computes():
+    tree = tree_of("system", 2)
+    query, key, value = (t.expand(1, HEADS, -1, -1).contiguous() if t.shape[1] == HEADS else t for t in tensors(tree))
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = HEADS // FEWER, True
+    found, _ = attention.attend("sdpa", module, query, key, value)
+    wide = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
+    expected = F.scaled_dot_product_attention(query, *wide, is_causal=True).transpose(1, 2)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [({"softcap": 30.0}, "caps"), ({"s_aux": torch.ones(4)}, "sinks"), ({"position_bias": torch.ones(1)}, "bias"),
+     ({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal")],
+)  # fmt: skip
+def test_what_a_tree_does_not_have_is_refused(options, why):
+    tree = tree_of("system", 2)
+    with pytest.raises(attention.CannotAttendError, match=why):
+        attention.attend("sdpa", nn.Module(), *tensors(tree), tree_segments=tree.segments, **options)
+
+
+def test_flash_attention_is_kept_where_no_rows_share(monkeypatch):
+    """Its function gets the lengths of the rows; where rows share, segments are computed one by one."""
+    asked = []
+
+    def flash(module, query, key, value, mask, **options):
+        asked.append(options)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "_function", lambda own, module: flash)
+    text = KINDS["instructions"]()[:6]
+    made = pad(text)
+    tree = Tree.of(Batch(made["input_ids"], made["attention_mask"], made["labels"]).rows())
+    assert not any(segment.path for segment in tree.segments)
+    attention.attend("flash_attention_2", nn.Module(), *tensors(tree), tree_segments=tree.segments)
+    (options,) = asked
+    ends = options["cu_seq_lens_q"].tolist()
+    assert ends == options["cu_seq_lens_k"].tolist() == [0, *(segment.end for segment in tree.segments)]
+    assert options["max_length_q"] == tree.longest
+    shared = tree_of("system")
+    attention.attend("flash_attention_2", nn.Module(), *tensors(shared), tree_segments=shared.segments)
+    assert len(asked) == 1
