@@ -556,7 +556,9 @@ class SharedRows(Part):
         if why is None and tree is not None and worth and not known.has_compared(tree.longest):
             if self.may_compare:
                 device = inputs["input_ids"].device
-                why = self.why_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
+                why = self.why_plain = self._compare(
+                    model, tree, [batch], lambda part: model(**{**inputs, **part}), device
+                )
             else:
                 why = "no batch of its kind was compared yet"
         if why is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
 
@@ -110,7 +111,10 @@ class SharedWindows(SharedRows):
             count, plan = 0, plan._replace(why=why)
         if plan.why is not None:
             self._tell(plan.why)
+        elif not count and not self.micro_batches_saved and self.may_share:
+            self.plain_because = LITTLE
         if count:
+            self.plain_because = None
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
         self._count_window(step, batches, plan.trees)
 
@@ -204,6 +208,13 @@ class SharedWindows(SharedRows):
             before.restore()
             if metrics is not None:
                 vars(trainer)["_metrics"] = metrics
+
+    def _tree_if_worth(self, model: torch.nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
+        # In a step: parts of a micro-batch after an out-of-memory, but no passes that other parts make to look.
+        return None if self._laid_out and not model.training else super()._tree_if_worth(model, inputs, batch)
+
+    def _count(self, batch: Batch, tree: Tree | None) -> None:
+        pass  # by window
 
     # The layout.
 

@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,6 +87,9 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)
+    kept = targets != IGNORE_INDEX
+    if not kept.all():  # no logits for tokens that do not count
+        rows, targets = rows[kept], targets[kept]
     with torch.autocast(device, enabled=False):
         return _ChunkedLoss.apply(rows, weight, bias, targets, softcap, scale, chunk_tokens, torch.is_grad_enabled())
 
@@ -220,8 +223,11 @@ class ChunkedCausalLoss:
             raise RuntimeError("`head.forward` is replaced already. Install the chunked loss first, and only once.")
         self.head.forward = self._forward
         self.base.loss_function = self._loss
-        before = self.head.register_forward_pre_hook(self._before_head, with_kwargs=True)
-        self._hooks = [before, self.head.register_forward_hook(self._after_head)]
+        self._hooks = [
+            self.base.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            self.head.register_forward_pre_hook(self._before_head, with_kwargs=True),
+            self.head.register_forward_hook(self._after_head),
+        ]
         return self
 
     def remove(self) -> None:
@@ -264,11 +270,8 @@ class ChunkedCausalLoss:
         """Context in which the next forward pass on this thread, with these `inputs`, computes its loss in chunks."""
         if not self._hooks:
             raise RuntimeError("The chunked loss is not installed. Call `install()` or use it as a context manager.")
-        targets = inputs.get("shift_labels")
-        if targets is None:
-            targets = F.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
         thread = threading.get_ident()
-        self._calls[thread] = call = _Call(inputs["labels"], targets, probe)
+        self._calls[thread] = call = _Call(inputs["labels"], _targets(inputs), probe)
         try:
             yield call
         finally:
@@ -309,6 +312,12 @@ class ChunkedCausalLoss:
         call = self._calls.get(threading.get_ident())
         return call if call is not None and call.head is None else None
 
+    def _before_model(self, base, args, kwargs):
+        """Take the labels that the model really gets: shared rows exchange the batch."""
+        call = self._pending()
+        if call is not None and kwargs.get("labels") is not None:
+            call.labels, call.targets = kwargs["labels"], _targets(kwargs)
+
     def _before_head(self, head, args, kwargs):
         call = self._pending()
         return None if call is None or call.probe is not None else (args, {**kwargs, "targets": call.targets})
@@ -346,6 +355,12 @@ class ChunkedCausalLoss:
         count = call.targets.ne(IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         summed = call.head.output
         return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
+
+
+def _targets(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return what each token of a batch predicts: the labels, shifted."""
+    targets = inputs.get("shift_labels")
+    return F.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:] if targets is None else targets
 
 
 BIG_VOCABULARY = 32_000

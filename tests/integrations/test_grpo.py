@@ -177,9 +177,7 @@ def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_rows,
         if found is not entries[1][0]:  # in the first step one row is computed
             same = [key for key in expected if any(word in key for word in OF_COMPUTED_ROWS)]
             assert [found[key] for key in same] == pytest.approx([expected[key] for key in same], rel=1e-5)
-    counted = train(
-        ours, tmp_path, 1.0, **{**options, "logging_steps": 100}, share_rows=share_rows
-    ).hybrid_summary()
+    counted = train(ours, tmp_path, 1.0, **{**options, "logging_steps": 100}, share_rows=share_rows).hybrid_summary()
     assert {key: second.hybrid_summary()[key] for key in ("rows", "tokens")} == {
         key: counted[key] for key in ("rows", "tokens")
     }

@@ -122,16 +122,14 @@ def gradients(trainer, batch):
 
 
 def apart(first, second):
-    """The largest relative difference of two sets of tensors. What is zero up to rounding (a bias of keys) is left out."""
+    """The largest relative difference. What is zero up to rounding (a bias of keys) is left out."""
     assert first.keys() == second.keys()
     least = 1e-6 * max(tensor.norm() for tensor in first.values())
     return max(((first[n] - second[n]).norm() / first[n].norm()).item() for n in first if first[n].norm() > least)
 
 
 def warnings_of(caplog):
-    return [
-        r.getMessage() for r in caplog.records if r.name.endswith("rows.sharing") and r.levelno == logging.WARNING
-    ]
+    return [r.getMessage() for r in caplog.records if r.name.endswith("rows.sharing") and r.levelno == logging.WARNING]
 
 
 # Models.

@@ -1,4 +1,4 @@
-"""Attention along paths is that of the rows by themselves, with windows, with fewer heads of keys, in one call or several."""
+"""Attention along paths is that of the rows by themselves, with windows and fewer heads of keys, in one call or not."""
 
 import pytest
 import torch

@@ -113,7 +113,9 @@ def test_a_tree_as_a_padded_batch_holds_its_rows_whole():
     batch, same = padded(tree, batches)
     assert batch.tokens == sum(each.tokens for each in batches)
     assert sorted(r.ids for r in batch.rows()) == sorted(r.ids for r in tree.rows)
-    assert [batch.ids[r.number, r.first : r.first + len(r.ids)].tolist() for r in same.rows] == [r.ids for r in same.rows]
+    assert [batch.ids[r.number, r.first : r.first + len(r.ids)].tolist() for r in same.rows] == [
+        r.ids for r in same.rows
+    ]
 
 
 def test_batches_of_other_lengths_are_copied_together():

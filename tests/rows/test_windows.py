@@ -1,0 +1,439 @@
+"""Windows that are laid out as trees train as plain `Trainer` does, and say what they saved."""
+
+import functools
+import logging
+import re
+
+import pytest
+import torch
+from conftest import assert_same_weights, config_values, losses, weights
+from peft import LoraConfig, get_peft_model
+from rig.sft_rows import KINDS, WORDS, Text, pad, row
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.plan.setups import checkpointing_option
+from hf_hybrid.rows import sharing
+from hf_hybrid.rows.sharing import SharedRows
+from hf_hybrid.rows.windows import SharedWindows
+
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+    "n_routed_experts": 4, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+NO_DROPOUT = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 8, "num_experts": 4, **EXPERTS}),
+    "mistral with a window": (MistralConfig, {"sliding_window": 12}),
+    "gemma3 with a window": (
+        Gemma3TextConfig,
+        {"head_dim": 8, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma": (GemmaConfig, {"head_dim": 8}),
+    "phi": (PhiConfig, {}),
+    "phi3": (Phi3Config, {}),
+    "gpt2": (GPT2Config, {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "smollm3": (SmolLM3Config, {}),
+    "granite": (GraniteConfig, {"logits_scaling": 3.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.3}),
+    "glm4": (Glm4Config, {"head_dim": 8}),
+    "olmo2": (Olmo2Config, {}),
+    "opt": (OPTConfig, {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 2}),
+    "deepseek_v3": (DeepseekV3Config, {**LATENT, **EXPERTS}),
+    "starcoder2": (Starcoder2Config, {"sliding_window": None, **NO_DROPOUT}),
+}
+
+
+def build(architecture="llama", attention="sdpa", **options):
+    """A model whose tokens matter: as it is initialised, one would hardly attend to another."""
+    kind, own = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **own, **options}), attn_implementation=attention)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def lora(**options):
+    torch.manual_seed(1)
+    model = get_peft_model(build(), LoraConfig(**LORA, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, so that A would get no gradient
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+PLAIN = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 8, "max_grad_norm": 1.0}
+
+
+def train(trainer, config, folder, rows, model=None, left=False, resume=None, callbacks=(), **options):
+    built = trainer(
+        build() if model is None else model,
+        config(**config_values(folder, **{**PLAIN, **options})),
+        data_collator=functools.partial(pad, left=left),
+        train_dataset=rows,
+        eval_dataset=rows[:10],
+        callbacks=list(callbacks),
+    )
+    built.train(resume_from_checkpoint=resume)
+    return built
+
+
+def shared(folder, rows, **options):
+    return train(HybridTrainer, HybridConfig, folder, rows, **{"leap_gain": 0, **options})
+
+
+def plain(folder, rows, **options):
+    return train(Trainer, TrainingArguments, folder, rows, **options)
+
+
+def apart(first, second):
+    """The largest relative difference. What is zero up to rounding (a bias of keys) is left out."""
+    assert first.keys() == second.keys()
+    least = 1e-6 * max(tensor.norm() for tensor in first.values())
+    return max(((first[n] - second[n]).norm() / first[n].norm()).item() for n in first if first[n].norm() > least)
+
+
+# Gradients.
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the last window."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients(train, folder, rows, model):
+    """Loss and gradients of one window with all rows, and the trainer."""
+    callback = Gradients()
+    options = {"max_steps": 1, "gradient_accumulation_steps": len(rows) // 4, "max_grad_norm": 0.0}
+    trained = train(folder, rows, model=model, callbacks=[callback], **options)
+    return losses(trained)[0], callback.found, trained
+
+
+def assert_same_gradients(folder, rows, build_model):
+    loss, expected, _ = gradients(plain, folder / "plain", rows, build_model())
+    same, found, trained = gradients(shared, folder / "shared", rows, build_model())
+    assert same == pytest.approx(loss, rel=1e-5) and apart(expected, found) < 1e-5
+    summary = trained.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["micro_batches_saved"] > 0
+    return summary
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_of_a_window_are_those_of_padded_rows(architecture, tmp_path):
+    rows = KINDS["agent"]()[:12]
+    summary = assert_same_gradients(tmp_path, rows, lambda: build(architecture))
+    assert summary["tokens_shared"] > 0.5 * summary["tokens"]
+
+
+@pytest.mark.parametrize("model", [functools.partial(build, attention="eager"), lora], ids=["eager", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_kind_of_data(kind, model, tmp_path):
+    assert_same_gradients(tmp_path, KINDS[kind]()[-12:], model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_of_all_architectures_on_all_data(architecture, kind, tmp_path):
+    assert_same_gradients(tmp_path, KINDS[kind]()[-12:], lambda: build(architecture))
+
+
+# Trainings.
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_ends_at_the_weights_of_trainer(kind, left, tmp_path):
+    rows = KINDS[kind]()
+    if left and kind == "repeated":
+        pytest.skip("its first tokens are predicted from padding")
+    options = {"left": left, "eval_strategy": "steps", "eval_steps": 4, "include_num_input_tokens_seen": "non_padding"}
+    expected, found = plain(tmp_path / "plain", rows, **options), shared(tmp_path / "shared", rows, **options)
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    of_evaluations = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (expected, found)]
+    assert of_evaluations[0] == pytest.approx(of_evaluations[1], rel=1e-5) and len(of_evaluations[0]) == 2
+    summary = found.hybrid_summary()
+    assert summary["plain_rows_because"] is None and (left or summary["micro_batches_saved"] > 0)
+    assert summary["tokens"] == found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
+    assert summary["backward_passes"] + summary["micro_batches_saved"] == 3 * 8
+    assert summary["tokens_padding"] + summary["tokens_shared"] > 0.1 * summary["tokens"]
+
+
+VARIANTS = {
+    "adamw": {"optim": "adamw_torch", "learning_rate": 3e-3},
+    "one micro-batch": {"gradient_accumulation_steps": 1},
+    "checkpointing": {checkpointing_option(): True},
+    "streamed by layer": {"memory": "stream", "accumulation_walk": "layer"},
+    "streamed by micro-batch": {"memory": "stream", "accumulation_walk": "micro_batch"},
+    "chunked loss": {"chunked_loss": "on"},
+    "bf16": {"bf16": True},
+    "leaps": {"leap_gain": None, "direction": "orthogonal", "warmup_phase_steps": 2, "leap_worth": 0.0},
+    "without phases": {"enable_predict": False, "share_rows": "on"},
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_it_composes(case, tmp_path):
+    """The run without shared rows is the reference: with the same options it makes the same steps."""
+    rows, options = KINDS["agent"](), {"optim": "sgd", **VARIANTS[case]}
+    off = shared(tmp_path / "off", rows, **{**options, "share_rows": "off"})
+    on = shared(tmp_path / "on", rows, **options)
+    limit = {"bf16": 2e-3, "adamw": 1e-3, "leaps": 1e-5}.get(case, 2e-6)
+    assert apart(weights(off.model), weights(on.model)) < limit
+    assert losses(on) == pytest.approx(losses(off), rel=1e-2 if case == "bf16" else 1e-4)
+    assert on.hybrid_summary()["tokens_shared"] > 0.3 * on.hybrid_summary()["tokens"]
+    assert on.hybrid_summary()["plain_rows_because"] is None
+    assert "tokens_shared" not in off.hybrid_summary()
+
+
+def test_adapters_train_as_in_trainer(tmp_path):
+    rows = KINDS["system"]()
+    expected, found = plain(tmp_path / "plain", rows, model=lora()), shared(tmp_path / "shared", rows, model=lora())
+    assert apart(weights(expected.model), weights(found.model)) < 1e-6
+
+
+def test_a_resumed_run_ends_at_the_same_weights_and_goes_on_counting(tmp_path):
+    rows, options = KINDS["unrolled"](), {"save_strategy": "steps", "save_steps": 5}
+    whole = shared(tmp_path, rows, **options)
+    resumed = shared(tmp_path, rows, resume=str(tmp_path / "checkpoint-5"), **options)
+    assert_same_weights(weights(whole.model), weights(resumed.model))
+    for name in ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved"):
+        assert whole.hybrid_summary()[name] == resumed.hybrid_summary()[name] > 0
+
+
+class Limit:
+    """A device whose memory ends at so many tokens of a forward pass."""
+
+    def __init__(self, most):
+        self.most, self.largest = most, 0
+
+    def __call__(self, layer, args, kwargs):
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[:2].numel()
+        if tokens > self.most and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        self.largest = max(self.largest, tokens if torch.is_grad_enabled() else 0)
+
+
+def test_after_an_out_of_memory_a_window_is_computed_in_smaller_trees(tmp_path):
+    rows, model, limit = KINDS["instructions"](), build(), Limit(100)
+    model.model.layers[0].register_forward_pre_hook(limit, with_kwargs=True)
+    found = shared(tmp_path / "limited", rows, model=model)
+    assert apart(weights(shared(tmp_path / "shared", rows).model), weights(found.model)) < 1e-6
+    assert found.hybrid_summary()["out_of_memory"] and found.hybrid_summary()["tokens_padding"] > 0
+
+
+def test_a_micro_batch_takes_no_more_tokens_than_the_largest_padded_one(tmp_path):
+    rows, model, limit = KINDS["instructions"](), build(), Limit(10**9)
+    model.model.layers[0].register_forward_pre_hook(limit, with_kwargs=True)
+    shared(tmp_path, rows, model=model)
+    model, padded = build(), Limit(10**9)
+    model.model.layers[0].register_forward_pre_hook(padded, with_kwargs=True)
+    plain(tmp_path, rows, model=model)
+    assert 0 < limit.largest <= padded.largest
+
+
+# What stays as it is.
+
+
+def full(count=48):
+    """Rows of one length, all of which is learned: nothing can be saved."""
+    text = Text(7)
+    return [row((text(16), 1)) for _ in range(count)]
+
+
+def test_where_nothing_is_saved_the_run_is_that_of_trainer_to_the_last_bit(tmp_path):
+    expected, found = plain(tmp_path / "plain", full()), shared(tmp_path / "shared", full())
+    assert_same_weights(weights(expected.model), weights(found.model))
+    summary = found.hybrid_summary()
+    assert summary["tokens"] == 8 * 12 * 16 and summary["tokens_shared"] == summary["micro_batches_saved"] == 0
+    assert summary["plain_rows_because"] == "less than 5 % would be saved"
+
+
+@pytest.mark.parametrize("options", [{"share_rows": "off"}, {"enable_predict": False}], ids=["off", "switch"])
+def test_off_is_trainer_to_the_last_bit(options, tmp_path):
+    rows = KINDS["system"]()
+    expected, found = plain(tmp_path / "plain", rows), shared(tmp_path / "off", rows, **options)
+    assert_same_weights(weights(expected.model), weights(found.model))
+    assert losses(expected) == losses(found)
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].transpose(1, 2)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="sum") / num_items_in_batch
+
+
+class OwnLoss(HybridTrainer):
+    """A trainer whose loss reads more than labels."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Counted(torch.nn.Module):
+    """Layers that know the place of a token in its batch, which is found only by looking."""
+
+    def forward(self, layer, args, output):
+        return output + torch.linspace(0, 1, output.shape[1])[:, None]
+
+
+def counted():
+    model = build()
+    model.model.layers[0].register_forward_hook(Counted())
+    return model
+
+
+def stateful(config, **options):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**{**SIZES, **options}))
+
+
+REFUSED = {
+    "dropout": (lambda: build(attention_dropout=0.1), {}, r"dropout \(0.1\)"),
+    "dropout of adapters": (lambda: lora(lora_dropout=0.2), {}, r"dropout \(0.2\)"),
+    "capped scores": (lambda: stateful(Gemma2Config, head_dim=8), {}, "caps its scores"),
+    "sinks": (
+        lambda: stateful(GptOssConfig, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+        {},
+        "has sinks",
+    ),
+    "state-space layers": (lambda: stateful(MambaConfig), {}, "state that runs along the row"),
+    "convolutions": (lambda: stateful(Lfm2Config, layer_types=["conv", "full_attention"]), {}, "state that runs"),
+    "router": (lambda: build("mixtral", output_router_logits=True), {}, "router loss"),
+    "label smoothing": (build, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    "noise": (build, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    "first batch": (counted, {}, "hidden states of the first batch are .* away"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_not_be_exact_is_trained_in_padded_rows(case, tmp_path, caplog):
+    build_model, options, why = REFUSED[case]
+    options, rows = {"max_steps": 2, **options}, KINDS["agent"]()
+    expected = plain(tmp_path / "plain", rows, model=build_model(), **options)
+    found = shared(tmp_path / "shared", rows, model=build_model(), **options)
+    assert_same_weights(weights(expected.model), weights(found.model))
+    assert re.search(why, found.hybrid_summary()["plain_rows_because"])
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "share_rows" in r.getMessage()]
+    assert len(told) == 1 and re.search(why, told[0])
+
+
+def test_stateful_layers_that_nothing_tells_are_refused_by_the_comparison(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharing, "why_not", lambda model: None)
+    monkeypatch.setattr(sharing.Costs, "of", classmethod(lambda cls, model: cls(1.0, 0.0, 0.0)))
+    rows, options = KINDS["agent"](), {"max_steps": 2}
+    expected = plain(tmp_path / "plain", rows, model=stateful(MambaConfig), **options)
+    found = shared(tmp_path / "shared", rows, model=stateful(MambaConfig), **options)
+    assert_same_weights(weights(expected.model), weights(found.model))
+    assert "the model does not take a tree" in found.hybrid_summary()["plain_rows_because"]
+
+
+def test_a_loss_of_ones_own_gets_padded_rows(tmp_path):
+    trained = train(OwnLoss, HybridConfig, tmp_path, KINDS["agent"](), max_steps=1, leap_gain=0)
+    assert "`OwnLoss.compute_loss`" in trained.hybrid_summary()["plain_rows_because"]
+    config = HybridConfig(**config_values(tmp_path, max_steps=1, leap_gain=0))
+    trainer = HybridTrainer(
+        build(), config, data_collator=pad, train_dataset=KINDS["agent"](), compute_loss_func=own_loss
+    )
+    trainer.train()
+    assert "`compute_loss_func`" in trainer.hybrid_summary()["plain_rows_because"]
+
+
+def test_other_tensors_of_a_batch_are_not_lost(tmp_path):
+    def collate(rows):
+        made = pad(rows)
+        return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand_as(made["input_ids"])}
+
+    config = HybridConfig(**config_values(tmp_path, max_steps=1, leap_gain=0))
+    trainer = HybridTrainer(build(), config, data_collator=collate, train_dataset=KINDS["agent"]())
+    trainer.train()
+    assert "`position_ids`" in trainer.hybrid_summary()["plain_rows_because"]
+
+
+def test_the_model_is_left_as_it_was(tmp_path):
+    model = build()
+    before = model.config._attn_implementation, len(model._forward_hooks), len(model._forward_pre_hooks)
+    shared(tmp_path, KINDS["agent"](), model=model, eval_strategy="steps", eval_steps=2)
+    assert before == (model.config._attn_implementation, len(model._forward_hooks), len(model._forward_pre_hooks))
+    assert not model.model._forward_hooks
+
+
+def test_other_passes_of_a_model_do_not_notice(tmp_path):
+    """Generation in a callback, and logits of an evaluation with `compute_metrics`."""
+    shapes = []
+
+    class Generates(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            shapes.append(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape)
+
+    def metrics(found):
+        shapes.append(found.predictions.shape[0] == found.label_ids.shape[0])
+        return {}
+
+    config = HybridConfig(**config_values(tmp_path, max_steps=2, leap_gain=0, eval_strategy="steps", eval_steps=2))
+    rows = KINDS["agent"]()
+    options = {"train_dataset": rows, "eval_dataset": rows[:6], "compute_metrics": metrics}
+    trainer = HybridTrainer(build(), config, data_collator=pad, callbacks=[Generates()], **options)
+    trainer.train()
+    assert shapes == [(1, 6), (1, 6), True] and trainer.hybrid_summary()["tokens_shared"] > 0
+
+
+def test_the_option_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="`share_rows` must be one of auto, on, off, got `yes`"):
+        HybridConfig(**config_values(tmp_path), share_rows="yes")
+
+
+def test_parts_are_those_that_were_asked_for(tmp_path):
+    made = {}
+    for asked in ({}, {"share_rows": "on", "enable_predict": False}, {"enable_predict": False}, {"share_rows": "off"}):
+        config = HybridConfig(**config_values(tmp_path, **asked))
+        trainer = HybridTrainer(build(), config, data_collator=pad, train_dataset=KINDS["agent"]())
+        made[str(asked)] = type(trainer.rows)
+    assert list(made.values()) == [SharedWindows, SharedWindows, type(None), type(None)]
+    assert issubclass(SharedWindows, SharedRows)

@@ -1,0 +1,83 @@
+"""Windows of two processes, under DDP and FSDP2: they agree on micro-batches, and end at the weights of one process."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import config_values
+from rig import fsdp2_on_cpu
+from rig.processes import together
+from rig.sft_rows import KINDS, Text, pad, row
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_hybrid import HybridConfig, HybridTrainer
+
+pytestmark = pytest.mark.processes
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
+
+
+def uneven(count=48):
+    """Rows of which the processes need different numbers of micro-batches: every other one is short, or unlabelled."""
+    text = Text(8)
+    rows = [row((text(20, 40), 1)) if n % 2 else row((text(3), 0), (text(2), n % 4)) for n in range(count)]
+    return rows
+
+
+DATA = {"agent": KINDS["agent"], "uneven": uneven}
+
+
+def model():
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return made
+
+
+def train(trainer, config, folder, rows, **options):
+    values = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 3, "max_steps": 6, **options}
+    rows_each = 4 // int(os.environ.get("WORLD_SIZE", 1))
+    args = config(**config_values(folder, per_device_train_batch_size=rows_each, **values))
+    built = trainer(model(), args, data_collator=pad, train_dataset=rows)
+    built.train()
+    return built
+
+
+def run(folder, sharding):
+    fsdp2_on_cpu.enable()
+    rank = int(os.environ["RANK"])
+    for name, data in DATA.items():
+        trainer = train(HybridTrainer, HybridConfig, folder / name, data(), leap_gain=0, **SHARDING[sharding])
+        found = {**trainer.hybrid_summary(), "losses": [e["loss"] for e in trainer.state.log_history if "loss" in e]}
+        (folder / f"{name}{rank}.json").write_text(json.dumps(found, default=str))
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+        if rank == 0:
+            save_file({key: tensor.clone() for key, tensor in weights.items()}, folder / f"{name}.safetensors")
+    torch.distributed.barrier()
+
+
+@pytest.fixture(scope="module", params=SHARDING)
+def launched(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    assert together(2, lambda: run(folder, request.param)) == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_two_processes_end_where_plain_trainer_on_one_does(launched, tmp_path, name):
+    alone = train(Trainer, TrainingArguments, tmp_path, DATA[name]())
+    expected = {key: tensor.detach() for key, tensor in alone.model.state_dict().items()}
+    found = load_file(launched / f"{name}.safetensors")
+    assert all(torch.allclose(found[key], expected[key], rtol=0, atol=2e-7) for key in found)
+    first, second = (json.loads((launched / f"{name}{rank}.json").read_text()) for rank in (0, 1))
+    losses = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+    assert first["losses"] == second["losses"] == pytest.approx(losses, rel=1e-5)
+    assert first["micro_batches_saved"] == second["micro_batches_saved"] > 0
+    assert first["plain_rows_because"] is None and first["tokens_padding"] + first["tokens_shared"] > 0
