@@ -39,9 +39,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 from datasets import Dataset  # noqa: E402
 from rig import rollouts  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid import (  # noqa: E402
+    HybridDPOConfig,
+    HybridDPOTrainer,
+    HybridGRPOTrainer,
+    HybridRLOOTrainer,
+    HybridSFTConfig,
+    HybridSFTTrainer,
+)
 from hf_hybrid.integrations.trl import options_of_rows  # noqa: E402
 from hf_hybrid.plan.setups import checkpointing_option  # noqa: E402
 
@@ -411,3 +418,88 @@ def test_a_resumed_run_goes_on_counting_and_ends_at_the_same_weights(phases, tmp
     whole.args.max_steps = 1
     whole.train()
     assert whole.hybrid_summary()["tokens"] < first["tokens"] / 3
+
+
+# Supervised fine-tuning.
+
+
+def conversations(count=24, seed=0):
+    """Questions and answers under one system prompt, as TRL's data sets of prompts and completions have them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(least, most):
+        number = int(torch.randint(least, most, (), generator=generator))
+        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (number,), generator=generator).tolist())
+
+    system = words(12, 13)
+    return Dataset.from_list(
+        [{"prompt": f"{system} {words(2, 8)}", "completion": " " + words(3, 9)} for _ in range(count)]
+    )
+
+
+TALKS = conversations()
+
+
+def sft(trainer, config, folder, data=TALKS, model=None, **options):
+    values = {
+        "max_length": None, "bf16": False, "max_steps": 6, "optim": "sgd", "learning_rate": 0.3,
+        "gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 3, **options,
+    }  # fmt: skip
+    extra = {name: values.pop(name) for name in ("peft_config",) if name in values}
+    built = trainer(
+        model or build("llama"),
+        config(**config_values(folder, **values)),
+        train_dataset=data,
+        eval_dataset=data.select(range(6)),
+        processing_class=TOKENIZER,
+        **extra,
+    )
+    built.train()
+    return built
+
+
+SFT = {
+    "completions": {},
+    "every token": {"completion_only_loss": False},
+    "dft": {"loss_type": "dft"},
+    "adapters": {"peft_config": lora},
+    "checkpointing": {checkpointing_option(): True},
+    "no accumulation": {"gradient_accumulation_steps": 1},
+    "multiple": {"pad_to_multiple_of": 16},
+}
+
+
+@pytest.mark.parametrize("case", SFT)
+def test_fine_tuning_is_that_of_trl(case, tmp_path):
+    options = {"max_grad_norm": 0.0, **SFT[case]}
+    trained = []
+    for trainer, config in ((SFTTrainer, SFTConfig), (HybridSFTTrainer, HybridSFTConfig)):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        hybrid = {"leap_gain": 0} if config is HybridSFTConfig else {}
+        trained.append(sft(trainer, config, tmp_path / trainer.__name__, **made, **hybrid))
+    plain, shared = trained
+    summary = shared.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0.3 * summary["tokens"]
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-6
+    for theirs, ours in zip(history(plain), history(shared), strict=True):
+        theirs.pop("entropy", None), theirs.pop("mean_token_accuracy", None)  # means over micro-batches
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    tokens = [[e["num_tokens"] for e in t.state.log_history if "num_tokens" in e] for t in trained]
+    assert tokens[0] == tokens[1]
+
+
+def test_metrics_of_one_micro_batch_are_those_of_trl(tmp_path):
+    """Entropy and accuracy are means over micro-batches: with one of them per window they are TRL's."""
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "trl", gradient_accumulation_steps=1)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", gradient_accumulation_steps=1, leap_gain=0)
+    for theirs, mine in zip(history(plain), history(ours), strict=True):
+        assert {name: mine[name] for name in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True}], ids=str)
+def test_packed_rows_stay_trls_to_the_last_bit(options, tmp_path):
+    options = {**options, "eval_strategy": "no"}
+    plain = sft(SFTTrainer, SFTConfig, tmp_path / "trl", **options)
+    ours = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / "ours", leap_gain=0, **options)
+    assert apart(weights(plain.model), weights(ours.model)) == 0.0
+    assert "`position_ids`" in ours.hybrid_summary()["plain_rows_because"]
