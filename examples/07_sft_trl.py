@@ -97,6 +97,10 @@ def main() -> None:
     print(lora["report"](trainer, before["eval_loss"], after["eval_loss"]))
     accuracy = f"{before['eval_mean_token_accuracy']:.3f} -> {after['eval_mean_token_accuracy']:.3f}"
     print(f"token accuracy      {accuracy}, of the answers' tokens")
+    summary = trainer.hybrid_summary()
+    if summary.get("tokens"):  # `share_rows=off` counts none
+        tokens, padding, shared = (summary[name] for name in ("tokens", "tokens_padding", "tokens_shared"))
+        print(f"tokens              {tokens:,}, {shared:,} of them not computed again, nor {padding:,} of padding")
     print(f"model               {args.output_dir}")
 
 

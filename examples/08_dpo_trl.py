@@ -100,8 +100,8 @@ def main() -> None:
         f"held-out pairs      {accuracy:.0%} in the preferred order (50% is chance), margin of the rewards {margin:.3f}"
     )
     summary = trainer.hybrid_summary()
-    tokens, shared = summary["tokens"], summary["tokens_shared"]
-    print(f"tokens              {tokens:,} in TRL's rows, {shared:,} of them shared and not computed again")
+    if summary.get("tokens"):  # `share_rows=off` counts none
+        print(f"tokens              {summary['tokens']:,}, {summary['tokens_shared']:,} of them not computed again")
     print(f"model               {args.output_dir}")
 
 

@@ -103,8 +103,8 @@ class HybridSummary(dict):
 
     _TOTALS = (
         "real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
-        "skipped batches", "roll-backs", "tokens", "tokens shared", "rows", "rows skipped",
-        "backward passes avoided exactly",
+        "skipped batches", "roll-backs", "tokens", "tokens padding", "tokens shared", "micro-batches saved", "rows",
+        "rows skipped", "backward passes avoided exactly",
     )  # fmt: skip
 
     _OF_LEAPS = ("predicted steps", "backward passes avoided", "forward-only passes", "roll-backs")
@@ -135,6 +135,8 @@ class HybridSummary(dict):
             rows.append(("divergence events", str(self["divergence_events_seen"])))
         if self.get("out_of_memory"):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
+        if self.get("plain_rows_because"):
+            rows.append(("rows were padded", self["plain_rows_because"]))
         if self.get("no_leaps"):
             rows.append(("no leaps", self["no_leaps"]))
         elif "direction" in self and self.get("leaps_made"):

@@ -42,6 +42,7 @@ def findings(run: Run) -> dict:
             "seconds": _seconds(run),
             "peak_memory": _highest(run.profile.steps),
         },
+        "tokens": _tokens(run),
         "phases": _phase_rows(run),
         "leaps": _leap_summary(run),
         "memory": _memory(run),
@@ -95,6 +96,25 @@ def _final_loss(run: Run) -> dict:
     held_out_step, last = held_out[-1] if held_out else (None, None)
     found = {"held_out": last, "held_out_step": held_out_step, "training": training, "training_step": training_step}
     return {**found, "best_held_out": min((value for _, value in held_out), default=None)}
+
+
+_TOKENS = {
+    "tokens of all rows": "tokens",
+    "of these shared, or without influence on a label": "tokens_shared",
+    "tokens of padding that were not computed": "tokens_padding",
+    "micro-batches that were left over": "micro_batches_saved",
+}
+
+
+def _tokens(run: Run) -> dict:
+    """Return what a run that computes every token once left out; nothing where the record does not tell."""
+    if not number(run.record.get("tokens")):
+        return {}
+    found = {name: f"{int(number(run.record.get(key)) or 0):,}" for name, key in _TOKENS.items()}
+    together, why = number(run.record.get("shared_if_together")), run.record.get("plain_rows_because")
+    if together is not None:
+        found["shared if rows that begin alike stood together"] = f"{together:.0%}"
+    return {**found, "rows were computed padded because": str(why)} if why else found
 
 
 def _steps(run: Run) -> dict:

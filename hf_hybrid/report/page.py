@@ -294,6 +294,7 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
         _phases(found["phases"]),
         _leaps(found["leaps"], leaps),
         _memory(found["memory"]),
+        _pairs("Every token once", found["tokens"]),
         _recoveries(found["recoveries"]),
         _displacement(found["displacement"]),
         _world_model(found["forecast_errors"]),

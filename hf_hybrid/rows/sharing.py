@@ -60,8 +60,6 @@ WORTH = 0.95
 """Padded rows are exchanged for trees that cost less than this share of them."""
 TOLERANCES = {False: 1e-3, True: 0.1}
 """Most difference of the first batch, see [`apart`], in fp32 and in half precision."""
-REMEMBERED = 200_000
-"""Tokens of the first windows that are kept to find out what rows of different windows share."""
 
 
 # What a model is, and what it costs.

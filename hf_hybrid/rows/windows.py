@@ -35,10 +35,13 @@ from hf_hybrid.rows.sharing import (
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
 
 if TYPE_CHECKING:
+    from hf_hybrid.run.run import Run
     from hf_hybrid.run.typing import TrainerLike
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 200_000
+"""Tokens of the first windows that are kept, see [`_Remembered`]."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
@@ -69,12 +72,38 @@ class _Plan(NamedTuple):
         return max((tree.longest for tree in self.trees), default=0)
 
 
+class _Remembered:
+    """
+    Rows of the first windows of the first epoch, to say what they would share if they all stood together.
+
+    Attributes:
+        tokens (`int`): Of these rows, those that predict something.
+    """
+
+    def __init__(self):
+        self.tokens = 0
+        self._rows: list[Row] = []
+
+    def add(self, trees: Sequence[Tree]) -> None:
+        """Remember the rows of a window, up to `REMEMBERED` tokens."""
+        for row in (row for tree in trees for row in tree.rows):
+            if self.tokens < REMEMBERED:
+                self._rows.append(row)
+                self.tokens += len(row.fed)
+
+    @property
+    def shared(self) -> float | None:
+        """The share of their tokens that one tree of all would not compute again; `None` without rows."""
+        return 1 - len(Tree.of(self._rows).ids) / self.tokens if self.tokens else None
+
+
 class SharedWindows(SharedRows):
     """
     Lays out the accumulation windows of `Trainer` and of TRL's `SFTTrainer`, whose losses are sums over the labels of a
     window.
 
-    `micro_batches_saved` counts those of this process that are left over.
+    `micro_batches_saved` counts those of this process that are left over. `shared_if_together` is the share of the
+    tokens of the first windows that would be shared if all rows that begin alike stood in one window.
 
     Args:
         trainer (`HybridTrainerMixin`): Its models, loss and options are read.
@@ -86,6 +115,7 @@ class SharedWindows(SharedRows):
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
         self._laid_out = False
+        self._first = _Remembered()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -96,6 +126,33 @@ class SharedWindows(SharedRows):
         super().before_forward(phase)
         if self._laid_out:
             self._open(self.model)
+
+    # A run.
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._first = _Remembered()
+
+    def end(self) -> None:
+        if self.tokens:
+            logger.info("%s", self._told_in_words())
+
+    def summary(self) -> dict[str, Any]:
+        return {**super().summary(), "shared_if_together": self._first.shared}
+
+    def _told_in_words(self) -> str:
+        """Return what was saved, as a line for the log."""
+        if not self.micro_batches_saved + self.tokens_shared + self.tokens_padding:
+            return f"Rows were computed as they are: {self.plain_because}."
+        together, padding = self._first.shared or 0.0, self.tokens_padding
+        told = (
+            f"{self.tokens_shared:,} of {self.tokens:,} tokens ({self.tokens_shared / self.tokens:.0%}) were shared or "
+            f"had no influence on a label, and {padding:,} of padding were not computed; "
+            f"{self.micro_batches_saved:,} micro-batches were left over."
+        )
+        if together > self.tokens_shared / self.tokens + 0.05:
+            told += f" If rows that begin alike stood together in the data, {together:.0%} would be shared."
+        return told
 
     # A step.
 
@@ -237,6 +294,8 @@ class SharedWindows(SharedRows):
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         tokens = sum(batch.tokens for batch in batches)
         self.tokens += tokens
+        if self.trainer.state.epoch < 1:  # later ones hold the same rows again
+            self._first.add(trees)
         if step.window is None:
             return
         self.tokens_padding += sum(batch.ids.numel() for batch in batches) - tokens

@@ -19,6 +19,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `processes.py` | forked processes that train together |
 | `rollouts.py` | tiny GRPO and RLOO trainings, in which a share of the rows has no advantage |
 | `run_folders.py` | output folders as runs leave them, with known numbers |
+| `sft_rows.py` | rows of the kinds that people fine-tune on |
 | `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 

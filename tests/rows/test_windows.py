@@ -279,6 +279,23 @@ def test_a_micro_batch_takes_no_more_tokens_than_the_largest_padded_one(tmp_path
     assert 0 < limit.largest <= padded.largest
 
 
+# What a user is told.
+
+
+def test_what_was_saved_is_told(tmp_path, caplog):
+    """Conversations whose rows are shuffled apart: the log says what would be shared if they stood together."""
+    caplog.set_level(logging.INFO, logger="hf_hybrid")
+    text = Text(9)
+    rows = [row((prompt, 0), (text(6), 1)) for _ in range(2) for prompt in [Text(n)(20) for n in range(24)]]
+    found = shared(tmp_path, rows, gradient_accumulation_steps=2, max_steps=6)
+    summary = found.hybrid_summary()
+    apart_in_windows = summary["tokens_shared"] / summary["tokens"]
+    assert 0.3 < summary["shared_if_together"] < 0.5 and apart_in_windows < 0.3
+    (told,) = (r.getMessage() for r in caplog.records if "would be shared" in r.getMessage())
+    assert f"{summary['tokens']:,} tokens" in told and f"{summary['shared_if_together']:.0%} would" in told
+    assert "tokens shared" in str(summary) and "micro-batches saved" in str(summary)
+
+
 # What stays as it is.
 
 
