@@ -41,6 +41,7 @@ HOOKS = {
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "evaluate": "eval_dataset ignore_keys metric_key_prefix",
     "predict": "test_dataset ignore_keys metric_key_prefix",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
     "log": "logs start_time",
     "save_model": "output_dir _internal_call",
     "create_model_card": "* language license tags model_name finetuned_from tasks dataset_tags dataset dataset_args",

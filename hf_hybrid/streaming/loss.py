@@ -87,9 +87,6 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)
-    kept = targets != IGNORE_INDEX
-    if not kept.all():  # no logits for tokens that do not count
-        rows, targets = rows[kept], targets[kept]
     with torch.autocast(device, enabled=False):
         return _ChunkedLoss.apply(rows, weight, bias, targets, softcap, scale, chunk_tokens, torch.is_grad_enabled())
 
@@ -329,6 +326,9 @@ class ChunkedCausalLoss:
         if self._transfer is None:
             raise RuntimeError("It is not known what the model does to its logits. Call `agrees` first.")
         scale, cap = self._transfer
+        kept = targets.to(input.device) != IGNORE_INDEX
+        if not kept.all():  # no logits for tokens that do not count
+            input, targets = input[kept], targets.to(input.device)[kept]
         return linear_cross_entropy(
             input, weight, targets, bias=bias, scale=scale, softcap=cap, chunk_tokens=self.chunk_tokens
         )

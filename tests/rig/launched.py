@@ -57,7 +57,9 @@ def build(folder, trainer_class=HybridTrainer, samples=400, callbacks=(), **opti
 def result(trainer) -> dict:
     """What must not differ between processes, and the losses."""
     summary = trainer.hybrid_summary() if isinstance(trainer, HybridTrainer) else {}
-    untimed = {k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner")}
+    untimed = {
+        k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner", "shared_if_together")
+    }
     digest = hashlib.sha256()
     for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters():
         digest.update(parameter.detach().numpy().tobytes())

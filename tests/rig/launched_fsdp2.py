@@ -187,7 +187,9 @@ def result(trainer) -> dict:
     """What must not differ between processes, and the losses."""
     summary = trainer.hybrid_summary()
     return {
-        "decisions": {k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner")},
+        "decisions": {
+            k: v for k, v in summary.items() if k not in ("seconds_by_phase", "memory", "planner", "shared_if_together")
+        },
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "processes": trainer.accelerator.num_processes,
         "kind": type(trainer.model).__name__,
