@@ -132,6 +132,9 @@ def attend(
         asked.append("its attention is not causal")
     if asked:
         raise CannotAttendError(asked[0])
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as it does to the arguments of an attention
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
     if "flash" in own and not any(segment.path for segment in tree_segments):
         _, ends, _, longest, _ = layout.gathered

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rig.sft_rows import KINDS, pad
+from rig.varlen import varlen_twin
 from torch import nn
 
 from hf_hybrid.rows import attention
@@ -59,21 +60,6 @@ def test_a_path_sees_what_its_row_sees(kind, window):
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
     assert all(torch.allclose(a.grad, b.grad, atol=1e-12) for a, b in zip(mine, theirs))
-
-
-def varlen_twin(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    """`torch.nn.attention.varlen.varlen_attn` as its documentation has it, in plain operations: causal, lower right."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and window_size[1] == 0
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
-    parts = []
-    for n in range(len(cu_q) - 1):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        q, k, v = (t.transpose(0, 1) for t in (query[rows], key[keys], value[keys]))
-        back = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
-        parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("window", [None, 7])

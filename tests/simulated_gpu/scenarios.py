@@ -858,6 +858,51 @@ SCENARIOS["sft"] = Scenario(partial(sft, **A_LEAP, **ALONG_GRADIENTS), keeps_mod
 SCENARIOS["sft_streamed"] = Scenario(partial(sft, **STREAM, **LEAPS))
 
 
+def chats() -> list[dict[str, Tensor]]:
+    """Rows of different lengths that begin alike, of which the end is learned."""
+    made = []
+    for number, row in enumerate(rows(32)):
+        ids = torch.cat([torch.arange(1, 9), row["input_ids"][: 3 + number % 7]])
+        labels = ids.where(torch.arange(len(ids)) > 8, -100)
+        made.append({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)})
+    return made
+
+
+def shared_rows(place: Place, **options) -> dict[str, Tensor]:
+    """Windows as trees, with the plan on the host."""
+    if place.resident:
+        options = {name: value for name, value in options.items() if name not in STREAMED}
+    trainer = trainer_of(place, model(), chats(), share_rows="on", gradient_accumulation_steps=2, **options)
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    summary = trainer.hybrid_summary()
+    assert summary["tokens_shared"] > 0.3 * summary["tokens"] and summary["plain_rows_because"] is None
+    return weights_of(trainer)
+
+
+SCENARIOS["rows"] = Scenario(shared_rows, keeps_model=True, tolerance=1e-5)
+SCENARIOS["rows_streamed"] = Scenario(partial(shared_rows, **STREAM))
+
+
+@scenario(keeps_model=True, tolerance=2e-3, stops=200)  # the twin's own
+def rows_in_one_call(place: Place) -> dict[str, Tensor]:
+    """In 16 bits all segments go through one call. A twin stands in for it: its kernel needs a real GPU."""
+    from rig.varlen import varlen_twin
+    from torch.nn.attention import varlen
+
+    calls: list[int] = []
+
+    def counting(*args, **options):
+        calls.append(len(args[0]))
+        return varlen_twin(*args, **options)
+
+    with patched(vars(varlen), "varlen_attn", counting):
+        found = shared_rows(place, bf16=True)
+    assert bool(calls) == place.on_device
+    return found
+
+
 @scenario(keeps_model=True, tolerance=1e-5)
 def dpo(place: Place) -> dict[str, Tensor]:
     """TRL's preference optimisation with a reference model, with leaps."""
