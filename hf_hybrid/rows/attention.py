@@ -53,6 +53,11 @@ NOT_IN_A_TREE = {
     "position_bias": "its attention has a bias by position",
 }
 """Arguments of an attention that a tree does not take, and what they are."""
+MOST_KEYS_IN_FLOAT32 = 512
+"""
+Up to so many keys, a CPU attends faster in fp32 than in 16 bits. For 9 heads of size 64 its backward pass takes 1.9
+instead of 6.5 ms with 140 keys, and 23 instead of 26 with 512.
+"""
 FLASH_DTYPES, MOST_HEAD_SIZE = (torch.float16, torch.bfloat16), 256
 
 
@@ -132,20 +137,37 @@ def attend(
         asked.append("its attention is not causal")
     if asked:
         raise CannotAttendError(asked[0])
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as it does to the arguments of an attention
-        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     layout, window = layout_of(tree_segments, query.device), kwargs.get("sliding_window")
-    if "flash" in own and not any(segment.path for segment in tree_segments):
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and layout.most_keys <= MOST_KEYS_IN_FLOAT32
+    query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
+    with torch.autocast(kind, enabled=False):
+        return _attend(own, module, query, key, value, layout, scaling, window, kwargs).to(dtype), None
+
+
+def _attend(
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scaling: float | None,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the outputs, `[1, slots, heads, size]`. `options`: of the model's own attention."""
+    if "flash" in own and not any(segment.path for segment in layout.segments):
         _, ends, _, longest, _ = layout.gathered
         lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        return _function(own, module)(module, query, key, value, None, scaling=scaling, **kwargs, **lengths)
+        return _function(own, module)(module, query, key, value, None, scaling=scaling, **options, **lengths)[0]
     if layout.flashes(query, key, value):
-        return layout.in_one_call(query, key, value, scaling, window), None
+        return layout.in_one_call(query, key, value, scaling, window)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    parts = [layout.segment(segment, query, key, value, scaling, window) for segment in tree_segments]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    parts = [layout.segment(segment, query, key, value, scaling, window) for segment in layout.segments]
+    return torch.cat(parts, 2).transpose(1, 2)
 
 
 def _function(own: str, module: nn.Module) -> Any:
@@ -165,6 +187,7 @@ class Layout:
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device):
         self.segments, self.device = segments, device
+        self.most_keys = max(segment.keys for segment in segments)
         self._masks: dict[tuple, Tensor] = {}
 
     def segment(
@@ -217,7 +240,7 @@ class Layout:
         keys = torch.cat(index).to(self.device, non_blocking=True)
         of_queries, of_keys = torch.tensor(ends, dtype=torch.int32).t().contiguous().to(self.device, non_blocking=True)
         longest = max(segment.end - segment.begin for segment in self.segments)
-        return keys, of_queries, of_keys, longest, max(segment.keys for segment in self.segments)
+        return keys, of_queries, of_keys, longest, self.most_keys
 
     def in_one_call(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None

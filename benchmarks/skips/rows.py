@@ -1,0 +1,307 @@
+"""
+CPU seconds of fine-tuning steps in which every token is computed once, beside what Trainer and TRL have. One thread.
+
+    python -m benchmarks.speedup.pretrained      # once: fetches SmolLM2-135M
+    python -m benchmarks.skips.rows              # a fifth of its layers and words, ten minutes
+    python -m benchmarks.skips.rows --model smollm2 --kind system instructions --arm trainer by_length trl hybrid
+    python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
+    python -m benchmarks.skips.rows --report
+
+A step is what `train()` does between the ends of two steps: fetching and laying out 8 rows in 2 micro-batches, forward
+and backward pass under bf16 autocast, clipping and AdamW. Activations are not checkpointed. The first step, in which
+rows are compared, counts apart. Arms of one kind train on the same rows in the same order, one arm after the other, and
+a ratio is the median over the steps. TRL's `packing` puts other numbers of rows into a step: its seconds are per 8
+rows. The texts are Python's language reference.
+
+The kinds of rows:
+
+    system         a system prompt of 300 tokens before each question
+    unrolled       conversations of 4 turns, one row per answer
+    answers        four answers to each question
+    instructions   nothing shared; lengths as in Alpaca
+    agent          prompt and tools of 350 tokens, tasks, two trajectories of each, a row per action
+    trajectories   agents' conversations with 3 % of the tokens learned, a row per answer, shuffled apart
+    full           rows of one length, all of which is learned: nothing can be saved
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from rig.live_bytes import LiveBytes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.speedup.pretrained import FOLDER
+from benchmarks.texts import language_reference
+from hf_hybrid import HybridConfig, HybridSFTConfig, HybridSFTTrainer, HybridTrainer
+
+ROWS = 8
+"""Rows of a step, in two micro-batches."""
+WORDS = 9830
+"""Vocabulary of the model of a fifth."""
+Row = dict[str, list[int]]
+
+# Rows.
+
+
+class Text:
+    """Passages of the language reference, from places that a seed chooses."""
+
+    def __init__(self, words: int | None):
+        ids = AutoTokenizer.from_pretrained(FOLDER)(" ".join(language_reference()))["input_ids"]
+        self.ids, self.draw = [i % words for i in ids] if words else ids, random.Random(0)
+
+    def __call__(self, least: int, most: int | None = None) -> list[int]:
+        length = self.draw.randint(least, most or least)
+        begin = self.draw.randrange(len(self.ids) - length)
+        return self.ids[begin : begin + length]
+
+
+def row(*parts: tuple[list[int], bool]) -> Row:
+    """A row of passages, of which some are learned."""
+    return {
+        "input_ids": [i for ids, _ in parts for i in ids],
+        "labels": [i if learned else -100 for ids, learned in parts for i in ids],
+    }
+
+
+def system(text: Text, count: int) -> list[Row]:
+    prompt = text(300)
+    return [row((prompt + text(15, 60), False), (text(20, 90), True)) for _ in range(count)]
+
+
+def unrolled(text: Text, count: int) -> list[Row]:
+    rows = []
+    while len(rows) < count:
+        past = text(40)
+        for _ in range(4):
+            past, answer = past + text(15, 45), text(40, 90)
+            rows.append(row((past, False), (answer, True)))
+            past = past + answer
+    return rows
+
+
+def answers(text: Text, count: int) -> list[Row]:
+    rows = []
+    while len(rows) < count:
+        question = text(100, 160)
+        rows += [row((question, False), (text(40, 100), True)) for _ in range(4)]
+    return rows
+
+
+def instructions(text: Text, count: int) -> list[Row]:
+    def length() -> int:
+        return min(300, max(10, int(text.draw.lognormvariate(4.1, 0.8))))
+
+    return [row((text(25, 90), False), (text(length()), True)) for _ in range(count)]
+
+
+def agent(text: Text, count: int) -> list[Row]:
+    prompt, rows = text(350), []
+    while len(rows) < count:
+        task = prompt + text(40, 80)
+        for _ in range(2):
+            past = task
+            for _ in range(2):
+                action = text(20, 50)
+                rows.append(row((past, False), (action, True)))
+                past = past + action + text(30, 80)
+    return rows
+
+
+def trajectories(text: Text, count: int) -> list[Row]:
+    prompt, rows = text(400), []
+    while len(rows) < count:
+        past = prompt
+        for _ in range(6):
+            past, action = past + text(40, 200), text(10, 40)
+            rows.append(row((past, False), (action, True)))
+            past = past + action
+    text.draw.shuffle(rows)
+    return rows[:count]
+
+
+def full(text: Text, count: int) -> list[Row]:
+    return [row((text(256), True)) for _ in range(count)]
+
+
+KINDS: dict[str, Callable[[Text, int], list[Row]]] = {
+    kind.__name__: kind for kind in (system, unrolled, answers, instructions, agent, trajectories, full)
+}
+
+# Models and arms.
+
+
+def build(name: str, lora: bool) -> Any:
+    """Return SmolLM2-135M, or a fifth of its layers and words with random weights; all weights or adapters train."""
+    torch.manual_seed(0)
+    if name == "smollm2":
+        model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
+    else:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(FOLDER, num_hidden_layers=6, vocab_size=WORDS)
+        )
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters) if lora else model
+
+
+def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Pad rows on the right."""
+    length = max(len(row["input_ids"]) for row in rows)
+    filled = {"input_ids": 0, "labels": -100}
+    batch = {n: torch.tensor([r[n] + [v] * (length - len(r[n])) for r in rows]) for n, v in filled.items()}
+    mask = [[1] * len(r["input_ids"]) + [0] * (length - len(r["input_ids"])) for r in rows]
+    return {**batch, "attention_mask": torch.tensor(mask)}
+
+
+OURS = {"share_rows": "on", "enable_predict": False}
+PADDED = {"data_collator": collate}
+ARMS: dict[str, tuple[type, type, dict, dict]] = {
+    "trainer": (Trainer, TrainingArguments, {}, PADDED),
+    "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, PADDED),
+    "trl": (SFTTrainer, SFTConfig, {"max_length": None}, {}),
+    "trl_packing": (SFTTrainer, SFTConfig, {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1}, {}),
+    "hybrid": (HybridTrainer, HybridConfig, OURS, PADDED),
+    "hybrid_sft": (HybridSFTTrainer, HybridSFTConfig, {"max_length": None, **OURS}, {}),
+}
+
+
+class Seconds(TrainerCallback):
+    """CPU seconds from the end of one step to the end of the next, which hold all that a step does."""
+
+    def __init__(self):
+        self.found: list[float] = []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.last = time.process_time()
+
+    def on_step_end(self, *args, **kwargs):
+        now = time.process_time()
+        self.found.append(now - self.last)
+        self.last = now
+
+
+def train(arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerCallback, steps: int) -> Any:
+    """Train a model on rows, once, and return the trainer."""
+    trainer_class, config_class, options, extra = ARMS[arm]
+    options = {
+        "per_device_train_batch_size": ROWS // 2, "gradient_accumulation_steps": 2, "max_steps": steps, "bf16": True,
+        "learning_rate": 1e-6, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "dataloader_pin_memory": False, "logging_strategy": "no", "activation_checkpointing": False, **options,
+    }  # fmt: skip
+    tokenizer = {"processing_class": AutoTokenizer.from_pretrained(FOLDER)} if "max_length" in options else {}
+    trainer = trainer_class(
+        model, config_class(folder, **options), train_dataset=Dataset.from_list(rows), callbacks=[callback],
+        **extra, **tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def measure(arm: str, model: str, lora: bool, kind: str, steps: int) -> dict[str, Any]:
+    """Return the seconds of each step of an arm."""
+    rows = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS * (steps + 1))
+    seconds = Seconds()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = train(arm, build(model, lora), rows, folder, seconds, steps + 1)
+    found: dict[str, Any] = {"first": seconds.found[0], "seconds": seconds.found[1:]}
+    if arm == "trl_packing":  # so many packs per step, of so many rows
+        per_row = len(rows) / len(trainer.train_dataset)
+        found["seconds"] = [second * ROWS / (2 * per_row) for second in found["seconds"]]
+    if hasattr(trainer, "hybrid_summary"):
+        names = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved", "plain_rows_because")
+        found |= {name: trainer.hybrid_summary().get(name) for name in names}
+    return found
+
+
+class PeakOfStep(TrainerCallback):
+    """Bytes of all tensors that a step makes, at their peak."""
+
+    def __init__(self):
+        self.found: list[int] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.live = LiveBytes()
+        self.live.__enter__()
+
+    def on_step_end(self, *args, **kwargs):
+        self.live.__exit__(None, None, None)
+        self.found.append(self.live.peak)
+
+
+def memory(model: str, lora: bool, kind: str) -> dict[str, int]:
+    """Return the peak of the second step, in which nothing is compared, by arm."""
+    rows, peaks = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS * 2), {}
+    for arm in ("trainer", "hybrid"):
+        peak = PeakOfStep()
+        with tempfile.TemporaryDirectory() as folder:
+            train(arm, build(model, lora), rows, folder, peak, 2)
+        peaks[arm] = peak.found[-1]
+    return peaks
+
+
+def ratio(first: dict, second: dict) -> float:
+    """Return the median over the steps of how often the second fits into the first."""
+    return statistics.median(a / b for a, b in zip(first["seconds"], second["seconds"]))
+
+
+def report(results: Results) -> None:
+    """Print the ratios of every arm over ours, as tables."""
+    for model, trained in sorted({(row["model"], row["trains"]) for row in results.rows()}):
+        names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft")]
+        print(f"\n{model}, {trained}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
+        print(f"|{'---|' * (len(names) + 2)}")
+        for kind in KINDS:
+            ours = results.get(model=model, trains=trained, kind=kind, arm="hybrid")
+            if ours is None:
+                continue
+            cells = []
+            for name in names:
+                theirs = results.get(model=model, trains=trained, kind=kind, arm=name)
+                cells.append("" if theirs is None else f"{ratio(theirs, ours):.2f}")
+            kept = ours["tokens"] - ours["tokens_shared"]
+            print(f"| {kind} | {' | '.join(cells)} | {kept / (ours['tokens'] + ours['tokens_padding']):.0%} |")
+
+
+def main() -> None:
+    parser = command_line(__doc__, Path(__file__).parent)
+    parser.add_argument("--model", choices=["fifth", "smollm2"], default="fifth")
+    parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
+    parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
+    parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results(args.results, "rows", ("model", "trains", "kind", "arm"))
+    if args.report:
+        return report(results)
+    found = {"model": args.model, "trains": "all weights" if args.full else "adapters"}
+    for kind in args.kind:
+        if args.memory:
+            peaks = memory(args.model, not args.full, kind)
+            kept = Results(args.results, "rows_memory", ("model", "trains", "kind"))
+            print(
+                kept.add({**provenance(1), **found, "kind": kind, "peak_bytes": peaks})["peak_bytes"], kind, flush=True
+            )
+            continue
+        for arm in args.arm:
+            measured = measure(arm, args.model, not args.full, kind, args.steps)
+            results.add({**provenance(1), **found, "kind": kind, "arm": arm, **measured})
+            print(kind, arm, [round(second, 2) for second in measured["seconds"]], flush=True)
+
+
+if __name__ == "__main__":
+    main()
