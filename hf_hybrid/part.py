@@ -97,10 +97,6 @@ class Step:
     counts: bool = False
     asks_save: bool = False
 
-    def laid_out(self, batch: Any) -> Any:
-        """Return what is computed in place of the next of Trainer's micro-batches; `None` if nothing is."""
-        return batch if self.window is None else self.window.pop(0)
-
 
 class RealStep(Step):
     """A step between its gradients and its end, for type checkers: its loss and gradient norm are known."""

@@ -26,9 +26,9 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
-from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.leap import (
     FirstLoss,
+    GainPlanner,
     GradientAverage,
     LeapObserver,
     Leaps,

@@ -541,9 +541,10 @@ class HybridTrainerMixin(PublishingMixin):
         """Compute one micro-batch, or nothing in a skipped step."""
         if self.run.phase is Phase.PREDICT:
             return self._skip_step(model)
-        inputs = self.run.step.laid_out(inputs)
+        if self.run.step.window is not None:  # a part laid it out anew
+            inputs = self.run.step.window.pop(0)
         if inputs is None:
-            model.train()  # as above
+            model.train()  # as in a skipped step
             return torch.zeros((), device=self.args.device)
         step = functools.partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         loss = self.recovery.compute(inputs, functools.partial(self._compute, step), num_items_in_batch)
@@ -552,7 +553,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
-        with self._changing_weights():
+        laid_out = self.run.step.window is not None
+        with self._changing_weights(), self.rows.around() if laid_out else contextlib.nullcontext():
             if not self._around_forward:
                 return self.memory.compute(step, inputs)
             try:

@@ -13,9 +13,9 @@ The course of things:
     Predict  the leap is made, and the steps that it is worth are skipped
     Correct  real steps at the new point; then the leap is accepted or rolled back -> Predict or Full
 
-How far a leap goes is the planner's business (gains.py): a constant gain by default, a bandit, or a world model that
-imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and whole
-steps are redeemed.
+How far a leap goes is the planner's business ([`GainPlanner`]): a constant gain by default, a bandit, or a world model
+that imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and
+whole steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
 (probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
@@ -51,7 +51,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import Clock, Direction, DirectionContext, DirectionFactory
-from hf_hybrid.leaps.gains import GainPlanner
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, Losses, Probe, costs_accuracy, is_clearly_worse, paired_decrease
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.part import Part, Phase, RealStep, Step
@@ -73,6 +72,60 @@ if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
 logger = logging.getLogger(__name__)
+
+# How far leaps go, and how many steps they are worth. The schedule learns nothing. The planners of world_model/ subclass
+# it and learn from the run; they did not beat it (docs/evaluation.md), and are loaded only if `planner` names them.
+# `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
+
+
+def scheduled_gain(peak: float, progress: float, power: float) -> float:
+    """
+    Gain of a leap within the schedule: `peak * progress ** power`.
+
+    With `power` 2 early leaps are small: along long memories early directions are soon obsolete and early leaps hurt,
+    late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning
+    rate, so that it fades as the rate decays.
+
+    Args:
+        peak (`float`): Gain at the end of the run.
+        progress (`float`): Share of the run that is done.
+        power (`float`): Power of the progress.
+    """
+    return peak * progress**power if power else peak
+
+
+class GainPlanner:
+    """
+    The schedule, and the base class of the other planners.
+
+    Args:
+        peak (`float`), power (`float`): See [`scheduled_gain`].
+        worth (`float`): Predicted steps granted per real step when leaps run at the peak of the schedule.
+    """
+
+    def __init__(self, peak: float, power: float, worth: float):
+        self.peak, self.power, self.worth = peak, power, worth
+
+    def gain(self, progress: float) -> float:
+        """Return the gain of a leap made now."""
+        return scheduled_gain(self.peak, progress, self.power)
+
+    def worth_of(self, gain: float, real_steps: int) -> float:
+        """Return the steps that a kept leap is worth, in proportion to its gain and at most the worth at the peak."""
+        share = min(max(gain / self.peak, 0.0), 1.0) if self.peak > 0 else 0.0
+        return self.worth * real_steps * share
+
+    def summary(self) -> dict:
+        """Return the choices as plain values, for the summary of the run."""
+        return {}
+
+    def state_dict(self) -> dict:
+        """Return plain values, and dictionaries of tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
+
 
 # The phases.
 

@@ -15,21 +15,21 @@ to the last bit. All processes give the same answer: they exchange gradients, an
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.machine import RandomStates, mixed_precision_of
-from hf_hybrid.part import Phase, Step
+from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.rows.sharing import (
     HOLE,
     WORTH,
     SharedRows,
     dropout_of,
-    other_tensors,
     rows_of,
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
@@ -43,18 +43,24 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, see [`_Remembered`]."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
+NAMES = {"input_ids", "attention_mask", "labels"}
 Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
 
 
-def may_save(batches: Sequence[Batch]) -> bool:
-    """Whether a window has padding, tokens that are not predicted, or rows that begin alike. Cheap, and often no."""
-    if not all(batch.mask.all() and batch.predicted.all() for batch in batches):
-        return True
-    if any(batch.ids.shape[1] < LEAST for batch in batches):
-        return False
-    starts = torch.cat([batch.ids[:, :LEAST] for batch in batches])
-    return len(starts.unique(dim=0)) < len(starts)
+def may_save(batches: Sequence[Mapping[str, Tensor]]) -> bool:
+    """
+    Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
+
+    A device is asked once.
+    """
+    signs = [(batch["labels"][:, 1:] == IGNORED).any() for batch in batches]
+    signs += [(batch["attention_mask"] == 0).any() for batch in batches if batch.get("attention_mask") is not None]
+    if all(batch["input_ids"].shape[1] >= LEAST for batch in batches):
+        starts = torch.cat([batch["input_ids"][:, :LEAST] for batch in batches])
+        alike = (starts[:, None] == starts).all(-1).sum()
+        signs.append(alike > len(starts))
+    return bool(torch.stack(signs).any())
 
 
 class _Plan(NamedTuple):
@@ -114,31 +120,47 @@ class SharedWindows(SharedRows):
         super().__init__(why_plain=why_plain, half_precision=mixed_precision_of(trainer.args) != "no")
         self.trainer = trainer
         self.may_compare = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
-        self._laid_out = False
+        self._laid_out, self._alone = False, trainer.accelerator.num_processes == 1
         self._first = _Remembered()
+        self._counted: tuple[Step, dict[str, int]] | None = None
+        """The counts of the step under way."""
 
     @property
     def model(self) -> torch.nn.Module:
         """The model that hooks see: without what wraps it for several devices."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
-    def before_forward(self, phase: Phase | None) -> None:
-        super().before_forward(phase)
-        if self._laid_out:
-            self._open(self.model)
+    # Most windows of some runs stay as they are: a step then calls this part once, in `begin_step`.
+
+    before_forward, after_backward, end_step = Part.before_forward, Part.after_backward, Part.end_step
+
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        """Context for forward and backward pass of a micro-batch that was laid out."""
+        self._open(self.model)
+        try:
+            yield
+        finally:
+            self._close()
 
     # A run.
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._first = _Remembered()
+        self.run, self._first, self._counted = run, _Remembered(), None
 
     def end(self) -> None:
+        self._count_last_step()
         if self.tokens:
             logger.info("%s", self._told_in_words())
 
     def summary(self) -> dict[str, Any]:
+        self._count_last_step()
         return {**super().summary(), "shared_if_together": self._first.shared}
+
+    def state_dict(self) -> dict[str, int]:
+        self._count_last_step()
+        return super().state_dict()
 
     def _told_in_words(self) -> str:
         """Return what was saved, as a line for the log."""
@@ -157,43 +179,41 @@ class SharedWindows(SharedRows):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
+        self._count_last_step()
         self._laid_out, self._copied = False, []
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        batches, why = self._read(step) if self.may_share else ([], self.why_plain)
+        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
+        if why is None and self._alone and not may_save(step.batches):
+            self.plain_because = self.plain_because or LITTLE
+            self._counted = step, {"tokens": sum(batch["input_ids"].numel() for batch in step.batches)}
+            return
+        batches = [] if why is not None else on_host([rows_of(inputs) for inputs in step.batches])
         plan = self._plan(batches) if why is None else _Plan(why)
-        count = self._agreed(plan) if self.may_share else 0
+        count = 0 if self.why_plain is not None else self._agreed(plan)
         if count and (why := self._compare_window(plan, batches, count)) is not None:
             count, plan = 0, plan._replace(why=why)
         if plan.why is not None:
             self._tell(plan.why)
-        elif not count and not self.micro_batches_saved and self.may_share:
-            self.plain_because = LITTLE
+        elif not count:
+            self.plain_because = self.plain_because or LITTLE
         if count:
-            self.plain_because = None
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
         self._count_window(step, batches, plan.trees)
 
-    def end_step(self, step: Step) -> None:
-        super().end_step(step)
-        self._laid_out = False
-
-    def _read(self, step: Step) -> tuple[list[Batch], str | None]:
-        """Copy a window to the host, or say why it stays as it is."""
+    def _why_not_laid_out(self, step: Step) -> str | None:
+        """Return why a window stays as it is, as far as its form tells."""
         for inputs in step.batches:
             if not isinstance(inputs, Mapping) or not torch.is_tensor(inputs.get("input_ids")):
-                return [], "a batch holds no `input_ids`"
+                return "a batch holds no `input_ids`"
             if not torch.is_tensor(inputs.get("labels")):
-                return [], "a batch holds no `labels`"
-            if others := other_tensors(inputs):
-                return [], f"a batch holds `{others[0]}` beside tokens"
-            shapes = {tensor.shape for tensor in rows_of(inputs)}
-            if len(shapes) > 1 or inputs["input_ids"].dim() != 2:
-                return [], "tokens, mask and labels of a batch have different shapes"
-        if step.items is None:
-            return [], "losses are means over micro-batches, not sums over the window"
-        return on_host([rows_of(inputs) for inputs in step.batches]), None
+                return "a batch holds no `labels`"
+            tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
+            if others := tensors.keys() - NAMES:
+                return f"a batch holds `{min(others)}` beside tokens"
+            if len({tensor.shape for tensor in tensors.values()}) > 1 or inputs["input_ids"].dim() != 2:
+                return "tokens, mask and labels of a batch have different shapes"
+        return None if step.items is not None else "losses are means over micro-batches, not sums over the window"
 
     def _plan(self, batches: list[Batch]) -> _Plan:
         """Return the trees of a window of this process, if they may cost less than its padded rows."""
@@ -207,8 +227,6 @@ class SharedWindows(SharedRows):
         # The fused heads of TRL and of the chunked loss.
         compact = self.trainer.loss_in_chunks and self.trainer.args.device.type == "cuda"
         price = sum(costs.padded(batch, compact=compact) for batch in batches)
-        if not may_save(batches):
-            return _Plan(padded=price, cost=price)
         rows: list[Row] = []
         for number, batch in enumerate(batches):
             found = batch.rows(number, counts_mask=known.counts_mask)
@@ -293,15 +311,21 @@ class SharedWindows(SharedRows):
         return window
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
-        tokens = sum(batch.tokens for batch in batches)
-        self.tokens += tokens
+        """Count a window, once its step is over: until then a checkpoint holds the state before it."""
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
             self._first.add(trees)
-        if step.window is None:
-            return
-        self.tokens_padding += sum(batch.ids.numel() for batch in batches) - tokens
-        self.tokens_shared += tokens - sum(len(tree.ids) for tree in trees)
-        self.micro_batches_saved += step.window.count(None)
+        counts = {"tokens": sum(batch.tokens for batch in batches)}
+        if step.window is not None:
+            counts["tokens_padding"] = sum(batch.ids.numel() for batch in batches) - counts["tokens"]
+            counts["tokens_shared"] = counts["tokens"] - sum(len(tree.ids) for tree in trees)
+            counts["micro_batches_saved"] = step.window.count(None)
+        self._counted = step, counts
+
+    def _count_last_step(self) -> None:
+        if self._counted is not None and self.run.step is not self._counted[0]:
+            for name, count in self._counted[1].items():
+                setattr(self, name, getattr(self, name) + count)
+            self._counted = None
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:

@@ -10,8 +10,7 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.gains import GainPlanner
-from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.leap import GainPlanner, Leaps, PhaseController, PhaseLengths, Trust
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.part import Phase

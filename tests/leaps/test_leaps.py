@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
-from hf_hybrid.leaps.gains import GainPlanner
+from hf_hybrid.leaps.leap import GainPlanner
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.part import Phase
 from hf_hybrid.world_model.residuals import LeapResiduals
