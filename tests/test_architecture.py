@@ -1,12 +1,14 @@
 """The house: imports run one way, the package prints nothing, and the tests mirror it."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 PACKAGE = TESTS.parent / "hf_hybrid"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -132,3 +134,15 @@ def test_tests_mirror_the_package():
 def test_the_rig_lists_its_files():
     listed = re.findall(r"^\| `(\w+\.py)`", (TESTS / "rig" / "__init__.py").read_text(), flags=re.M)
     assert listed == sorted(path.name for path in (TESTS / "rig").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [p for f in ("benchmarks", "examples") for p in sorted((ROOT / f).rglob("*.py"))], ids=str
+)
+def test_what_a_script_imports_of_the_package_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid"):
+            module = importlib.import_module(node.module)
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            missing = [name for name in missing if importlib.util.find_spec(f"{node.module}.{name}") is None]
+            assert not missing, f"`{node.module}` has no {missing}"

@@ -22,11 +22,11 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.speedup.tasks import TASKS, training_arguments
 from benchmarks.sweep.record import GRID, HERE, LENGTHS
 from benchmarks.sweep.record import KEY as CURVE_KEY
-from hf_hybrid.cli.sweep import Parameter
+from hf_hybrid.cli.sweep import Range
 from hf_hybrid.integrations.optuna import ForecastPruner
 
 KEY = ("task", "seed", "pruner", "order")
-SEARCHED = Parameter("learning_rate", GRID[0], GRID[-1])
+SEARCHED = Range("learning_rate", GRID[0], GRID[-1])
 REPORTS = 100
 """Reports of a whole run."""
 ORDERS = {

@@ -31,7 +31,6 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.world_model.curves import CURVES, Curve, load_curves
 from benchmarks.world_model.followed import FollowedRun, load_followed
 from benchmarks.world_model.small_run import STRIDE
-from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.final_loss import (
     FEWEST,
@@ -53,6 +52,7 @@ from hf_hybrid.world_model.final_loss import (
 )
 from hf_hybrid.world_model.forecast import RunForecast
 from hf_hybrid.world_model.forecasts import VARIANCE
+from hf_hybrid.world_model.imagination import START_WEIGHTS
 
 SHARES = (0.1, 0.2, 0.5)
 LOGS = 100

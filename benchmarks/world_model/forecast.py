@@ -32,10 +32,9 @@ from benchmarks.world_model.scores import (
 )
 from benchmarks.world_model.small_run import STRIDE
 from benchmarks.world_model.storage import load_records
-from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
 from hf_hybrid.world_model.forecasts import CONFIDENCE_HORIZON, SCORED, TOLERANCE
-from hf_hybrid.world_model.imagination import ImaginedGain
+from hf_hybrid.world_model.imagination import START_WEIGHTS, ImaginedGain
 from hf_hybrid.world_model.observer import Stretch
 
 ARMS = {

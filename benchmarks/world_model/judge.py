@@ -36,8 +36,8 @@ from benchmarks.world_model.small_run import STRIDE, DivergedError, Stretches, T
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import FORECAST_WINDOW, DivergenceMonitor, linear_trend
 from hf_hybrid.run.record import Leap
-from hf_hybrid.setup import START_WEIGHTS
 from hf_hybrid.world_model.dynamics import DynamicsModel
+from hf_hybrid.world_model.imagination import START_WEIGHTS
 
 FIRST_INDEX = 1000
 """The world model's start weights were trained on runs 0 to 219."""

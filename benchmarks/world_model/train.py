@@ -32,7 +32,7 @@ from benchmarks.world_model.records import (
     train_on_records,
 )
 from benchmarks.world_model.storage import RECORDINGS, load_records
-from hf_hybrid.setup import START_WEIGHTS
+from hf_hybrid.world_model.imagination import START_WEIGHTS
 from hf_hybrid.world_model.rssm import RSSM, load_weights
 
 FOLDS = 3

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How far leaps go, and how many steps they are worth. The schedule learns nothing. The planners of world_model/ subclass
+# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of world_model/ subclass
 # it and learn from the run; they did not beat it (docs/evaluation.md), and are loaded only if `planner` names them.
 # `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
 
