@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from hf_hybrid.arguments import PRESETS, ExactSkipArguments, HybridArguments, SharedPromptArguments, in_words
+from hf_hybrid.arguments import PRESETS, ExactSkipArguments, HybridArguments, in_words
 from hf_hybrid.leaps.directions import DIRECTIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -74,7 +74,7 @@ def table(heading: list[str], rows: list[list[object]]) -> str:
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for options in (HybridArguments, SharedPromptArguments, ExactSkipArguments):
+    for options in (HybridArguments, ExactSkipArguments):
         hints = get_type_hints(options)
         for option in fields(options):
             if option.metadata["help"].group:

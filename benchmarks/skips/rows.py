@@ -4,6 +4,7 @@ CPU seconds of fine-tuning steps in which every token is computed once, beside w
     python -m benchmarks.speedup.pretrained      # once: fetches SmolLM2-135M
     python -m benchmarks.skips.rows              # a fifth of its layers and words, ten minutes
     python -m benchmarks.skips.rows --model smollm2 --kind system instructions --arm trainer by_length trl hybrid
+    python -m benchmarks.skips.rows --order kept --kind unrolled answers agent --arm trainer trl hybrid
     python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
     python -m benchmarks.skips.rows --report
 
@@ -11,7 +12,8 @@ A step is what `train()` does between the ends of two steps: fetching and laying
 and backward pass under bf16 autocast, clipping and AdamW. Activations are not checkpointed. The first step, in which
 rows are compared, counts apart. Arms of one kind train on the same rows in the same order, one arm after the other, and
 a ratio is the median over the steps. TRL's `packing` puts other numbers of rows into a step: its seconds are per 8
-rows. The texts are Python's language reference.
+rows. Rows are shuffled, or with `--order kept` trained on as they are: those of one conversation then stand together.
+The texts are Python's language reference.
 
 The kinds of rows:
 
@@ -192,7 +194,9 @@ class Seconds(TrainerCallback):
         self.last = now
 
 
-def train(arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerCallback, steps: int) -> Any:
+def train(
+    arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerCallback, steps: int, order: str = "shuffled"
+) -> Any:
     """Train a model on rows, once, and return the trainer."""
     trainer_class, config_class, options, extra = ARMS[arm]
     options = {
@@ -200,6 +204,8 @@ def train(arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerC
         "learning_rate": 1e-6, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
         "dataloader_pin_memory": False, "logging_strategy": "no", "activation_checkpointing": False, **options,
     }  # fmt: skip
+    if order == "kept":
+        options["train_sampling_strategy"] = "sequential"
     tokenizer = {"processing_class": AutoTokenizer.from_pretrained(FOLDER)} if "max_length" in options else {}
     trainer = trainer_class(
         model, config_class(folder, **options), train_dataset=Dataset.from_list(rows), callbacks=[callback],
@@ -209,12 +215,12 @@ def train(arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerC
     return trainer
 
 
-def measure(arm: str, model: str, lora: bool, kind: str, steps: int) -> dict[str, Any]:
+def measure(arm: str, model: str, lora: bool, kind: str, steps: int, order: str) -> dict[str, Any]:
     """Return the seconds of each step of an arm."""
     rows = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS * (steps + 1))
     seconds = Seconds()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = train(arm, build(model, lora), rows, folder, seconds, steps + 1)
+        trainer = train(arm, build(model, lora), rows, folder, seconds, steps + 1, order)
     found: dict[str, Any] = {"first": seconds.found[0], "seconds": seconds.found[1:]}
     if arm == "trl_packing":  # so many packs per step, of so many rows
         per_row = len(rows) / len(trainer.train_dataset)
@@ -258,17 +264,17 @@ def ratio(first: dict, second: dict) -> float:
 
 def report(results: Results) -> None:
     """Print the ratios of every arm over ours, as tables."""
-    for model, trained in sorted({(row["model"], row["trains"]) for row in results.rows()}):
+    for model, trained, order in sorted({(row["model"], row["trains"], row["order"]) for row in results.rows()}):
         names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft")]
-        print(f"\n{model}, {trained}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
+        print(f"\n{model}, {trained}, order {order}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
         print(f"|{'---|' * (len(names) + 2)}")
         for kind in KINDS:
-            ours = results.get(model=model, trains=trained, kind=kind, arm="hybrid")
+            ours = results.get(model=model, trains=trained, order=order, kind=kind, arm="hybrid")
             if ours is None:
                 continue
             cells = []
             for name in names:
-                theirs = results.get(model=model, trains=trained, kind=kind, arm=name)
+                theirs = results.get(model=model, trains=trained, order=order, kind=kind, arm=name)
                 cells.append("" if theirs is None else f"{ratio(theirs, ours):.2f}")
             kept = ours["tokens"] - ours["tokens_shared"]
             print(f"| {kind} | {' | '.join(cells)} | {kept / (ours['tokens'] + ours['tokens_padding']):.0%} |")
@@ -280,15 +286,16 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="Train all weights, not adapters.")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--order", choices=["shuffled", "kept"], default="shuffled", help="Of the rows.")
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
     parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(args.results, "rows", ("model", "trains", "kind", "arm"))
+    results = Results(args.results, "rows", ("model", "trains", "order", "kind", "arm"))
     if args.report:
         return report(results)
-    found = {"model": args.model, "trains": "all weights" if args.full else "adapters"}
+    found = {"model": args.model, "trains": "all weights" if args.full else "adapters", "order": args.order}
     for kind in args.kind:
         if args.memory:
             peaks = memory(args.model, not args.full, kind)
@@ -298,7 +305,7 @@ def main() -> None:
             )
             continue
         for arm in args.arm:
-            measured = measure(arm, args.model, not args.full, kind, args.steps)
+            measured = measure(arm, args.model, not args.full, kind, args.steps, args.order)
             results.add({**provenance(1), **found, "kind": kind, "arm": arm, **measured})
             print(kind, arm, [round(second, 2) for second in measured["seconds"]], flush=True)
 
