@@ -57,6 +57,7 @@ from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, 
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import Run
 from hf_hybrid.setup import (
+    adapter_parts,
     build_memory,
     build_optimizer,
     build_run,
@@ -219,6 +220,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         own = [] if self.rows is None else [self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
+        own += adapter_parts(self)
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset

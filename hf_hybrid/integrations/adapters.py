@@ -1,18 +1,24 @@
 """
-The learning rate of LoRA adapters, where none is given.
+LoRA adapters: their learning rate, where none is given, and casts of their inputs that change nothing.
 
-The rule was measured with AdamW, LoRA as PEFT makes it if nothing is said, and the losses of supervised fine-tuning and
-of DPO. Whatever is not known to be like that trains at the rate of the options, as with plain `Trainer`.
+The rule of the rate was measured with AdamW, LoRA as PEFT makes it if nothing is said, and the losses of supervised
+fine-tuning and of DPO. Whatever is not known to be like that trains at the rate of the options, as in plain `Trainer`.
+
+The casts: PEFT casts the input of an adapter to the type of its weights, which is fp32. Under bf16 autocast the matrix
+product casts it back at once. An input in bf16 comes back as it was, to the last bit, but the copy in fp32 is kept for
+the backward pass. [`UncastInputs`] switches PEFT's cast off while a micro-batch computes. With dropout in between it
+would not be the same, so such adapters keep their casts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.rate import AdapterRate
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.setup import optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
@@ -133,3 +139,42 @@ def _lora_alphas(model: torch.nn.Module) -> list[float]:
 def _trains_more_than_lora(model: torch.nn.Module) -> bool:
     adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
     return any(p.requires_grad and id(p) not in adapters for p in model.parameters())
+
+
+# Casts.
+
+
+class UncastInputs(Part):
+    """
+    Leaves out casts of the inputs of LoRA layers under bf16 autocast, where they change nothing.
+
+    Args:
+        layers (`list[torch.nn.Module]`): See [`layers_with_idle_casts`].
+    """
+
+    name = "uncast_inputs"
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+
+    def before_forward(self, phase: Phase | None) -> None:
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False
+
+    def after_backward(self, phase: Phase | None) -> None:
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = True
+
+
+def layers_with_idle_casts(model: torch.nn.Module) -> list[Any]:
+    """Return the LoRA layers of a model between whose cast and matrix product nothing happens."""
+    from peft.tuners.lora import Linear
+
+    return [
+        module
+        for module in model.modules()
+        if type(module) is Linear
+        and getattr(module, "cast_input_dtype_enabled", False)
+        and not module.lora_variant
+        and all(isinstance(dropout, torch.nn.Identity) for dropout in module.lora_dropout.values())
+    ]

@@ -53,6 +53,8 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
     "docs/sweeps.md": [("max_steps=200", "max_steps=20"), ("n_trials=10", "n_trials=2")],
+    "README.md": [(QWEN, "TINY")],
+    "docs/sft.md": [(QWEN, "TINY")],
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/exact_skips.md": [
