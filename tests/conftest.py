@@ -38,10 +38,15 @@ sys.modules.setdefault("lomo_optim", None)
 
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
-    "test_machine.py",
+    "streaming/test_streaming.py",
+    "run/test_weights.py",
+    "test_recovery.py",
     "simulated_gpu/test_commands.py",
-    "checkpoints/test_state.py",
     "hub/test_card_and_hub.py",
+    "rows/test_windows.py",
+    "integrations/test_trl.py",
+    "leaps/test_leaps.py",
+    "checkpoints/test_state.py",
 )
 """Files that take half a minute and more."""
 LENGTH = 32
