@@ -93,7 +93,7 @@ class ActivationCheckpointing(Part):
         self._follow(phase)  # a run without warmup, or a resumed one, begins in a phase that nothing announced
 
     def _follow(self, phase: Phase | None) -> None:
-        on = phase in self.phases
+        on = self._on if phase is None else phase in self.phases  # a run without phases stays as it began
         if on is not self._on:
             # The public switch adds hooks to the embeddings at each call and never removes them.
             for module, _ in self._before:

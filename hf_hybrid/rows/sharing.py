@@ -429,12 +429,17 @@ class SharedRows(Part):
     def summary(self) -> dict[str, Any]:
         return {**self.counts(), "plain_rows_because": self.plain_because}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         counts = self.counts() if self._counts_before is None else self._counts_before
-        return counts if counts["tokens"] else {}
+        return (
+            {"counts": counts, "plain_because": self.plain_because}
+            if any(counts.values()) or self.plain_because
+            else {}
+        )
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count_from(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count_from(state["counts"])
+        self.plain_because = state["plain_because"]
 
     # Batches on the host.
 

@@ -243,10 +243,8 @@ class SharedWindows(SharedRows):
         trainer = self.trainer
         mine = [float(plan.why is not None), plan.cost, plan.padded, float(len(plan.trees)), float(plan.longest)]
         if trainer.accelerator.num_processes > 1:
-            all_of_them = torch.tensor([mine], dtype=torch.float64, device=trainer.args.device)
-            if trainer.args.device.type == "mps":
-                all_of_them = all_of_them.float()
-            mine = trainer.accelerator.gather(all_of_them).amax(0).tolist()
+            of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
+            mine = of_all.amax(0).tolist()
         unable, cost, price, count, self._longest = mine
         return 0 if unable or not count or cost > WORTH * price else int(count)
 

@@ -326,9 +326,10 @@ class ChunkedCausalLoss:
         if self._transfer is None:
             raise RuntimeError("It is not known what the model does to its logits. Call `agrees` first.")
         scale, cap = self._transfer
-        kept = targets.to(input.device) != IGNORE_INDEX
-        if not kept.all():  # no logits for tokens that do not count
-            input, targets = input[kept], targets.to(input.device)[kept]
+        flat = targets.reshape(-1).to(input.device)
+        kept = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        if len(kept) < len(flat):  # no logits for tokens that do not count
+            input, targets = input.reshape(-1, input.shape[-1])[kept], flat[kept]
         return linear_cross_entropy(
             input, weight, targets, bias=bias, scale=scale, softcap=cap, chunk_tokens=self.chunk_tokens
         )
