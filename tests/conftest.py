@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def _noting(start):
     return noted
 
 
+platform.processor()  # asks a process, once; whoever asks first would be told to have started one
 os.fork, subprocess.Popen.__init__ = _noting(os.fork), _noting(subprocess.Popen.__init__)
 
 

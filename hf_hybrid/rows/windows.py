@@ -54,13 +54,17 @@ def may_save(batches: Sequence[Mapping[str, Tensor]]) -> bool:
 
     A device is asked once.
     """
-    signs = [(batch["labels"][:, 1:] == IGNORED).any() for batch in batches]
-    signs += [(batch["attention_mask"] == 0).any() for batch in batches if batch.get("attention_mask") is not None]
-    if all(batch["input_ids"].shape[1] >= LEAST for batch in batches):
-        starts = torch.cat([batch["input_ids"][:, :LEAST] for batch in batches])
-        alike = (starts[:, None] == starts).all(-1).sum()
-        signs.append(alike > len(starts))
-    return bool(torch.stack(signs).any())
+    if any(batch["input_ids"].shape[1] < LEAST for batch in batches):
+        return True
+    labels = [batch["labels"].amin() for batch in batches]
+    masks = [mask.amin().long() for batch in batches if (mask := batch.get("attention_mask")) is not None]
+    starts = torch.cat([batch["input_ids"][:, :LEAST] for batch in batches])
+    numbers = torch.cat([torch.stack(labels + masks), starts.flatten()]).tolist()
+    least, rest = numbers[: len(labels)], numbers[len(labels) :]
+    if min(least) < 0 or 0 in rest[: len(masks)]:
+        return True
+    rest = rest[len(masks) :]
+    return len({tuple(rest[place : place + LEAST]) for place in range(0, len(rest), LEAST)}) < len(starts)
 
 
 class _Plan(NamedTuple):
