@@ -274,8 +274,9 @@ class HybridArguments:
 
     out_of_memory: Literal["retry", "raise"] = option(
         "retry",
-        "What happens when device memory runs out in a step. retry: the step is computed again in smaller parts of the "
-        "same batch, then with activation checkpointing; what fits is kept for the rest of the run. raise: training "
+        "What happens when device memory runs out in a step. retry: the step is computed again, with more recomputed "
+        "layers under activation_checkpointing=auto, in smaller parts of the same batch, then with activation "
+        "checkpointing; what fits is kept for the rest of the run. raise: training "
         "stops.",
         group="Running out of memory",
     )

@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from transformers import TrainingArguments
@@ -18,14 +18,16 @@ from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.files import load_room
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
+from hf_hybrid.plan.setups import checkpointing_option
 
 CONFIG_NAME = "hybrid_config.json"
 
 if TYPE_CHECKING:
+    Checkpointing = bool | str | None
 
     class _Arguments(HybridArguments, TrainingArguments): ...  # as every class of arguments will be
 else:
-    _Arguments = HybridArguments
+    _Arguments, Checkpointing = HybridArguments, Optional[str]
 
 
 @dataclass
@@ -44,9 +46,21 @@ class HybridConfigBase(_Arguments):
         },
     )
 
+    # As text on the command line: `HfArgumentParser` takes one type beside None.
+    activation_checkpointing: Checkpointing = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Compute the activations of layers a second time in the backward pass, to save memory. true: of "
+            "all layers. auto: of as few layers as fit into the device's memory, by the plan; more if memory runs out.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+
     def __post_init__(self):
         HybridArguments.__post_init__(self)
         _check_numbers(self)
+        self._read_checkpointing()
         optim = optimizer_name(self)
         names = ["muon", *(name.value for name in OptimizerNames)]
         if optim not in names:
@@ -65,6 +79,18 @@ class HybridConfigBase(_Arguments):
         if optim == "muon":
             self.optim = optim
         check_training_arguments(self, self)
+
+    def _read_checkpointing(self) -> None:
+        """Give activation checkpointing the type and the name that transformers has for it."""
+        names = {"true": True, "false": False, "auto": "auto", "none": None}
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            given = getattr(self, name, None)
+            if isinstance(given, str):
+                if given.lower() not in names:
+                    raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{given}`.")
+                setattr(self, name, names[given.lower()])
+        if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
+            self.gradient_checkpointing = self.activation_checkpointing  # before transformers 5.23
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
@@ -153,7 +179,7 @@ def _check_numbers(args: HybridConfigBase) -> None:
 def check_training_arguments(args: TrainingArguments, options: HybridArguments) -> None:
     """Refuse options that cannot be combined. Only this function does so before model and data are known."""
     optim, sharding = optimizer_name(args), sharding_of(args)
-    _check_memory_options(optim, options)
+    _check_memory_options(args, optim, options)
     if sharding == "fsdp" and computes_on_cpu(args):
         raise ValueError(
             "`fsdp` shards nothing with `use_cpu=True` or without a GPU: accelerate has it for GPUs only and would "
@@ -267,7 +293,7 @@ def phase_options(options: HybridArguments) -> list[str]:
     return [name for name, default in by_phase.items() if getattr(options, name) != default]
 
 
-def _check_memory_options(optim: str, options: HybridArguments) -> None:
+def _check_memory_options(args: TrainingArguments, optim: str, options: HybridArguments) -> None:
     given = phase_options(options)
     if given and not options.enable_predict:
         raise ValueError(
@@ -282,6 +308,14 @@ def _check_memory_options(optim: str, options: HybridArguments) -> None:
     if options.weight_precision is not None:
         room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
         room.parse_precision(options.weight_precision)
+    own = checkpointing_option()
+    details = getattr(args, f"{own}_kwargs") or {}
+    extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]
+    if getattr(args, own) == "auto" and extra:
+        raise ValueError(
+            f"`{own}=auto` chooses the layers itself, and recomputes without reentrance. Leave `{extra[0]}` out of "
+            f"`{own}_kwargs`, or set `{own}=True`."
+        )
     if options.optimizer_states == "8bit" and optim not in ("adamw_torch", "adamw_torch_fused"):
         raise ValueError(
             f"`optimizer_states=8bit` is an AdamW with 8-bit states and cannot be combined with `optim={optim}`. Leave "

@@ -173,6 +173,13 @@ class Part:
         """Wrap the function that returns the losses of a probe's batch, for example to measure its noise."""
         return evaluate
 
+    def spare_memory(self) -> str | None:
+        """
+        Called after an out-of-memory error in a forward or backward pass, before it is computed again. Take a measure
+        that changes no result, for the rest of the run, and say in words what holds now; `None` if there is none.
+        """
+        return None
+
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 

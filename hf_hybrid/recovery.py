@@ -3,8 +3,8 @@ Recovery when memory runs out, and the guard that warns before.
 
 Forward and backward. The accumulation window under way is computed again in smaller parts, with the same effective
 batch. An attempt that failed leaves nothing behind: its tensors are released, its gradients dropped, the random
-generators put back, so the result has the bits of a run with smaller micro-batches from the start. The ladder: half as
-many sequences at a time, down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What
+generators put back, so the result has the bits of a run with smaller micro-batches from the start. The ladder: what
+parts of the run can spare (layers that were not recomputed so far); half as many sequences at a time, down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What
 fits is kept for the rest of the run and saved with every checkpoint. When nothing is left to try, the state after the
 last good step is saved, and `UnrecoveredMemoryError` says what was tried and what to change.
 
@@ -497,7 +497,12 @@ class OutOfMemoryRecovery(Part):
         self._tell_memory()
 
     def _escalate(self) -> None:
-        """Take one measure: halve the sequences at a time; then trade time for memory; then give up."""
+        """Take one measure: ask the parts; then halve the sequences at a time; then trade time for memory; then give up."""
+        for part in self.trainer.parts:
+            if (measure := part.spare_memory()) is not None:
+                self.note(measure)
+                self._warn(f"{measure} from here on")
+                return
         size, obstacle = self._largest_part()
         if size > 1 and obstacle is None:
             smaller = (size + 1) // 2

@@ -58,7 +58,7 @@ from hf_hybrid.optimizers import (
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.setups import Setup, with_context
+from hf_hybrid.plan.setups import Setup, checkpointing_option, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.monitor import DivergenceMonitor
@@ -67,7 +67,13 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
+from hf_hybrid.streaming.layers import (
+    NoLayerListError,
+    embeddings_and_head,
+    find_layers,
+    layers_on_host,
+    rounded_by_autocast,
+)
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import (
     STATES_PER_WEIGHT,
@@ -96,6 +102,11 @@ A model counts as pretrained if its first training loss is below this share of t
 the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, where they paid 0.62 and above
 (docs/evaluation.md); nothing in between was measured.
 """
+
+HOST_SHARE = 0.9
+"""Share of the free host memory that a step on a CPU may take before layers are recomputed. Assumed, not measured."""
+SAMPLED_LENGTHS = 256
+"""Sequences of the data, evenly spread, the longest of which decides how many layers are recomputed."""
 
 # The run.
 
@@ -635,6 +646,11 @@ def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
     Raises:
         PlanError: If nothing fits. The message has the bytes and the nearest plan that works.
     """
+    estimator, setup = _estimator(trainer, device_map)
+    return estimator.plan(setup)
+
+
+def _estimator(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator, Setup]:
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
     hidden, muon = split_parameters(model)[0].values(), args.optim == "muon"
     direction = direction_class(chosen_direction(trainer))
@@ -646,7 +662,8 @@ def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
     )
     remembers = why_no_leaps(trainer) is None or _searches_rate(trainer)  # which may ask for its average
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
-    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and shape.vocab >= BIG_VOCABULARY)
+    pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
+    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays) or trainer.chunks_loss_itself
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
@@ -658,12 +675,11 @@ def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
         workspace=workspace_bytes(args.device if on_gpu else None),
         memory="stream" if device_map is not None else options.memory,
         autocast=args.bf16,
-        # Called gradient checkpointing before transformers 5.23.
-        activation_checkpointing=bool(getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing),
+        activation_checkpointing=_checkpointing(args),
         offload_activations=options.offload_activations,
         chunked_loss=chunks and ChunkedCausalLoss.unsupported_reason(model) is None,
         optimizer_states=options.optimizer_states,
-        states_per_weight=STATES_PER_WEIGHT[optimizer_name(args)],
+        states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
         base_precision=options.base_precision,
         resident_layers=None if options.resident_layers is None else min(options.resident_layers, most),
         prefetch_layers=min(options.prefetch_layers, most),
@@ -673,14 +689,48 @@ def make_plan(trainer: TrainerLike, device_map: dict | None) -> Plan:
         values_per_weight=direction.values_per_weight if remembers else None,
         buffers_device=options.buffers_device,
     )
-    return Estimator(shape, Tracer.of(model)).plan(setup)
+    return Estimator(shape, Tracer.of(model)), setup
 
 
-def sequence_length(trainer: TrainerLike) -> int:
-    """Return the longest of the first training sequences. If they cannot be read, 1024 or the model's maximum."""
+def _checkpointing(args: TrainingArguments) -> bool | str:
+    """Return the option that was called gradient checkpointing before transformers 5.23."""
+    given = getattr(args, checkpointing_option())
+    return given if given == "auto" else bool(given)
+
+
+def fewest_recomputed_layers(trainer: TrainerLike) -> int | None:
+    """Return how many layers have to be recomputed so that a step fits on its device; `None`: not known, so all."""
+    args, options, model = trainer.args, trainer.hybrid_args, trainer.model
+    why = f"`{sharding_of(args)}` divides the weights" if sharding_of(args) else unknown_loss(trainer)
+    why = "`DataParallel` divides each batch" if args.n_gpu > 1 else why
+    try:
+        estimator, setup = _estimator(trainer, None)
+    except NoLayerListError as error:
+        why = why or str(error)
+    if why is not None or options.offload_activations:
+        why = why or "`offload_activations=True` keeps what they leave on the host"
+        logger.info("`activation_checkpointing=auto` recomputes all layers: %s.", why)
+        return None
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == args.device.type)
+    if options.vram_budget_gib is None:  # what is free, beside the model; on a CPU other processes want some of it
+        free = HOST_SHARE * host_memory() if setup.vram is None else setup.vram
+        setup = dataclasses.replace(setup, vram=int(free) + held)
+    buckets = (args.world_size > 1) * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # of DDP
+    if leaps_are_automatic(trainer) and getattr(model, "name_or_path", "") and not _searches_rate(trainer):
+        setup = dataclasses.replace(setup, values_per_weight=None)  # a pretrained model makes no leaps
+    length = sequence_length(trainer, SAMPLED_LENGTHS)
+    vram = max((setup.vram or 0) - buckets, 1)
+    plan = estimator.lightest(dataclasses.replace(setup, memory="off", sequence_length=length, vram=vram))
+    found = torch.tensor(plan.recomputed_layers, device=args.device)
+    return int(trainer.accelerator.gather(found).max())
+
+
+def sequence_length(trainer: TrainerLike, most: int = 16) -> int:
+    """Return the longest of some training sequences. If they cannot be read, 1024 or the model's maximum."""
     data: Any = trainer.train_dataset
     try:
-        return max(len(data[index]["input_ids"]) for index in range(min(len(data), 16)))
+        first = range(0, len(data), max(len(data) // most, 1) if most > 16 else 1)
+        return max(len(data[index]["input_ids"]) for index in first[:most])
     except (TypeError, KeyError, IndexError, ValueError):
         config = getattr(trainer.model, "config", None)
         return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
@@ -802,12 +852,14 @@ def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
     options, parts = trainer.hybrid_args, []
     if trainer.memory.streams:
         return parts
-    if options.checkpoint_phases is not None or options.offload_activations:
+    automatic = _checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
+    if options.checkpoint_phases is not None or options.offload_activations or automatic:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
-        room = load_room(
-            "phase_memory.activations", "checkpoint_phases" if options.checkpoint_phases else "offload_activations"
-        )
-        parts.append(room.ActivationCheckpointing(phases, offload=options.offload_activations))
+        asked = "offload_activations" if options.offload_activations else "activation_checkpointing=auto"
+        room = load_room("phase_memory.activations", "checkpoint_phases" if options.checkpoint_phases else asked)
+        layers = fewest_recomputed_layers(trainer) if automatic else None
+        if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
+            parts.append(room.ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None:
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
         room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")

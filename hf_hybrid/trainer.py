@@ -174,6 +174,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
     no_leaps_because: str | None = None
     """Why trainers of this kind make no leaps unless a direction is named."""
+    chunks_loss_itself = False
+    """Whether the trainer computes the loss in chunks, without this package."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     rows: Any = None

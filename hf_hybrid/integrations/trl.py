@@ -319,6 +319,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
     """
 
     sequence_losses = CompletionLosses
+    chunks_loss_itself = True
     args: SFTConfig
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
 

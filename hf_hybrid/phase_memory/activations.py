@@ -4,8 +4,12 @@ Activation checkpointing by phase, with the inputs of checkpointed layers on the
 A forward pass saves every intermediate tensor that some derivative reads: for a decoder layer some 30 times the size of
 its input. *Checkpointing* (Chen et al., 2016, arXiv 1604.06174) saves the input alone and computes the layer a second
 time when the backward pass reaches it, for about a third more computation. transformers does it well, so the package
-adds two things:
+adds three things:
 
+- **No more than needed.** A layer that need not be recomputed saves its share of the third. The plan (plan/) says how
+  many have to be, and [`ActivationCheckpointing`] checkpoints so many, the first ones: while they are recomputed, the
+  activations of all others are gone, so that the peak is at the loss, where each of them has left its input alone. If
+  memory runs out all the same, it checkpoints more.
 - **By phase.** Predict has no backward pass, and a run may have memory to spare in some phases.
   [`ActivationCheckpointing`] switches transformers' checkpointing as the phases change.
 - **Inputs on the host.** What checkpointing still saves is one input per layer, which for long sequences is most of
@@ -21,6 +25,7 @@ the graph's: if a graph is dropped unused, the host buffer is free again.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -31,24 +36,30 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.part import Part, Phase
+from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 class ActivationCheckpointing(Part):
     """
-    Checkpoints the activations of every layer in the given phases, and in no others.
+    Checkpoints the activations of layers in the given phases, and in no others.
 
-    It is transformers' own (non-reentrant). Checkpointing only some of the layers is not offered: every second layer
-    saves less than half. During a run this part decides, also where `TrainingArguments.activation_checkpointing` is
-    set; after it the model has its earlier setting again. If a run ends in an exception, the next one tidies up.
+    It is transformers' own (non-reentrant). During a run this part decides, also where
+    `TrainingArguments.activation_checkpointing` is set; after it the model has its earlier setting again. If a run ends
+    in an exception, the next one tidies up.
 
     Args:
         phases (`Iterable[str]`, *optional*): Phases with checkpointing; not Predict, which has no backward pass.
+        layers (`int`, *optional*):
+            How many layers are checkpointed, from the first on, and more after an out-of-memory error; all of them
+            where transformers cannot checkpoint some without the others. `None`: all in any case.
         offload (`bool`, *optional*): Also keep the inputs of the layers on the host, see [`BoundaryOffload`].
         min_bytes (`int`, *optional*): Smallest layer input that is worth the way to the host.
 
@@ -56,8 +67,14 @@ class ActivationCheckpointing(Part):
         ValueError: If `phases` names anything else; when a run begins, if transformers cannot checkpoint the model.
     """
 
+    name = "activation_checkpointing"
+
     def __init__(
-        self, phases: Iterable[str] = ("warmup", "full", "correct"), offload: bool = False, min_bytes: int = 1 << 20
+        self,
+        phases: Iterable[str] = ("warmup", "full", "correct"),
+        offload: bool = False,
+        min_bytes: int = 1 << 20,
+        layers: int | None = None,
     ):
         real = [phase.value for phase in Phase if phase is not Phase.PREDICT]
         phases = (phases,) if isinstance(phases, str) else tuple(phases)
@@ -69,7 +86,10 @@ class ActivationCheckpointing(Part):
             )
         self.phases = frozenset(Phase(phase) for phase in phases)
         self.offload, self.min_bytes = offload, min_bytes
+        self.layers = layers
+        self._of: list[nn.Module] = []  # the layers that can be checkpointed one without the other
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._differentiable_inputs: list[PreTrainedModel] = []
         self._boundaries: BoundaryOffload | None = None
         self._on = False
 
@@ -80,8 +100,13 @@ class ActivationCheckpointing(Part):
         for model in _checkpointable(whole):
             for module in _switches(model):
                 self._before.append((module, {name: vars(module)[name] for name in _SETTING if name in vars(module)}))
-            _enable(model)
-        self._on = True
+            if self.layers is not None and getattr(model, "_require_grads_hooks", None):
+                self._differentiable_inputs.append(model)
+            _enable(model, keep_input_gradients=self.layers is None)
+        self._of = _separate_layers(whole)
+        self._switch(True)
+        if self.layers is not None:
+            logger.info("Activation checkpointing: %s.", self._in_words())
         if boundaries is not None:
             self._boundaries = boundaries.__enter__()
         self._follow(Phase.WARMUP)
@@ -95,10 +120,42 @@ class ActivationCheckpointing(Part):
     def _follow(self, phase: Phase | None) -> None:
         on = self._on if phase is None else phase in self.phases  # a run without phases stays as it began
         if on is not self._on:
-            # The public switch adds hooks to the embeddings at each call and never removes them.
-            for module, _ in self._before:
-                vars(module)["gradient_checkpointing"] = on
-            self._on = on
+            self._switch(on)
+
+    def _switch(self, on: bool) -> None:
+        # The public switch adds hooks to the embeddings at each call and never removes them.
+        left_out = set() if self.layers is None else set(self._of[self.layers :] if self.layers else self._switches())
+        for module in self._switches():
+            vars(module)["gradient_checkpointing"] = on and module not in left_out
+        self._on = on
+
+    def _switches(self) -> list[nn.Module]:
+        return [module for module, _ in self._before]
+
+    def _in_words(self) -> str:
+        if self.layers and not self._of:
+            return "all layers are recomputed in backward"
+        return f"{min(self.layers or 0, len(self._of))} of {len(self._of) or 'the'} layers are recomputed in backward"
+
+    def spare_memory(self) -> str | None:
+        most = len(self._of) or 1
+        if self.layers is None or self.layers >= most:
+            return None
+        self.layers = min(max(2 * self.layers, -(-most // 4)), most)
+        self._switch(self._on)
+        return self._in_words()
+
+    def summary(self) -> dict[str, Any]:
+        return {} if self.layers is None else {"recomputed_layers": min(self.layers, len(self._of) or self.layers)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.layers is None else {"layers": self.layers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Checkpoint no fewer layers than what fitted before."""
+        if self.layers is not None and state["layers"] > self.layers:
+            self.layers = state["layers"]
+            self._switch(self._on)
 
     def end(self) -> None:
         if self._boundaries is not None:
@@ -109,6 +166,9 @@ class ActivationCheckpointing(Part):
                 vars(module).pop(name, None)
             vars(module).update(setting)
         self._before.clear()
+        for model in self._differentiable_inputs:
+            model.enable_input_require_grads()
+        self._differentiable_inputs.clear()
 
 
 def _topmost(model: nn.Module, kind: type) -> list:
@@ -136,7 +196,16 @@ def _checkpointable(model: nn.Module) -> list[PreTrainedModel]:
     return models
 
 
-def _enable(model: PreTrainedModel) -> None:
+def _separate_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers, if each can be checkpointed without the others."""
+    try:
+        layers = [layer for _, layer in find_layers(model)]
+    except NoLayerListError:
+        return []
+    return layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
+
+
+def _enable(model: PreTrainedModel, keep_input_gradients: bool) -> None:
     options = {"use_reentrant": False}
     had_input_gradients = bool(getattr(model, "_require_grads_hooks", None))
     model.disable_input_require_grads()
@@ -147,7 +216,7 @@ def _enable(model: PreTrainedModel) -> None:
     # Enabling makes the embeddings' output require gradients, which only reentrant checkpointing needs: where lower
     # layers are frozen it would send the backward pass all the way down for nothing.
     model.disable_input_require_grads()
-    if had_input_gradients:
+    if had_input_gradients and keep_input_gradients:
         model.enable_input_require_grads()
 
 

@@ -8,6 +8,10 @@ and has no data). Both get the same plan for the same setup.
 their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot. Adapters train
 without leaps.
 
+With `activation_checkpointing="auto"` as few layers are recomputed as fit ([`Estimator.lightest`]): the first ones. What
+they hold then is their inputs. When backward reaches them, the activations of all other layers are gone, so that one
+recomputed layer in full is no new peak.
+
 **Streamed**, and **shared** by FSDP2. Layers visit the device, or are gathered there, so a trace of the resident model
 is not theirs. What a step holds is summed up from the sizes of the layers and from the trace's activations
 ([`step_memory`]).
@@ -25,6 +29,7 @@ combinations are tried in the order of their cost, so that the advice is known t
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import math
@@ -78,6 +83,11 @@ class Plan:
     def categories(self) -> dict[str, dict[str, int]]:
         """`{category: {"device": bytes, "host": bytes}}`, and the same under `"total"`."""
         return self.table.to_dict()
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers of a model that is not streamed that are recomputed in backward, from the first on."""
+        return self.setup.recomputed(len(self.shape.layers))
 
     @property
     def margin_bytes(self) -> int:
@@ -135,6 +145,8 @@ class Plan:
     def describe(self) -> str:
         """The plan in words, and the table of its bytes, which are estimates."""
         words = [f"optimizer states {self.setup.optimizer_states}"]
+        if self.mode != "streamed" and self.recomputed_layers:
+            words.append(f"{self.recomputed_layers} of {len(self.shape.layers)} layers recomputed")
         if self.mode == "streamed":
             words += [f"{self.resident_layers} resident layers", f"{self.setup.prefetch_layers} fetched ahead"]
             words += ["embeddings and head streamed"] * self.stream_embeddings
@@ -179,7 +191,7 @@ class Estimator:
             return
         asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
         if setup.memory == "off" or (setup.memory == "auto" and not asks_for_streaming):
-            yield self.resident(setup)
+            yield self.lightest(setup)
         if setup.memory == "off":
             return
         for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
@@ -189,6 +201,21 @@ class Estimator:
                 room = (budget - candidate.peak_device_bytes) // WeightBytes(self.shape, setup).slot
                 candidate = self.streamed(setup, min(max(room, 0), len(self.shape.layers)), ends)
             yield candidate
+
+    def lightest(self, setup: Setup) -> Plan:
+        """Everything on the device; if the setup leaves that open, recomputed are as few layers as fit, or else all."""
+        layers = len(self.shape.layers)
+        if setup.recomputed_layers is not None or setup.activation_checkpointing != "auto":
+            return self.resident(setup)
+
+        def recomputing(count: int) -> Plan:
+            return self.resident(replace(setup, recomputed_layers=count))
+
+        some = self.tracer is not None and self.tracer.recomputes_some
+        counts = range(layers + 1) if some else (0, layers)
+        if recomputing(0).fits:
+            return recomputing(0)
+        return recomputing(counts[bisect.bisect_left(counts[:-1], True, key=lambda count: recomputing(count).fits)])
 
     def resident(self, setup: Setup) -> Plan:
         """Everything on the device."""
@@ -257,7 +284,7 @@ class Estimator:
             (setup.resident_layers is not None, 1, {"resident_layers": None}),
             (setup.stream_embeddings is False, 1, {"stream_embeddings": None}),
             (not setup.offload_activations, 2, {"offload_activations": True}),
-            (setup.memory == "off" and not setup.checkpointed, 2, {"activation_checkpointing": True}),
+            (setup.memory == "off" and not setup.activation_checkpointing, 2, {"activation_checkpointing": True}),
             (setup.buffers_device == "auto" and setup.leaps, 2, {"buffers_device": "cpu"}),
             (setup.prefetch_layers > 0, 2, {"prefetch_layers": 0}),
             (setup.memory == "off", 3, {"memory": "auto"}),

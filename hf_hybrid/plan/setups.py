@@ -26,6 +26,7 @@ def with_context(free: int | None) -> int | None:
 
 
 _CHOICES = {"memory": ("off", "auto", "stream"), "optimizer_states": ("exact", "8bit"), "accelerator": ("cuda", "cpu")}
+_CHOICES |= {"activation_checkpointing": (False, True, "auto")}
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
@@ -44,7 +45,8 @@ class Setup:
     cpu_offload: bool = False  # FSDP2 keeps these rows on the host
     memory: str = "auto"  # "off": everything resident; "stream"; "auto": streamed only if it does not fit
     autocast: bool = False  # to bf16
-    activation_checkpointing: bool = False  # of a resident model; streamed layers always are
+    activation_checkpointing: bool | str = False  # of a resident model; streamed layers always are. "auto": see there
+    recomputed_layers: int | None = None  # with "auto": the first so many; None: as few as fit
     offload_activations: bool = False  # outputs of checkpointed layers wait on the host, two of them on the device
     chunked_loss: bool = False
     optimizer_states: str = "exact"  # or "8bit": of AdamW
@@ -61,7 +63,8 @@ class Setup:
     def __post_init__(self):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got `{getattr(self, name)}`.")
+                listed = ", ".join(map(str, choices))
+                raise ValueError(f"`{name}` must be one of {listed}, got `{getattr(self, name)}`.")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
@@ -92,10 +95,11 @@ class Setup:
         """Whether leaps are made."""
         return self.enable_predict and self.values_per_weight is not None
 
-    @property
-    def checkpointed(self) -> bool:
-        """Whether layers are recomputed in backward though the model is resident."""
-        return self.activation_checkpointing or self.offload_activations
+    def recomputed(self, layers: int) -> int:
+        """How many of the layers of a resident model are recomputed in backward: so many from the first on."""
+        if self.activation_checkpointing != "auto" or self.offload_activations or self.processes > 1:
+            return layers * bool(self.activation_checkpointing or self.offload_activations)
+        return min(self.recomputed_layers or 0, layers)
 
     def margin(self, peak: int) -> int:
         """Bytes of the device that are needed beside a peak of tensors."""
@@ -110,7 +114,7 @@ class Setup:
 
     def changes(self, other: Setup) -> dict[str, Any]:
         """The fields of `HybridConfig` that lead from this setup to another."""
-        pairs = ((field.name, getattr(other, field.name)) for field in fields(self))
+        pairs = ((field.name, getattr(other, field.name)) for field in fields(self) if field.name != "recomputed_layers")
         return dict(config_option(name, value) for name, value in pairs if value != getattr(self, name))
 
 

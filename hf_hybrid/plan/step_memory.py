@@ -226,8 +226,9 @@ class UntracedStep:
         shape = self.shape
         table = self.per.held(shape.total)
         table.add("weights", "device", shape.total.bytes(self.per.second_copy))  # autocast's casts, kept by autograd
-        left = self.active.boundary * (1 if self.setup.checkpointed else SAVED_BY_A_LAYER)
-        table.add("activations", "device", len(shape.layers) * left - parked)
+        recomputed = self.setup.recomputed(len(shape.layers))
+        left = self.active.boundary * (recomputed + SAVED_BY_A_LAYER * (len(shape.layers) - recomputed))
+        table.add("activations", "device", left - parked)
         add_largest(table, self.recomputing(), self.loss(), self.update())
         return table
 
@@ -237,7 +238,7 @@ class UntracedStep:
 
     def recomputing(self) -> DeviceBytes:
         """A checkpointed layer runs once more and goes backward: all that autograd saves of it is there again."""
-        return {"activations": self.active.layer if self.setup.checkpointed else 0}
+        return {"activations": self.active.layer if self.setup.recomputed(len(self.shape.layers)) else 0}
 
     def update(self) -> DeviceBytes:
         """The optimizer steps: scratch of 8-bit states, and of orthogonalising."""
@@ -356,7 +357,8 @@ def estimated_shared_activations(shape: ModelShape, setup: Setup, gradient: int)
     the rows of gradients that grow.
     """
     active = estimated_activations(shape, setup)
-    kept = len(shape.layers) * (1 if setup.checkpointed else SAVED_BY_A_LAYER) * active.boundary
+    layers = len(shape.layers)
+    kept = layers * (1 if setup.recomputed(layers) else SAVED_BY_A_LAYER) * active.boundary
     gradients = gradient * shape.total.trainable / setup.processes
     return Shared(kept + active.layer, gradients), Shared(kept + active.loss, 0)
 

@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.plan.setups import Setup, checkpointing_option
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
@@ -75,6 +76,7 @@ class Excerpt(Generic[Model]):
 
     model: Model
     stands_for: tuple[int, ...]  # for each layer of the whole, the layer here; empty if no list of layers was found
+    listed: frozenset[str] = frozenset()  # names of what the config lists layer by layer
 
     @classmethod
     def of(cls, whole: Model) -> Excerpt[Model]:
@@ -90,19 +92,53 @@ class Excerpt(Generic[Model]):
         memo[id(kept)] = short = nn.ModuleList()
         short.extend(copy.deepcopy(layers[index][1], memo) for index in chosen)
         model = copy.deepcopy(whole, memo)
-        config = _config(model)
-        for part, name, values in _lists(config, len(layers)):
-            setattr(part, name, [values[index] for index in chosen])
-        config.get_text_config().num_hidden_layers = len(chosen)
-        for position, layer in enumerate(short if len(chosen) > 1 else ()):
-            for attributes in map(vars, layer.modules()):
-                if isinstance(attributes.get("layer_idx"), int):
-                    attributes["layer_idx"] = position
-        return cls(_as_trained(model), stands_for)
+        names = frozenset(name for _, name, _ in listed)
+        _set_layers(model, list(short), names, chosen)
+        return cls(_as_trained(model), stands_for, names)
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Its layers in a copy of its model."""
         return [layer for _, layer in find_layers(model)] if self.stands_for else []
+
+    def with_two_of_each(self) -> Excerpt[Model]:
+        """
+        Of the same model, for steps in which some layers are recomputed and others are not: each kind between the first
+        and the last layer is here twice, first once each and then once more each.
+        """
+        layers, config = find_layers(self.model), _config(self.model)
+        between, last = range(1, len(layers) - 1), len(layers) - 1
+        memo = _tensors_without_data(self.model, "meta")
+        same = {id(part): copy.deepcopy(part, memo) for part in (config, config.get_text_config())}
+        kept = self.model.get_submodule(layers[0][0].rpartition(".")[0])
+        memo[id(kept)] = longer = nn.ModuleList()
+        again = [(index, {**_tensors_without_data(layers[index][1], "meta"), **same}) for index in between]
+        twice = [(0, memo), *((index, memo) for index in between), *again, (last, memo)]
+        longer.extend(copy.deepcopy(layers[index][1], known) for index, known in twice)
+        model = copy.deepcopy(self.model, memo)
+        _set_layers(model, list(longer), self.listed, [index for index, _ in twice])
+        return Excerpt(model, self.stands_for, self.listed)
+
+    def standing_for(self, recomputed: int) -> tuple[int, ...]:
+        """What [`with_two_of_each`] stands for, if the first `recomputed` layers of the whole are recomputed."""
+        between = max(self.stands_for) - 1
+        last, more = len(self.stands_for) - 1, [0] + [between] * (len(self.stands_for) - 1)
+        return tuple(
+            2 * between + 1 if place == last else stands + (more[place] if place >= recomputed else 0)
+            for place, stands in enumerate(self.stands_for)
+        )
+
+
+def _set_layers(model: nn.Module, layers: list[nn.Module], listed: Iterable[str], chosen: Sequence[int]) -> None:
+    """Tell a model, and its layers, which of the layers that it had before it has now; the config lists `listed`."""
+    config = _config(model)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in set(listed) & set(vars(part)):
+            setattr(part, name, [vars(part)[name][index] for index in chosen])
+    config.get_text_config().num_hidden_layers = len(chosen)
+    for position, layer in enumerate(layers if len(chosen) > 1 else ()):
+        for attributes in map(vars, layer.modules()):
+            if isinstance(attributes.get("layer_idx"), int):
+                attributes["layer_idx"] = position
 
 
 def _tensors_without_data(model: nn.Module, device: str) -> dict[int, Any]:
@@ -231,8 +267,11 @@ def _autocast_rules(accelerator: str) -> contextlib.AbstractContextManager:
     return _AutocastOfCuda() if accelerator == "cuda" else contextlib.nullcontext()
 
 
-def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
-    """Activation checkpointing as `Trainer` switches it on; what is recomputed follows the accelerator's autocast."""
+def enable_checkpointing(model: nn.Module, accelerator: str, without: Sequence[nn.Module] = ()) -> None:
+    """
+    Activation checkpointing as `Trainer` switches it on, but for some layers; what is recomputed follows the
+    accelerator's autocast.
+    """
     options = {
         "use_reentrant": False,
         "preserve_rng_state": False,
@@ -240,6 +279,8 @@ def enable_checkpointing(model: nn.Module, accelerator: str) -> None:
     }
     name = checkpointing_option()
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options})
+    for layer in without:
+        vars(layer)["gradient_checkpointing"] = False
 
 
 # Every byte, at every moment.
@@ -496,6 +537,8 @@ def _of_whole(trace: StepTrace, stands_for: Sequence[int]) -> Iterator[tuple[Mom
         if moment.where == trace.layers:  # head, loss, embeddings or update compute: all layers are at the same point
             missing = _sum(tuple(n * value for value in _of(moment.held, layer)) for layer, n in enumerate(more) if n)
         else:
+            if moment.where not in stands_for:
+                continue  # no layer of the whole is recomputed, or not, as this one is
             if key not in computing:
                 places = [place for place, stands in enumerate(stands_for) if stands == moment.where]
                 computing[key] = max((_missing(trace, stands_for, *key, place) for place in places), key=sum)
@@ -593,16 +636,17 @@ class Tracer:
 
     def peak(self, setup: Setup, at_update: int) -> Peak:
         """Of the resident model, without optimizer states."""
-        return self._read(setup, setup.checkpointed, unfold, at_update)
+        return self._read(setup, setup.recomputed(len(self.excerpt.stands_for) or 1), unfold, at_update)
 
     def shared(self, setup: Setup, element_bytes: int) -> tuple[Shared, Shared]:
         """Of layers whose rows processes share, with gradients of so many bytes per element."""
         traced = max(p.element_size() for p in self.excerpt.model.parameters() if p.requires_grad)
-        return self._read(setup, setup.checkpointed, shared, element_bytes / traced / setup.processes)
+        layers = setup.recomputed(len(self.excerpt.stands_for))
+        return self._read(setup, layers, shared, element_bytes / traced / setup.processes)
 
     def activations(self, setup: Setup) -> Activations:
         """Of streamed layers."""
-        return self._read(setup, True, activations)
+        return self._read(setup, len(self.excerpt.stands_for), activations)
 
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
@@ -611,17 +655,33 @@ class Tracer:
             times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
         return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
 
-    def _read(self, setup: Setup, checkpointed: bool, reading: Callable, *more):
+    @functools.cached_property
+    def recomputes_some(self) -> bool:
+        """Whether transformers can checkpoint some of the layers and not others."""
+        layers = self.excerpt.layers(self.excerpt.model)
+        return bool(layers) and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+
+    @functools.cached_property
+    def _mixed(self) -> Excerpt:
+        return self.excerpt.with_two_of_each()
+
+    def _read(self, setup: Setup, recomputed: int, reading: Callable, *more):
+        """Read a trace of a step in which the first `recomputed` layers are recomputed."""
+        excerpt, stands_for = self.excerpt, self.excerpt.stands_for
+        some = 0 < recomputed < len(stands_for)
+        if some:
+            excerpt, stands_for = self._mixed, self.excerpt.standing_for(recomputed)
         batch = (setup.sequence_length, setup.batch_size, setup.gradient_accumulation_steps > 1)
-        key = (checkpointed, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
+        key = ("some" if some else recomputed > 0, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
         if key not in self.traces:
             with warnings.catch_warnings(), FakeTensorMode():
                 warnings.simplefilter("ignore")
-                model = copy.deepcopy(self.excerpt.model, _tensors_without_data(self.excerpt.model, "cpu"))
-                if checkpointed:
-                    enable_checkpointing(model, setup.accelerator)
-                self.traces[key] = trace_step(model, self.excerpt.layers(model), setup)
-        answer = (*key, reading, *more)
+                model = copy.deepcopy(excerpt.model, _tensors_without_data(excerpt.model, "cpu"))
+                layers = excerpt.layers(model)
+                if recomputed:
+                    enable_checkpointing(model, setup.accelerator, layers[len(layers) // 2 :] if some else ())
+                self.traces[key] = trace_step(model, layers, setup)
+        answer = (*key, recomputed * some, reading, *more)
         if answer not in self._found:
-            self._found[answer] = reading(self.traces[key], self.excerpt.stands_for, *more)
+            self._found[answer] = reading(self.traces[key], stands_for, *more)
         return self._found[answer]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import ByteText, config_values, hybrid_config, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import TrainerCallback
 
@@ -19,7 +20,16 @@ from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
 from hf_hybrid.plan.setups import Setup, Way, checkpointing_option, parse_size
 from hf_hybrid.plan.stand_ins import packed_bytes
-from hf_hybrid.plan.trace import TRACED, Excerpt, Tracer, enable_checkpointing, state_bytes
+from hf_hybrid.plan.trace import (
+    TRACED,
+    Excerpt,
+    Tracer,
+    _tensors_without_data,
+    enable_checkpointing,
+    state_bytes,
+    trace_step,
+    unfold,
+)
 from hf_hybrid.streaming.layers import find_layers
 from hf_hybrid.streaming.low_bit import AdamW8bit
 
@@ -52,7 +62,7 @@ def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
     if all_layers:
         whole.config.use_cache = False
         whole.set_attn_implementation(excerpt.model.config._attn_implementation)
-        excerpt = Excerpt(whole.train(), tuple(range(config.num_hidden_layers)))
+        excerpt = Excerpt(whole.train(), tuple(range(config.num_hidden_layers)), excerpt.listed)
     model = add_adapters(excerpt.model, lora_config(4)) if adapters else excerpt.model
     return Tracer(dataclasses.replace(excerpt, model=model))
 
@@ -77,6 +87,25 @@ def test_layers_that_are_left_out_change_nothing(name, changes):
     setup = Setup(32, 2, **options)
     assert some.peak(setup, 0) == whole.peak(setup, 0)
     assert some.activations(setup) == whole.activations(setup)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("llama", (1, 4)), ("gemma3", (3,)), ("deepseek", (2, 5))])
+def test_peaks_with_some_layers_recomputed_are_those_of_all_layers(name, counts):
+    """A trace of two layers of each kind gives the peak of a step of the whole model, to the byte."""
+    some, whole = tracer(CONFIGS[name]), tracer(CONFIGS[name], all_layers=True)
+    setup = Setup(32, 2, autocast=True, accelerator="cuda", activation_checkpointing="auto")
+    peaks = []
+    for count in counts:
+        with FakeTensorMode():
+            model = copy.deepcopy(whole.excerpt.model, _tensors_without_data(whole.excerpt.model, "cpu"))
+            layers = whole.excerpt.layers(model)
+            enable_checkpointing(model, "cuda", without=layers[count:])
+            traced = trace_step(model, layers, setup)
+        peaks.append(unfold(traced, whole.excerpt.stands_for))
+        assert some.peak(dataclasses.replace(setup, recomputed_layers=count), 0) == peaks[-1]
+    none, every = (some.peak(dataclasses.replace(setup, recomputed_layers=count), 0) for count in (0, 6))
+    held = [sum(peak.held) for peak in (none, *peaks, every)]
+    assert held == sorted(held, reverse=True) and held[0] > held[-1]
 
 
 @pytest.mark.parametrize(
