@@ -47,7 +47,7 @@ class HybridConfigBase(_Arguments):
     )
 
     # As text on the command line: `HfArgumentParser` takes one type beside None.
-    activation_checkpointing: Checkpointing = dataclasses.field(
+    activation_checkpointing: Checkpointing = dataclasses.field(  # ty: ignore[incompatible-attribute-override]
         default=None,
         metadata={
             "help": "Compute the activations of layers a second time in the backward pass, to save memory. true: of "
@@ -90,7 +90,7 @@ class HybridConfigBase(_Arguments):
                     raise ValueError(f"`{name}` must be `True`, `False` or `auto`, got `{given}`.")
                 setattr(self, name, names[given.lower()])
         if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
-            self.gradient_checkpointing = self.activation_checkpointing  # before transformers 5.23
+            vars(self)["gradient_checkpointing"] = self.activation_checkpointing  # before transformers 5.23
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:
@@ -309,9 +309,9 @@ def _check_memory_options(args: TrainingArguments, optim: str, options: HybridAr
         room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
         room.parse_precision(options.weight_precision)
     own = checkpointing_option()
-    details = getattr(args, f"{own}_kwargs") or {}
+    details = getattr(args, f"{own}_kwargs", None) or {}
     extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]
-    if getattr(args, own) == "auto" and extra:
+    if extra and getattr(args, own) == "auto":
         raise ValueError(
             f"`{own}=auto` chooses the layers itself, and recomputes without reentrance. Leave `{extra[0]}` out of "
             f"`{own}_kwargs`, or set `{own}=True`."

@@ -4,9 +4,10 @@ Recovery when memory runs out, and the guard that warns before.
 Forward and backward. The accumulation window under way is computed again in smaller parts, with the same effective
 batch. An attempt that failed leaves nothing behind: its tensors are released, its gradients dropped, the random
 generators put back, so the result has the bits of a run with smaller micro-batches from the start. The ladder: what
-parts of the run can spare (layers that were not recomputed so far); half as many sequences at a time, down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What
-fits is kept for the rest of the run and saved with every checkpoint. When nothing is left to try, the state after the
-last good step is saved, and `UnrecoveredMemoryError` says what was tried and what to change.
+parts of the run can spare (activations of layers that were not recomputed so far); half as many sequences at a time,
+down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What fits is kept for the rest
+of the run and saved with every checkpoint. When nothing is left to try, the state after the last good step is saved,
+and `UnrecoveredMemoryError` says what was tried and what to change.
 
 A leap. Every leap is a trial (leaps/trajectory.py), which puts the weights back, and the run goes on with real steps.
 If memory runs out while the direction reads a gradient, or while a leap is judged, this one observation is left out.
@@ -497,7 +498,7 @@ class OutOfMemoryRecovery(Part):
         self._tell_memory()
 
     def _escalate(self) -> None:
-        """Take one measure: ask the parts; then halve the sequences at a time; then trade time for memory; then give up."""
+        """Take one measure: ask the parts; halve the sequences at a time; trade time for memory; give up."""
         for part in self.trainer.parts:
             if (measure := part.spare_memory()) is not None:
                 self.note(measure)

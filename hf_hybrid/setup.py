@@ -58,7 +58,7 @@ from hf_hybrid.optimizers import (
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.setups import Setup, checkpointing_option, with_context
+from hf_hybrid.plan.setups import MARGIN, Setup, checkpointing_option, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.monitor import DivergenceMonitor
@@ -663,7 +663,8 @@ def _estimator(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator
     remembers = why_no_leaps(trainer) is None or _searches_rate(trainer)  # which may ask for its average
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
-    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays) or trainer.chunks_loss_itself
+    chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
+    chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
     setup = Setup(
         sequence_length=sequence_length(trainer),
@@ -689,7 +690,7 @@ def _estimator(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator
         values_per_weight=direction.values_per_weight if remembers else None,
         buffers_device=options.buffers_device,
     )
-    return Estimator(shape, Tracer.of(model)), setup
+    return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup
 
 
 def _checkpointing(args: TrainingArguments) -> bool | str:
@@ -701,16 +702,10 @@ def _checkpointing(args: TrainingArguments) -> bool | str:
 def fewest_recomputed_layers(trainer: TrainerLike) -> int | None:
     """Return how many layers have to be recomputed so that a step fits on its device; `None`: not known, so all."""
     args, options, model = trainer.args, trainer.hybrid_args, trainer.model
-    why = f"`{sharding_of(args)}` divides the weights" if sharding_of(args) else unknown_loss(trainer)
-    why = "`DataParallel` divides each batch" if args.n_gpu > 1 else why
-    try:
-        estimator, setup = _estimator(trainer, None)
-    except NoLayerListError as error:
-        why = why or str(error)
-    if why is not None or options.offload_activations:
-        why = why or "`offload_activations=True` keeps what they leave on the host"
+    if (why := _why_all_are_recomputed(trainer)) is not None:
         logger.info("`activation_checkpointing=auto` recomputes all layers: %s.", why)
         return None
+    estimator, setup = _estimator(trainer, None)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == args.device.type)
     if options.vram_budget_gib is None:  # what is free, beside the model; on a CPU other processes want some of it
         free = HOST_SHARE * host_memory() if setup.vram is None else setup.vram
@@ -720,9 +715,24 @@ def fewest_recomputed_layers(trainer: TrainerLike) -> int | None:
         setup = dataclasses.replace(setup, values_per_weight=None)  # a pretrained model makes no leaps
     length = sequence_length(trainer, SAMPLED_LENGTHS)
     vram = max((setup.vram or 0) - buckets, 1)
+    vram = vram if setup.accelerator == "cuda" else int(vram / (1 + MARGIN))  # there the plan leaves it
     plan = estimator.lightest(dataclasses.replace(setup, memory="off", sequence_length=length, vram=vram))
     found = torch.tensor(plan.recomputed_layers, device=args.device)
     return int(trainer.accelerator.gather(found).max())
+
+
+def _why_all_are_recomputed(trainer: TrainerLike) -> str | None:
+    if trainer.hybrid_args.offload_activations:
+        return "`offload_activations=True` keeps what they leave on the host"
+    if (sharding := sharding_of(trainer.args)) is not None:
+        return f"`{sharding}` divides the weights"
+    if trainer.args.n_gpu > 1:
+        return "`DataParallel` divides each batch"
+    try:
+        find_layers(trainer.model)
+    except NoLayerListError:
+        return f"`{type(trainer.model).__name__}` has no list of decoder layers"
+    return unknown_loss(trainer)
 
 
 def sequence_length(trainer: TrainerLike, most: int = 16) -> int:

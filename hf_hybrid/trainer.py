@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,8 @@ class HybridTrainerMixin(PublishingMixin):
     """Whether leaps can be verified. If not, a config without hybrid options trains without leaps."""
     no_leaps_because: str | None = None
     """Why trainers of this kind make no leaps unless a direction is named."""
-    chunks_loss_itself = False
-    """Whether the trainer computes the loss in chunks, without this package."""
+    more_inputs: Mapping[str, Any] = {}
+    """What the trainer gives the model beside the batch. A plan traces the model with it."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
     rows: Any = None

@@ -31,12 +31,12 @@ from transformers.utils import logging
 
 from benchmarks.results import Results, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.cli.rates import measure_machine, step_floor_seconds
 from hf_hybrid.machine import page_locked_bytes
-from hf_hybrid.plan.accounting import ModelShape, measure_held, measure_machine, storage_bytes
+from hf_hybrid.plan.accounting import ModelShape, measure_held, storage_bytes
 from hf_hybrid.plan.estimate import Estimator, Plan, PlanError
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.trace import Tracer
-from hf_hybrid.plan.traffic import step_floor_seconds
 from hf_hybrid.streaming.layers import find_layers
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_hybrid.cli.planner import Planner
-    from hf_hybrid.plan.estimate import WayPlan
+    from hf_hybrid.cli.ways import WayPlan
 
 GIB = 2**30
 COLUMNS = ("weights", "gradients", "states", "activations")
@@ -110,9 +110,11 @@ class _Report:
     def __init__(self, args: argparse.Namespace):
         from hf_hybrid.cli.models import lora_config
         from hf_hybrid.cli.planner import Planner, recommended
+        from hf_hybrid.cli.rates import measure_machine
+        from hf_hybrid.cli.ways import parse_size
         from hf_hybrid.machine import device_memory
-        from hf_hybrid.plan.accounting import host_memory, measure_machine
-        from hf_hybrid.plan.setups import parse_size, with_context
+        from hf_hybrid.plan.accounting import host_memory
+        from hf_hybrid.plan.setups import with_context
 
         if (args.num_processes > 1) != (args.accelerate_config is not None):
             raise ValueError(
@@ -166,6 +168,7 @@ class _Report:
         names = ("peak_device_bytes", "peak_host_bytes", "margin_bytes", "categories", "stage", "traced", "fits")
         names += ("device_shortfall", "host_shortfall", "options")
         values = {name: getattr(plan, name) for name in names}
+        values["recomputed_layers"] = plan.recomputed_layers
         return {"title": plan.way.title, **values, "exact": plan.way.exact, "floor_seconds": self._floor(plan)}
 
     def as_text(self) -> str:
@@ -174,14 +177,14 @@ class _Report:
         exports = f"GiB of weights after `hf-hybrid export --dtype bfloat16`: {sizes}\n"
         parts = [self._head(), self._table(), self._legend(), exports]
         if self.args.details:
-            parts += [f"{plan.way.title}, estimated\n{plan.table}\n" for plan in self.plans]
+            parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
         if self.best is None:
             parts.append(
                 "Nothing fits. Lower --batch_size or --sequence_length, or see above which plan is short by least.\n"
             )
         else:
             exact = "" if self.best.way.exact else ", as nothing exact fits"
-            parts.append(f"Recommended{exact}: {self.best.way.title}\nestimated at the peak:\n{self.best.table}\n")
+            parts.append(f"Recommended{exact}: {self.best.title}\nestimated at the peak:\n{self.best.table}\n")
         return "\n".join(parts)
 
     def _head(self) -> str:
@@ -210,11 +213,11 @@ class _Report:
         )
 
     def _table(self) -> str:
-        width = max(len(plan.way.title) for plan in self.plans) + 4
+        width = max(len(plan.title) for plan in self.plans) + 4
         headings = "".join(f"{name:>10}" for name in HEADINGS) + f"{'floor s':>10}" * (self.rates is not None)
         lines = [f"{'GiB at the peak, estimated':<{width}}{headings}  fits"]
         for plan in self.plans:
-            name = f"{'> ' if plan is self.best else '  '}{plan.way.title}{'' if plan.way.exact else ' *'}"
+            name = f"{'> ' if plan is self.best else '  '}{plan.title}{'' if plan.way.exact else ' *'}"
             by_category = [plan.table.get(category, "device") for category in COLUMNS]
             total = plan.peak_device_bytes
             numbers = [count / GIB for count in (*by_category, total - sum(by_category), total, plan.peak_host_bytes)]
@@ -224,7 +227,7 @@ class _Report:
         return "\n".join(lines) + "\n"
 
     def _floor(self, plan: WayPlan) -> float | None:
-        from hf_hybrid.plan.traffic import step_floor_seconds
+        from hf_hybrid.cli.rates import step_floor_seconds
 
         tokens = plan.setup.tokens * plan.setup.gradient_accumulation_steps
         return None if self.rates is None else step_floor_seconds(plan, tokens, self.rates)
@@ -263,7 +266,7 @@ class _Report:
             values |= {"num_processes": args.num_processes, "accelerate_config": args.accelerate_config}
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
-            f"# {best.way.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
+            f"# {best.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
             f"# hf-hybrid train --config {args.output} --dataset ...\n"
         )

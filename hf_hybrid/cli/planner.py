@@ -13,11 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.cli.ways import Way, WayPlan, loaded, parse_size, usual_ways
 from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
-from hf_hybrid.plan.estimate import Estimator, Plan, WayPlan
-from hf_hybrid.plan.setups import Setup, Way, loaded, parse_size, usual_ways
+from hf_hybrid.plan.estimate import Estimator, Plan
+from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
 from hf_hybrid.streaming.layers import find_layers
@@ -41,7 +42,7 @@ def plan_memory(
     vram: str | int | None = None,
     ram: str | int | None = None,
     gradient_accumulation_steps: int = 1,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | str = False,
     chunked_loss: bool = False,
     optimizer_states: str = "exact",
     enable_predict: bool = False,
@@ -63,7 +64,8 @@ def plan_memory(
         qat (`str`): `"bitnet"`: layers with ternary weights, and their rounded copies beside the latent weights.
         vram (`str` or `int`, *optional*), ram (`str` or `int`, *optional*): As `"24GiB"` or in bytes; no limit else.
         gradient_accumulation_steps (`int`): Micro-batches per optimizer step.
-        activation_checkpointing (`bool`): Of a resident model; streamed layers always are.
+        activation_checkpointing (`bool` or `"auto"`):
+            Of a resident model; streamed layers always are. `"auto"`: of as few layers as fit.
         chunked_loss (`bool`): Compute the loss without ever holding all logits.
         optimizer_states (`str`): AdamW's: `"exact"` or `"8bit"`.
         enable_predict (`bool`):
@@ -153,7 +155,10 @@ class Planner:
         """All usual ways to train, the fastest first; `dtype` as in [`plan_memory`]."""
         estimator = self._estimator(loaded(dtype, "all")[0], "all", False)
         ways = usual_ways(dtype, self.setup, estimator.cannot_chunk is None)
-        return [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+        plans = [self.plan(way) for way in ways if with_adapters or way.trains == "all"]
+        # Where "auto" recomputes all layers, the next plan says the same.
+        automatic = [plan.setup.activation_checkpointing == "auto" for plan in plans]
+        return [p for p, auto in zip(plans, automatic) if not (auto and p.recomputed_layers == len(p.shape.layers))]
 
     def plan(self, way: Way) -> WayPlan:
         """Plan one way to train. Raises `ValueError` if the model cannot be trained in this way."""

@@ -319,7 +319,7 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
     """
 
     sequence_losses = CompletionLosses
-    chunks_loss_itself = True
+    more_inputs = {"fused_lm_head": True}  # TRL computes the head in chunks, on a GPU by kernels of its own
     args: SFTConfig
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
 

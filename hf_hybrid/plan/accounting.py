@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.machine import copies_beside
 from hf_hybrid.streaming.layers import ask, rounded_by_autocast
 
 Storage = tuple[torch.device, int]  # and its address there
@@ -335,35 +333,3 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
             if most != "max":
                 # Pages of files count as used, but make room when memory is asked for.
                 yield max(int(most) - int(taken) + int(statistics.get(names[2], 0)), 0)
-
-
-def measure_machine(seconds: float = 0.1, size: int = 8192) -> dict[str, float]:
-    """
-    Measure rates of this machine, each for a number of seconds.
-
-    Bytes per second: `"dram"`, read and written by a copy in host memory, and on a GPU `"h2d"` and `"d2h"` (pinned).
-    bf16 operations per second: `"flops"` of products of `size`-square matrices, which training does not exceed.
-    """
-    source, target = torch.ones(2**27, dtype=torch.uint8), torch.zeros(2**27, dtype=torch.uint8)  # beyond most caches
-    rates = {"dram": 2 * source.nbytes * _per_second(lambda: target.copy_(source), seconds)}
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and copies_beside(device):
-        pinned, there = source.pin_memory(), source.to(device)
-        rates["h2d"] = pinned.nbytes * _per_second(lambda: there.copy_(pinned, non_blocking=True), seconds)
-        rates["d2h"] = pinned.nbytes * _per_second(lambda: pinned.copy_(there, non_blocking=True), seconds)
-        left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
-        result = left @ left
-        rates["flops"] = 2 * size**3 * _per_second(lambda: torch.mm(left, left, out=result), seconds)
-    return rates
-
-
-def _per_second(work: Callable[[], object], seconds: float) -> float:
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
-    work()
-    wait()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        work()
-        wait()
-        count += 1
-    return count / (time.perf_counter() - start)

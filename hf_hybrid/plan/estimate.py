@@ -8,9 +8,9 @@ and has no data). Both get the same plan for the same setup.
 their buffers, category `drift`: per trainable weight the direction's fp32 values and a snapshot. Adapters train
 without leaps.
 
-With `activation_checkpointing="auto"` as few layers are recomputed as fit ([`Estimator.lightest`]): the first ones. What
-they hold then is their inputs. When backward reaches them, the activations of all other layers are gone, so that one
-recomputed layer in full is no new peak.
+With `activation_checkpointing="auto"` as few layers are recomputed as fit ([`Estimator.lightest`]): the first ones.
+They hold their inputs alone. When backward reaches them, the activations of all other layers are gone, so that one
+layer in full is no new peak.
 
 **Streamed**, and **shared** by FSDP2. Layers visit the device, or are gathered there, so a trace of the resident model
 is not theirs. What a step holds is summed up from the sizes of the layers and from the trace's activations
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hf_hybrid.plan.accounting import ByteTable, ModelShape, format_bytes
-from hf_hybrid.plan.setups import Setup, Way, config_option
+from hf_hybrid.plan.setups import Setup, config_option
 from hf_hybrid.plan.step_memory import (
     SharedStep,
     StreamedStep,
@@ -156,13 +156,6 @@ class Plan:
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WayPlan(Plan):
-    """The plan of a usual way to train."""
-
-    way: Way
-
-
 class Estimator:
     """Plans of one model, by its sizes and its tracer; without a tracer, activations are estimated from the sizes."""
 
@@ -211,7 +204,7 @@ class Estimator:
         def recomputing(count: int) -> Plan:
             return self.resident(replace(setup, recomputed_layers=count))
 
-        some = self.tracer is not None and self.tracer.recomputes_some
+        some = self.tracer is not None and self.tracer.may_recompute_some()
         counts = range(layers + 1) if some else (0, layers)
         if recomputing(0).fits:
             return recomputing(0)

@@ -1,18 +1,15 @@
 """
 A setup: how a model is trained and within which limits. An estimate answers it.
 
-The trainer makes one `Setup` from its options. `hf-hybrid plan` makes about fifteen, one for each usual way to train,
-and compares them. Both pass plain values. `Setup` knows no config class and no direction of leaps by name. The module
-imports only the standard library, so the command line can import it at once.
+The trainer makes one `Setup` from its options. `hf-hybrid plan` makes about twenty, one for each usual way to train
+(cli/ways.py), and compares them. Both pass plain values. `Setup` knows no config class and no direction of leaps by
+name. The module imports only the standard library, so the command line can import it at once.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
-
-DTYPES = ("mixed", "float32", "bfloat16")
 
 CONTEXT_BYTES = int(0.6 * 2**30)
 """What a CUDA context and the libraries' kernels take of a device. Approximate: it differs by driver and card."""
@@ -25,8 +22,12 @@ def with_context(free: int | None) -> int | None:
     return None if free is None else free + CONTEXT_BYTES
 
 
-_CHOICES = {"memory": ("off", "auto", "stream"), "optimizer_states": ("exact", "8bit"), "accelerator": ("cuda", "cpu")}
-_CHOICES |= {"activation_checkpointing": (False, True, "auto")}
+_CHOICES: dict[str, tuple] = {
+    "memory": ("off", "auto", "stream"),
+    "optimizer_states": ("exact", "8bit"),
+    "accelerator": ("cuda", "cpu"),
+    "activation_checkpointing": (False, True, "auto"),
+}
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0, "processes": 1}
 
 
@@ -114,7 +115,8 @@ class Setup:
 
     def changes(self, other: Setup) -> dict[str, Any]:
         """The fields of `HybridConfig` that lead from this setup to another."""
-        pairs = ((field.name, getattr(other, field.name)) for field in fields(self) if field.name != "recomputed_layers")
+        names = [field.name for field in fields(self) if field.name != "recomputed_layers"]
+        pairs = ((name, getattr(other, name)) for name in names)
         return dict(config_option(name, value) for name, value in pairs if value != getattr(self, name))
 
 
@@ -136,96 +138,3 @@ def checkpointing_option() -> str:
     # Renamed in 5.23, there and in TrainingArguments, which takes a second longer to import.
     new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
     return "activation_checkpointing" if new else "gradient_checkpointing"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A usual way to train: the model as it is loaded, and the setup."""
-
-    title: str
-    setup: Setup
-    trains: str = "all"  # weights, or "adapters"
-    weights: str = "float32"  # dtype that they are loaded in
-    packed: bool = False  # the base is in nf4
-
-    @property
-    def exact(self) -> bool:
-        """Whether exact AdamW updates unrounded weights, or adapters on unrounded weights."""
-        rounded = self.setup.optimizer_states != "exact" or self.setup.base_precision != "same"
-        return not (rounded or self.packed)
-
-
-def loaded(dtype: str, trains: str) -> tuple[str, bool]:
-    """
-    The dtype that weights are loaded in, and whether they compute under autocast to bf16.
-
-    With `"mixed"`, weights are in fp32 (a frozen base in bf16) under autocast; else everything is in `dtype`.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got `{dtype}`.")
-    if dtype == "mixed":
-        return ("float32" if trains == "all" else "bfloat16"), True
-    return dtype, False
-
-
-def usual_ways(dtype: str, setup: Setup, can_chunk: bool) -> list[Way]:
-    """
-    The ways that a table of plans compares, the fastest first; `setup` holds batch, limits and machine. Several
-    processes share the weights by FSDP2, which takes neither streaming nor chunked losses nor 8-bit states.
-    """
-    found: list[Way] = []
-
-    def add(title: str, trains: str = "all", dtype: str = dtype, packed: bool = False, **changes: Any) -> None:
-        weights, autocast = loaded(dtype, trains)
-        changes = {"memory": "off", "autocast": autocast, **changes}
-        found.append(Way(title, replace(setup, **changes), trains, weights, packed))
-
-    precision = {"mixed": "bf16 autocast", "float32": "fp32", "bfloat16": "bf16 weights"}[dtype]
-    chunks: dict[str, Any] = {"chunked_loss": can_chunk}
-    chunked = ", chunked loss" * can_chunk
-    if setup.processes > 1:
-        spared: dict[str, Any] = {"activation_checkpointing": True}
-        add(f"FSDP2, {precision}")
-        add(f"FSDP2, {precision}, checkpointing", **spared)
-        if dtype == "mixed":
-            add("FSDP2, fp32", dtype="float32")
-        add(f"FSDP2, {precision}, checkpointing, CPU offload", **spared, cpu_offload=True)
-        add("FSDP2, LoRA", "adapters")
-        add("FSDP2, LoRA, checkpointing", "adapters", **spared)
-        add("FSDP2, LoRA, checkpointing, CPU offload", "adapters", **spared, cpu_offload=True)
-        return found
-    less: dict[str, Any] = {**chunks, "activation_checkpointing": True}
-    streamed: dict[str, Any] = {**chunks, "memory": "stream"}
-    low: dict[str, Any] = {"optimizer_states": "8bit"}
-    add(precision)
-    if can_chunk:
-        add(f"{precision}{chunked}", **chunks)
-    add(f"{precision}{chunked}, checkpointing", **less)
-    if dtype == "mixed":
-        add("fp32", dtype="float32")
-    add("streamed", **streamed)
-    add("streamed, activations on the host", **streamed, offload_activations=True)
-    add(f"8-bit states{chunked}, checkpointing", **low, **less)
-    add(f"bf16 weights, 8-bit states{chunked}, checkpointing", dtype="bfloat16", **low, **less)
-    add("streamed, 8-bit states", **low, **streamed)
-    add("streamed bf16 weights, 8-bit states", dtype="bfloat16", **low, **streamed)
-    add("LoRA", "adapters")
-    add(f"LoRA{chunked}, checkpointing", "adapters", **less)
-    add("LoRA, streamed base", "adapters", **streamed)
-    add(f"QLoRA{chunked}, checkpointing", "adapters", packed=True, **less)
-    add("LoRA, streamed int8 base", "adapters", **streamed, base_precision="int8")
-    return found
-
-
-def parse_size(text: str | int | float, name: str) -> int:
-    """Bytes from `"24GiB"` (1024s), `"24GB"` (1000s) or a number of bytes, in any case; an error calls it `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(text).lower())
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(
-            f"`{name}` must be a size, got `{text}`. Write `24GiB`, `24GB` (decimal) or a number of bytes."
-        )
-    power = " kmgt".index(match[2]) if match[2] else 0
-    count = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if not 0 < count <= 2**50:
-        raise ValueError(f"`{name}` must be above 0 and at most 1024 TiB, got `{text}`. Write for example `24GiB`.")
-    return count

@@ -399,7 +399,7 @@ class StepTrace(NamedTuple):
     after_backward: Held
 
 
-def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepTrace:
+def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup, **more_inputs: Any) -> StepTrace:
     """Trace forward, backward and clipping as `Trainer` runs them, on a copy of the model: hooks stay on it."""
     names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
     inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
@@ -431,7 +431,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup) -> StepT
     with tracker:
         tracker.record()
         with _autocast_rules(setup.accelerator):
-            loss = _loss(model, inputs, setup)
+            loss = _loss(model, inputs, setup, **more_inputs)
         tracker.stage = "backward"
         loss.backward()
         after_backward = tracker.now()
@@ -455,13 +455,13 @@ def eight_bit_sizes(count: int) -> tuple[int, ...]:
     return 2 * ((count, 4 * math.ceil(count / BLOCK)) if count >= LEAST_QUANTIZED else (4 * count,))
 
 
-def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup) -> Tensor:
+def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup, **more_inputs: Any) -> Tensor:
     """As `Trainer.compute_loss`, with accelerate's autocast around the model; the output ends with this function."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.autocast):
         if setup.chunked_loss:
             return _chunked_loss(model, inputs)
         # Without the mask of ones, whose values nobody can look at here: attention is causal.
-        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"], **more_inputs)
     if setup.autocast:
         outputs = convert_outputs_to_fp32(lambda: outputs)()
     return outputs["loss"]
@@ -615,16 +615,16 @@ def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
 class Tracer:
     """Traces steps of the model that an excerpt is of; setups that differ only in where things lie share a trace."""
 
-    def __init__(self, excerpt: Excerpt):
-        self.excerpt = excerpt
+    def __init__(self, excerpt: Excerpt, **more_inputs: Any):
+        self.excerpt, self.more_inputs = excerpt, more_inputs
         self.traces: dict[tuple, StepTrace] = {}
         self._found: dict[tuple, Peak | Activations] = {}
 
     @classmethod
-    def of(cls, whole: nn.Module) -> Tracer | None:
-        """Of a live model; `None` if no copy without data can be made of it."""
+    def of(cls, whole: nn.Module, **more_inputs: Any) -> Tracer | None:
+        """Of a live model, which gets `more_inputs` beside a batch; `None` if it cannot be copied without data."""
         try:
-            return cls(Excerpt.of(whole))
+            return cls(Excerpt.of(whole), **more_inputs)
         except Exception as error:  # whatever a model of the user's own does
             logger.info("This model cannot be copied without data (%r), so no step is traced.", error)
             return None
@@ -655,9 +655,14 @@ class Tracer:
             times.update(dict.fromkeys(layer.parameters(), self.excerpt.stands_for.count(traced)))
         return sum(count * state_bytes(p, setup) for p, count in times.items() if p.requires_grad)
 
-    @functools.cached_property
-    def recomputes_some(self) -> bool:
-        """Whether transformers can checkpoint some of the layers and not others."""
+    def may_recompute_some(self) -> bool:
+        """
+        Whether transformers can checkpoint some of the layers and not others. From now on a trace has checkpointing
+        where its setup says so alone: the model may have it from an earlier training.
+        """
+        for module in self.excerpt.model.modules():
+            if "gradient_checkpointing" in vars(module):
+                vars(module)["gradient_checkpointing"] = False
         layers = self.excerpt.layers(self.excerpt.model)
         return bool(layers) and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
 
@@ -677,10 +682,13 @@ class Tracer:
             with warnings.catch_warnings(), FakeTensorMode():
                 warnings.simplefilter("ignore")
                 model = copy.deepcopy(excerpt.model, _tensors_without_data(excerpt.model, "cpu"))
-                layers = excerpt.layers(model)
+                layers, more_inputs = excerpt.layers(model), self.more_inputs
+                if setup.chunked_loss:  # then no other way to compute the head is traced, which `forward` may wrap
+                    vars(base_model(model)).pop("forward", None)
+                    more_inputs = {}
                 if recomputed:
                     enable_checkpointing(model, setup.accelerator, layers[len(layers) // 2 :] if some else ())
-                self.traces[key] = trace_step(model, layers, setup)
+                self.traces[key] = trace_step(model, layers, setup, **more_inputs)
         answer = (*key, recomputed * some, reading, *more)
         if answer not in self._found:
             self._found[answer] = reading(self.traces[key], stands_for, *more)

@@ -16,7 +16,7 @@ from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.models import build, read_config
 from hf_hybrid.cli.planner import plan_memory
-from hf_hybrid.plan.setups import CONTEXT_BYTES
+from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN, checkpointing_option
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "model_configs"
 
@@ -61,9 +61,25 @@ def test_a_table_and_a_recommendation(config_file, capsys):
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
     rows = [line for line in shown.splitlines() if line.startswith(("  ", "> ")) and line.endswith("yes")]
     assert re.search(r"GiB of weights after .*: merged \d\.\d\d, int8 .*, nf4 .*, bitnet .*, gguf-q4_0 \d", shown)
-    assert len(rows) == 15 and rows[0].startswith("> bf16 autocast")
+    assert len(rows) == 18 and rows[0].startswith("> bf16 autocast")
     assert "No floor of the step time" in shown
     assert "Recommended: bf16 autocast\n" in shown
+
+
+def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
+    sizes = {"sequence_length": 64, "batch_size": 8, "chunked_loss": True, "memory": "off"}
+    most, least = (
+        plan_memory(config_file, **sizes, activation_checkpointing=on).peak_device_bytes for on in (False, True)
+    )
+    vram = CONTEXT_BYTES + int((1 + MARGIN) * (most + least) / 2)
+    target = tmp_path / "plan.yaml"
+    words = ("--vram", vram, "--ram", "1KiB", "--sequence_length", "64", "--output", target)
+    assert plan(config_file, *words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"> bf16 autocast, chunked loss, checkpointing auto \([1-5] of 6\) .* yes\n", shown)
+    assert yaml.safe_load(target.read_text())[checkpointing_option()] == "auto"
+    assert plan(config_file, "--vram", "1KiB", "--ram", "1KiB") == 0
+    assert "checkpointing auto" not in capsys.readouterr().out  # where all are recomputed, the next plan says so
 
 
 def test_several_processes_share_the_model(config_file, capsys, tmp_path):

@@ -15,10 +15,11 @@ from transformers import TrainerCallback
 from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
 from hf_hybrid.cli.planner import Planner, plan_memory, recommended
+from hf_hybrid.cli.ways import Way, parse_size
 from hf_hybrid.export.bitnet import to_bitnet
 from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
-from hf_hybrid.plan.setups import Setup, Way, checkpointing_option, parse_size
+from hf_hybrid.plan.setups import Setup, checkpointing_option
 from hf_hybrid.plan.stand_ins import packed_bytes
 from hf_hybrid.plan.trace import (
     TRACED,
@@ -386,7 +387,7 @@ def test_usual_plans_share_their_traces():
     planner = Planner(config, sequence_length=32, vram=GIB, ram=GIB, accelerator="cuda", enable_predict=False)
     plans = planner.plans()
     titles = [plan.way.title for plan in plans]
-    assert len(set(titles)) == len(titles) == 15
+    assert len(set(titles)) == len(titles) == 18
     assert sum(len(found.tracer.traces) for found in planner._estimators.values()) < len(plans)
     resident = {plan.way.title: plan.peak_device_bytes for plan in plans if plan.mode == "resident"}
     assert resident["bf16 autocast, chunked loss, checkpointing"] < resident["bf16 autocast, chunked loss"]

@@ -12,13 +12,14 @@ import functools
 import gc
 import json
 import logging
+import math
 import sys
 import time
 import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
 from hf_hybrid.leaps.directions import preconditioners
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
+from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
+from hf_hybrid.setup import _estimator
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
 
@@ -752,6 +755,34 @@ for _name, _options in {
     SCENARIOS[f"out_of_memory_{_name}"] = Scenario(partial(out_of_memory, **_options), simulated_only=True)
 
 
+def within(place: Place, known: bool) -> dict[str, Tensor]:
+    """Three of six layers have to be recomputed, by the plan or (if the limit is not `known`) after errors."""
+    data, options = rows(lengths=(48,)), {"activation_checkpointing": True}
+    if place.on_device:
+        options = {"activation_checkpointing": "auto", "vram_budget_gib": 15.0}
+        asked = trainer_of(place, model(layers=6, width=32), data, **options)
+        estimator, setup = _estimator(asked, None)
+        asked.model.cpu()
+        needed = estimator.resident(replace(setup, memory="off", recomputed_layers=3)).peak_device_bytes
+        limit = needed - setup.workspaces(False)  # which the simulated device does not have
+        if known:
+            options["vram_budget_gib"] = (CONTEXT_BYTES + math.ceil((1 + MARGIN) * needed)) / 2**30
+    trainer = trainer_of(place, model(layers=6, width=32), data, **options)
+    if place.on_device:
+        torch.cuda.set_per_process_memory_fraction((1 + MARGIN) * limit / place.simulator.TOTAL)
+    with place.counted(trainer):
+        trainer.train()
+    summary = trainer.hybrid_summary()
+    place.facts["recomputed"] = summary.get("recomputed_layers")
+    place.facts["actions"] = [event["action"] for event in summary["out_of_memory"]]
+    return weights_of(trainer)
+
+
+# A real GPU has no limit for a model that is so small.
+SCENARIOS["within_the_device"] = Scenario(partial(within, known=True), keeps_model=True, simulated_only=True)
+SCENARIOS["within_less_than_planned"] = Scenario(partial(within, known=False), keeps_model=True, simulated_only=True)
+
+
 @scenario()
 def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
     """Two graphs are alive at once and two are dropped: their activations wait on the host."""
@@ -976,8 +1007,8 @@ def measured(place: Place) -> dict[str, Tensor]:
     """What commands, planner and TRL's options ask of a device."""
     from hf_hybrid import HybridSFTConfig
     from hf_hybrid.cli import env
+    from hf_hybrid.cli.rates import measure_machine
     from hf_hybrid.machine import device_memory
-    from hf_hybrid.plan.accounting import measure_machine
 
     with place.driver():
         place.facts["environment"] = env.report()

@@ -173,6 +173,14 @@ def test_a_window_that_does_not_fit_is_computed_again(results):
     assert results.of("walk_that_does_not_fit")["facts"]["caught"] == 1
 
 
+@needs("within_the_device", "within_less_than_planned")
+def test_as_few_layers_are_recomputed_as_fit_the_device(results):
+    """The device refuses what is over its limit: what was planned fits, and what was not is tightened until it fits."""
+    planned, tightened = (results.of(name)["facts"] for name in ("within_the_device", "within_less_than_planned"))
+    assert planned["actions"] == [] and planned["recomputed"] == 3
+    assert [action[:6] for action in tightened["actions"]] == ["2 of 6", "4 of 6"] and tightened["recomputed"] == 4
+
+
 @needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]
