@@ -13,6 +13,7 @@ from pydoc_data import topics
 import pytest
 import torch
 from conftest import assert_same_weights, config_values, tiny_model, weights
+from rig.live_bytes import LiveBytes
 from transformers import MixtralConfig, MixtralForCausalLM
 
 pytest.importorskip("trl")
@@ -34,6 +35,7 @@ from hf_hybrid import (  # noqa: E402
 from hf_hybrid.leaps.leap import Leaps  # noqa: E402
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
+from hf_hybrid.setup import _estimator  # noqa: E402
 
 NAMES = sorted(topics.topics)
 CHATS = Dataset.from_list(
@@ -491,6 +493,26 @@ def test_streamed_layers_equal_trl(options, tmp_path):
     assert streamed.memory_summary()["statistics"]["loads"] > 0
     assert history(streamed) == history(plain)
     assert_same_weights(weights(streamed.model), weights(plain.model))
+
+
+def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
+    """The plan traces TRL's own way to the loss. A budget is measured on the bytes of a run."""
+
+    def trained(name, **options):
+        model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=1024)
+        options = {"enable_predict": False, "max_steps": 3, **options}
+        trainer = sft(HybridSFTTrainer, HybridSFTConfig, tmp_path / name, model=model, **options)
+        with LiveBytes() as live:
+            trainer.train()
+        return trainer, live.peak
+
+    (every, least), (_, most) = trained("every"), trained("none", gradient_checkpointing=False)
+    budget = {"vram_budget_gib": 1.05 * (least + most) / 2 / 2**30}
+    trainer, peak = trained("auto", gradient_checkpointing="auto", **budget)
+    assert least < peak <= 1.05 * (least + most) / 2 and 0 < trainer.hybrid_summary()["recomputed_layers"] < 6
+    assert_same_weights(weights(trainer.model), weights(every.model))
+    estimator, setup = _estimator(trainer, None)
+    assert estimator.resident(setup).traced
 
 
 def test_model_card_and_tags(tmp_path):
