@@ -129,6 +129,9 @@ class Part:
     def end(self) -> None:
         """Called once, after the last step."""
 
+    def clean_up(self) -> None:
+        """Called when `train()` is left, also by an exception. Leave the model as it was."""
+
     # A step.
 
     def begin_step(self, step: Step) -> None:

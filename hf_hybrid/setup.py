@@ -818,14 +818,12 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
 
 
 def adapter_parts(trainer: TrainerLike) -> list[Part]:
-    """Return the part that leaves out casts of adapters, which are idle under bf16 autocast."""
+    """Return the parts that leave out casts of adapters and of the weights below them, idle under bf16 autocast."""
     room = "integrations.adapters"
     idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
     if not idle or not has_adapters(trainer.model) or not has_room(room):
         return []
-    adapters = load_room(room, "bf16=True")
-    layers = adapters.layers_with_idle_casts(trainer.model)
-    return [adapters.UncastInputs(layers)] if layers else []
+    return load_room(room, "bf16=True").cast_parts(trainer)
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:

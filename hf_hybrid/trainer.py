@@ -290,8 +290,8 @@ class HybridTrainerMixin(PublishingMixin):
         `learning_rate_scales` have the last entries, and `hybrid_log.jsonl` has all. `no_leaps` says why no leaps are
         made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
         time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`, and
-        the same of the held-out loss in `held_out`), or `None`; `resumed` says what a checkpoint brought back and what
-        it did not, and is `None` for a run that began anew.
+        the same of the held-out loss in `held_out`), or `None`; `recomputed_layers` counts those that
+        `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`.
         """
         found = {"memory": self.memory_summary(), "resumed": self._resumed}
         for part in self.parts:  # as they are now; the run's own summary ends with it
@@ -414,6 +414,8 @@ class HybridTrainerMixin(PublishingMixin):
                 raise
             raise explained from error
         finally:
+            for part in self.parts:
+                part.clean_up()
             self.recovery.end()
             if self._held is None and self.model is not None and self.optimizer is not None:
                 self._measure_memory()

@@ -52,8 +52,7 @@ class ActivationCheckpointing(Part):
     Checkpoints the activations of layers in the given phases, and in no others.
 
     It is transformers' own (non-reentrant). During a run this part decides, also where
-    `TrainingArguments.activation_checkpointing` is set; after it the model has its earlier setting again. If a run ends
-    in an exception, the next one tidies up.
+    `TrainingArguments.activation_checkpointing` is set; after it the model has its earlier setting again.
 
     Args:
         phases (`Iterable[str]`, *optional*): Phases with checkpointing; not Predict, which has no backward pass.
@@ -94,7 +93,6 @@ class ActivationCheckpointing(Part):
         self._on = False
 
     def begin(self, run: Run) -> None:
-        self.end()  # of a run that ended in an exception
         whole: Any = run.model
         boundaries = BoundaryOffload(whole, min_bytes=self.min_bytes) if self.offload else None
         for model in _checkpointable(whole):
@@ -156,6 +154,9 @@ class ActivationCheckpointing(Part):
         if self.layers is not None and state["layers"] > self.layers:
             self.layers = state["layers"]
             self._switch(self._on)
+
+    def clean_up(self) -> None:
+        self.end()
 
     def end(self) -> None:
         if self._boundaries is not None:
