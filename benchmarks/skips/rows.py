@@ -6,6 +6,7 @@ CPU seconds of fine-tuning steps in which every token is computed once, beside w
     python -m benchmarks.skips.rows --model smollm2 --kind system instructions --arm trainer by_length trl hybrid
     python -m benchmarks.skips.rows --order kept --kind unrolled answers agent --arm trainer trl hybrid
     python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
+    python -m benchmarks.skips.rows --equality --model smollm2 [--full]     # gradients of a window in fp32
     python -m benchmarks.skips.rows --report
 
 A step is what `train()` does between the ends of two steps: fetching and laying out 8 rows in 2 micro-batches, forward
@@ -195,14 +196,21 @@ class Seconds(TrainerCallback):
 
 
 def train(
-    arm: str, model: Any, rows: list[Row], folder: str, callback: TrainerCallback, steps: int, order: str = "shuffled"
+    arm: str,
+    model: Any,
+    rows: list[Row],
+    folder: str,
+    callback: TrainerCallback,
+    steps: int,
+    order: str = "shuffled",
+    **more: Any,
 ) -> Any:
     """Train a model on rows, once, and return the trainer."""
     trainer_class, config_class, options, extra = ARMS[arm]
     options = {
         "per_device_train_batch_size": ROWS // 2, "gradient_accumulation_steps": 2, "max_steps": steps, "bf16": True,
         "learning_rate": 1e-6, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-        "dataloader_pin_memory": False, "logging_strategy": "no", "activation_checkpointing": False, **options,
+        "dataloader_pin_memory": False, "logging_strategy": "no", "activation_checkpointing": False, **options, **more,
     }  # fmt: skip
     if order == "kept":
         options["train_sampling_strategy"] = "sequential"
@@ -257,6 +265,32 @@ def memory(model: str, lora: bool, kind: str) -> dict[str, int]:
     return peaks
 
 
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the last window."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(model: str, lora: bool, kind: str) -> float:
+    """
+    Return the largest difference of a parameter's gradient between `Trainer`'s window and ours in fp32, relative to the
+    gradient's norm. What is zero up to rounding is left out.
+    """
+    rows, found = KINDS[kind](Text(WORDS if model == "fifth" else None), ROWS), []
+    for arm in ("trainer", "hybrid"):
+        made, gradients = build(model, lora), Gradients()
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:  # zero at first, so that A would get no gradient
+                torch.nn.init.normal_(parameter, std=0.02)
+        with tempfile.TemporaryDirectory() as folder:
+            train(arm, made, rows, folder, gradients, 1, bf16=False, max_grad_norm=0.0)
+        found.append(gradients.found)
+    theirs, ours = found
+    least = 1e-6 * max(gradient.norm() for gradient in theirs.values())
+    return max(((theirs[n] - ours[n]).norm() / theirs[n].norm()).item() for n in theirs if theirs[n].norm() > least)
+
+
 def ratio(first: dict, second: dict) -> float:
     """Return the median over the steps of how often the second fits into the first."""
     return statistics.median(a / b for a, b in zip(first["seconds"], second["seconds"]))
@@ -289,6 +323,7 @@ def main() -> None:
     parser.add_argument("--order", choices=["shuffled", "kept"], default="shuffled", help="Of the rows.")
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
+    parser.add_argument("--equality", action="store_true", help="Compare gradients instead of measuring seconds.")
     parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -302,6 +337,13 @@ def main() -> None:
             kept = Results(args.results, "rows_memory", ("model", "trains", "kind"))
             print(
                 kept.add({**provenance(1), **found, "kind": kind, "peak_bytes": peaks})["peak_bytes"], kind, flush=True
+            )
+            continue
+        if args.equality:
+            kept = Results(args.results, "rows_equality", ("model", "trains", "kind"))
+            value = difference(args.model, not args.full, kind)
+            print(
+                kind, kept.add({**provenance(1), **found, "kind": kind, "difference": value})["difference"], flush=True
             )
             continue
         for arm in args.arm:

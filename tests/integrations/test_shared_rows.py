@@ -187,7 +187,8 @@ def history(trainer):
 
 @pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_training_is_that_of_trl(case, tmp_path):
-    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 2, **CASES[case]}
+    options = {"eval_dataset": PAIRS.select(range(4)), "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    options |= CASES[case]
     trained = []
     for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
         made = {name: value() if callable(value) else value for name, value in options.items()}
@@ -195,7 +196,7 @@ def test_training_is_that_of_trl(case, tmp_path):
         trained[-1].train()
     plain, shared = trained
     assert shared.rows.tokens_shared > (0 if "beginning" in case else 0.2 * shared.rows.tokens)
-    assert apart(weights(plain.model), weights(shared.model)) < 1e-5
+    assert apart(weights(plain.model), weights(shared.model)) < 1e-6
     for theirs, ours in zip(history(plain), history(shared), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
@@ -270,12 +271,10 @@ def compare_rollouts(theirs, ours, folder, share, **options):
     trained = []
     for trainer, extra in ((theirs, {}), (ours, {"share_rows": "on", **hybrid})):
         model = LlamaForCausalLM.from_pretrained(folder / "base")
-        trained.append(
-            rollouts.build(trainer, folder / trainer.__name__, share, model=model, max_steps=4, **made, **extra)
-        )
+        trained.append(rollouts.build(trainer, folder / trainer.__name__, share, model=model, **made, **extra))
         trained[-1].train()
     plain, shared = trained
-    assert apart(weights(plain.model), weights(shared.model)) < 1e-5
+    assert shared.state.global_step == 8 and apart(weights(plain.model), weights(shared.model)) < 1e-6
     return shared
 
 
@@ -442,7 +441,7 @@ TALKS = conversations()
 
 def sft(trainer, config, folder, data=TALKS, model=None, **options):
     values = {
-        "max_length": None, "bf16": False, "max_steps": 6, "optim": "sgd", "learning_rate": 0.3,
+        "max_length": None, "bf16": False, "max_steps": 8, "optim": "sgd", "learning_rate": 0.2,
         "gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 3, **options,
     }  # fmt: skip
     extra = {name: values.pop(name) for name in ("peft_config",) if name in values}

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarning
 
 from rig import rollouts  # noqa: E402
 from test_trl import PHASES, dpo, sft  # noqa: E402
-from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
@@ -38,6 +38,11 @@ TRAINERS = {
     "packed_sft": functools.partial(sft, HybridSFTTrainer, HybridSFTConfig, packing=True, **LEAPS),
     "dpo_of_adapters": functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig, peft_config=ADAPTERS, **LEAPS),
 }
+SHARED = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 8, "leap_gain": 0, "share_rows": "on"}
+SHARING = {
+    "shared_sft": (functools.partial(sft, HybridSFTTrainer, HybridSFTConfig), sft, SFTTrainer, SFTConfig),
+    "shared_dpo": (functools.partial(dpo, HybridDPOTrainer, HybridDPOConfig), dpo, DPOTrainer, DPOConfig),
+}
 ROLLOUTS = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer, "rloo": HybridRLOOTrainer, "plain_rloo": RLOOTrainer}
 SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
 DECISIONS = ("steps_by_phase", "leaps_by_verdict", "forward_only_passes", "roll_backs")
@@ -48,7 +53,8 @@ def build(name, folder, **options):
     if name in ROLLOUTS:
         loss = {"loss_type": "grpo"} if "grpo" in name else {}
         return rollouts.build(ROLLOUTS[name], folder, share=0.6, max_steps=4, **loss, **options)
-    return TRAINERS[name](folder, per_device_train_batch_size=4 // processes, **options)
+    options["per_device_train_batch_size"] = 4 // processes
+    return SHARING[name][0](folder, **SHARED, **options) if name in SHARING else TRAINERS[name](folder, **options)
 
 
 def train(name, folder, **options):
@@ -63,7 +69,7 @@ def train(name, folder, **options):
 
 def run(folder, sharding):
     fsdp2_on_cpu.enable()
-    for name in (*TRAINERS, *ROLLOUTS):
+    for name in (*TRAINERS, *SHARING, *ROLLOUTS):
         found, weights = train(name, folder, **SHARDING[sharding])
         rank = int(os.environ["RANK"])
         (folder / f"{name}{rank}.json").write_text(json.dumps(found))
@@ -94,9 +100,22 @@ def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, n
     assert len(first["leaps"]) >= 2 or name.startswith("plain")
     found = load_file(folder / f"{name}.safetensors")
     assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected)
-    if "dpo" in name:
+    if name.startswith("dpo"):  # the plain one is TRL's, with `enable_predict=False`
         assert (first["tokens_shared"] > 0) is (sharding == "ddp")
         assert ("fsdp" in (first["plain_rows_because"] or "")) is (sharding == "fsdp2")
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_shared_rows_on_two_processes_are_trls_on_one(launched, tmp_path, name):
+    sharding, folder = launched
+    _, build_plain, trainer, config = SHARING[name]
+    options = {option: value for option, value in SHARED.items() if option not in ("leap_gain", "share_rows")}
+    plain = build_plain(trainer, config, tmp_path, per_device_train_batch_size=4, **options)
+    plain.train()
+    found, expected = load_file(folder / f"{name}.safetensors"), plain.accelerator.get_state_dict(plain.model)
+    assert all((found[key] - expected[key]).norm() <= 1e-6 * expected[key].norm() for key in expected)
+    shares = sharding == "ddp" or name == "shared_sft"
+    assert all((process["tokens_shared"] > 0) is shares for process in of(folder, name))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
