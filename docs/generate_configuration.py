@@ -20,9 +20,11 @@ INTRODUCTION = """\
 *Written by `python docs/generate_configuration.py` from `hf_hybrid/arguments.py`.*
 
 `HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
-takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `HybridSFTConfig` and
-`HybridDPOConfig` add the same options to TRL's configs. `HybridGRPOConfig` and `HybridRLOOConfig` have options of their
-own and refuse those of leaps and of streamed layers ([exact skips](exact_skips.md#what-is-refused)). An option has the
+takes one more value, `muon`, which is Muon for the hidden matrices and AdamW for the rest. `activation_checkpointing`
+(on the command line too) takes `auto`, which recomputes [as few layers as
+fit](memory.md#how-many-layers-are-recomputed). `HybridSFTConfig` and `HybridDPOConfig` add the same options to TRL's
+configs. `HybridGRPOConfig` and `HybridRLOOConfig` have options of their own and refuse those of leaps and of streamed
+layers ([exact skips](exact_skips.md#what-is-refused)). An option has the
 same name in Python, on the command line and in YAML:
 
 ```python

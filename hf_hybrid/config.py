@@ -127,7 +127,7 @@ class HybridConfig(HybridConfigBase, TrainingArguments):
     """
     [`~transformers.TrainingArguments`] plus the options of [`HybridArguments`]. It changes no default of the former.
 
-    `optim` takes one more value, `"muon"`: Muon for the hidden matrices, AdamW for the rest.
+    `optim` takes `"muon"` too (AdamW for all but hidden matrices), `activation_checkpointing` takes `"auto"`.
 
     Raises:
         ValueError: If an option is out of range or cannot be combined with another.
