@@ -97,9 +97,9 @@ def build(architecture="llama", attention="sdpa", **options):
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def lora(**options):
+def lora(base=None, **options):
     torch.manual_seed(1)
-    model = get_peft_model(build(), LoraConfig(**LORA, **options))
+    model = get_peft_model(build() if base is None else base, LoraConfig(**LORA, **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, so that A would get no gradient
             torch.nn.init.normal_(parameter, std=0.1)
@@ -177,6 +177,27 @@ def test_gradients_of_every_kind_of_data(kind, model, tmp_path):
     assert_same_gradients(tmp_path, KINDS[kind]()[-12:], model)
 
 
+def packed():
+    """Adapters over a base in four bits."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = build(hidden_size=64, intermediate_size=128)
+    for parent in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, old in list(parent.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                new = bitsandbytes.nn.Linear4bit(
+                    old.in_features, old.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+                )
+                new.weight = bitsandbytes.nn.Params4bit(
+                    old.weight.data, requires_grad=False, quant_type="nf4", module=new
+                )
+                setattr(parent, name, new.to("cpu"))
+    return lora(model)
+
+
+def test_gradients_over_a_base_in_four_bits(tmp_path):
+    assert_same_gradients(tmp_path, KINDS["agent"]()[-12:], packed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -215,6 +236,7 @@ VARIANTS = {
     "streamed by micro-batch": {"memory": "stream", "accumulation_walk": "micro_batch"},
     "chunked loss": {"chunked_loss": "on"},
     "bf16": {"bf16": True},
+    "8-bit states": {"optim": "adamw_torch_fused", "optimizer_states": "8bit", "learning_rate": 1e-3},
     "leaps": {"leap_gain": None, "direction": "orthogonal", "warmup_phase_steps": 2, "leap_worth": 0.0},
     "without phases": {"enable_predict": False, "share_rows": "on"},
 }
