@@ -332,18 +332,6 @@ class HybridArguments:
         return own * PRESETS[self.preset]["gain_factor"] if self.leap_gain is None else self.leap_gain
 
 
-@dataclass
-class ExactSkipArguments:
-    """Options of trainers that sample completions and compare their rewards, beside those of [`HybridArguments`]."""
-
-    exact_skips: Literal["auto", "off"] = option(
-        "auto",
-        "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
-        "auto: if the update stays TRL's; otherwise every row is computed, and the log says why. off: never.",
-        group="GRPO and RLOO",
-    )
-
-
 def check_ranges(options: Any, within: tuple[Field, ...]) -> None:
     """Refuse values outside the ranges of the fields that [`option`] made."""
     for checked in within:

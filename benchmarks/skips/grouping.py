@@ -35,7 +35,7 @@ from benchmarks.texts import standard_library
 from hf_hybrid import HybridConfig, HybridTrainer
 
 RATES, SEEDS = (5e-4, 1e-3, 2e-3), (0, 1, 2)
-GROUPS, SIBLINGS, LONGEST = 40, 4, 384
+GROUPS, SIBLINGS, LONGEST = 40, 4, 192
 ARMS = ("shuffled", "grouped")
 
 
@@ -52,7 +52,7 @@ def families() -> tuple[list[list[dict]], list[list[dict]]]:
                 continue
             methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
             names = ", ".join(method.name for method in methods)
-            common = f"class {node.name}:\n{about[:500]}\n\nMethods: {names}\n\n"
+            common = f"class {node.name}:\n{about[:200]}\n\nMethods: {names}\n\n"
             rows = []
             for method in methods:
                 if len(method.body) < 2 or not (text := ast.get_docstring(method)):

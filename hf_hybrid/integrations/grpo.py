@@ -7,8 +7,11 @@ same reward, every advantage of the group is zero. The loss of a row is a sum ov
 
     advantage * f(log-probabilities, sign of the advantage)
 
-so its value and its gradient are exactly zero. TRL computes forward and backward of such rows all the same. A row
-without a token in the loss (a truncated completion with `mask_truncated_completions=True`) has no gradient either.
+so its value and its gradient are exactly zero. TRL computes forward and backward of such rows all the same. In TRL the
+advantage is the reward minus a mean that is rounded: the mean of eight times 0.1 is not 0.1. What is left is divided by
+a spread of almost zero, and AdamW makes steps of full size of it. So where all rewards of a group are the same number,
+the advantage is set to zero here (`equal_rewards`). A row without a token in the loss (a truncated completion with
+`mask_truncated_completions=True`) has no gradient either.
 
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
 accumulation window for each optimizer step. Here the rows that count are taken out of the micro-batches of a window and
@@ -54,7 +57,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hf_hybrid.arguments import ExactSkipArguments, HybridArguments, as_declared, option
+from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.trl import (
@@ -122,6 +125,24 @@ def rows_that_count(batch: Batch) -> Tensor:
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
     return (advantages * tokens_in_loss(batch)).ne(0).any(dim=1)
+
+
+def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the rewards of each row, shape [rows]; NaN where no function gave one."""
+    return (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
+
+
+def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
+    """
+    Return which rows belong to a group all of whose rewards are the same number, as booleans of shape [rows].
+
+    Args:
+        rewards (`Tensor`): Of all rows, shape [rows], those of a prompt one after the other; NaN for none.
+        group (`int`): Rows of a prompt.
+    """
+    groups = rewards.view(-1, group)
+    least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
+    return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
 
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
@@ -309,6 +330,7 @@ class Rollouts(Part):
         by_prompt (`bool`): Whether rows of the same prompt are put together.
         every_row_because (`str`, *optional*): Why no row is left out.
         window_begins_at (`int`): TRL's number of the first micro-batch of the window.
+        rows_of_rounding (`int`): Rows on this process whose advantage was nothing but rounding, and is zero here.
     """
 
     name = "rollouts"
@@ -317,13 +339,14 @@ class Rollouts(Part):
         self.trainer, self.skips = trainer, trainer._new_skips()
         self.leaves_out = self.by_prompt = False
         self.every_row_because: str | None = None
-        self.window_begins_at = 0
+        self.window_begins_at = self.rows_of_rounding = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
+        self.rows_of_rounding = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out, self.every_row_because = False, reason
@@ -363,6 +386,7 @@ class Rollouts(Part):
             "rows_skipped": self.skips.rows_skipped,
             "backward_passes_avoided_exactly": self.skips.passes_avoided,
             "every_row_because": self.every_row_because,
+            "rows_of_rounding": self.rows_of_rounding,
         }
 
     # Checkpoints.
@@ -381,6 +405,7 @@ class Rollouts(Part):
             "batches": [] if generates else [dict(batch) for batch in trainer.generated],
             "layout": self._layout(),
             "counts": self.skips.state_dict(),
+            "rows_of_rounding": self.rows_of_rounding,
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -412,6 +437,7 @@ class Rollouts(Part):
         trainer._step, trainer._buffered_inputs = found["step"], batches or None
         trainer._metrics["train"].update(found["metrics"])
         self.skips.load_state_dict(found["counts"])
+        self.rows_of_rounding = found.get("rows_of_rounding", 0)
         # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
         sampler = trainer._sampler
         for _ in range(int(trainer.state.epoch or 0) if sampler is not None else 0):
@@ -432,6 +458,23 @@ _NO_LEAPS = "a leap is verified on batches that training has not reached, and he
 
 
 @dataclass
+class ExactSkipArguments:
+    """Options of trainers that sample completions and compare their rewards, beside those of [`HybridArguments`]."""
+
+    exact_skips: Literal["auto", "off"] = option(
+        "auto",
+        "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
+        "auto: if the update stays TRL's; otherwise every row is computed, and the log says why. off: never.",
+        group="GRPO and RLOO",
+    )
+    equal_rewards: Literal["zero", "trl"] = option(
+        "zero",
+        "What the advantage is where all completions of a prompt got the same reward. zero: zero. trl: what rounding "
+        "leaves of the difference, which is often not zero if rewards are not whole numbers, and is trained on.",
+    )
+
+
+@dataclass
 class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     """The options and checks of [`HybridGRPOConfig`] and [`HybridRLOOConfig`]."""
 
@@ -439,6 +482,7 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
 
     def __post_init__(self):
         self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
+        self.equal_rewards = as_declared("equal_rewards", self.equal_rewards, Literal["zero", "trl"])
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -515,6 +559,34 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         raise NotImplementedError
 
     _rows_that_count = staticmethod(rows_that_count)
+
+    # Advantages.
+
+    def _calculate_rewards(self, *args, **kwargs):
+        self._rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
+        return self._rewards
+
+    def _total_rewards(self) -> Tensor | None:
+        """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
+        raise NotImplementedError
+
+    def _generate_and_score_completions(self, inputs):
+        found: Batch = super()._generate_and_score_completions(inputs)
+        rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
+        if rewards is None:
+            return found
+        training = self.model.training
+        group: Any = self.num_generations if training else self.num_generations_eval
+        alike = rewarded_alike(rewards, group)
+        first, advantages = self.accelerator.process_index * len(inputs), found["advantages"]
+        own = alike[first : first + len(inputs)].to(advantages.device)
+        if training:
+            self.rollouts.rows_of_rounding += int(advantages[own].ne(0).sum())
+        found["advantages"] = advantages.masked_fill(own, 0.0)
+        logged: Any = self._logs["advantages"]
+        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
+            logged[place] = 0.0 if zero else logged[place]
+        return found
 
     def _new_skips(self) -> ExactSkips:
         return ExactSkips(self._mean, self._rows_that_count, self._agree)
@@ -640,6 +712,11 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
+    def _total_rewards(self) -> Tensor | None:
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            return None  # the batch has a part in each advantage
+        return total_rewards(self._rewards, self.reward_weights)
+
     def _why_every_row(self) -> str | None:
         if self.beta != 0.0:
             return f"with `beta={self.beta}` every row has a loss, its distance from the reference"
@@ -666,6 +743,12 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     """
 
     _mean: Mean = "rows"
+
+    def _total_rewards(self) -> Tensor | None:
+        if self.beta != 0.0 or self.normalize_advantages:
+            return None  # the distance from the reference, or the batch, has a part in each advantage
+        total, limits = total_rewards(self._rewards, self.reward_weights), self.reward_clip_range
+        return total.clamp(*limits) if limits else total
 
     def __init__(self, model, reward_funcs, args=None, *positional, **kwargs):
         check_config(args, HybridRLOOConfig, RLOOConfig)

@@ -20,6 +20,8 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from accelerate.utils import AutocastKwargs  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from rig import rollouts  # noqa: E402
 from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
@@ -31,7 +33,13 @@ from hf_hybrid import (  # noqa: E402
     HybridRLOOTrainer,
     UnrecoveredMemoryError,
 )
-from hf_hybrid.integrations.grpo import MEAN_OF_LOSS, rebin, rows_that_count  # noqa: E402
+from hf_hybrid.integrations.grpo import (  # noqa: E402
+    MEAN_OF_LOSS,
+    rebin,
+    rewarded_alike,
+    rows_that_count,
+    total_rewards,
+)
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
@@ -187,6 +195,75 @@ def test_nothing_to_leave_out_gives_the_same_bits(tmp_path):
     theirs, ours = (train(cls, tmp_path, 0.0, max_steps=3) for cls in (GRPOTrainer, HybridGRPOTrainer))
     assert_same_weights(weights(theirs.model), weights(ours.model))
     assert ours.hybrid_summary()["rows_skipped"] == 0
+
+
+# Equal rewards.
+
+
+def test_which_rows_are_rewarded_alike():
+    nan = float("nan")
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.2, nan, 0.3, nan, nan, 0.0, -0.0])
+    assert rewarded_alike(rewards, 2).tolist() == [True, True, False, False, True, True, True, True, True, True]
+    weighted = total_rewards(torch.tensor([[1.0, nan], [nan, nan], [2.0, 3.0]]), torch.tensor([0.5, 2.0]))
+    assert weighted[[0, 2]].tolist() == [0.5, 7.0] and weighted[1].isnan()
+
+
+def rewarded(trainer_class, folder, reward, monkeypatch, **options):
+    """A trainer with eight completions of each prompt and AdamW, which makes full steps of small gradients."""
+    monkeypatch.setattr(rollouts, "reward", reward)
+    options = {"num_generations": 8, "per_device_train_batch_size": 8, "optim": "adamw_torch", **options}
+    return train(trainer_class, folder, 0.5, **{"optim_args": None, "weight_decay": 0.0, **options})
+
+
+@pytest.mark.parametrize(
+    "theirs, ours", [(GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer)], ids=["grpo", "rloo"]
+)
+def test_equal_rewards_teach_nothing(theirs, ours, tmp_path, monkeypatch):
+    """Eight times 0.1 have a mean in fp32 that is not 0.1, and TRL trains on the difference."""
+
+    def same(completions, **_):
+        return [0.1] * len(completions)
+
+    start = weights(policy())
+    plain = rewarded(theirs, tmp_path / "trl", same, monkeypatch)
+    assert largest_difference(start, weights(plain.model)) > 1e-3
+    trained = rewarded(ours, tmp_path / "ours", same, monkeypatch)
+    summary = trained.hybrid_summary()
+    assert largest_difference(start, weights(trained.model)) == 0.0
+    assert (
+        summary["rows_of_rounding"] == summary["rows"] == 8 * 2 * 8 and summary["rows_skipped"] >= summary["rows"] - 8
+    )
+    assert set(trained._logs["advantages"]) == {0.0} != set(plain._logs["advantages"])
+    as_trl = rewarded(ours, tmp_path / "as trl", same, monkeypatch, equal_rewards="trl", exact_skips="off")
+    assert_same_weights(weights(plain.model), weights(as_trl.model))
+    assert as_trl.hybrid_summary()["rows_of_rounding"] == 0
+
+
+def test_other_rewards_stay_those_of_trl(tmp_path, monkeypatch):
+    """Several functions, of which some give none, groups in which one reward differs, and groups that are alike."""
+
+    def graded(prompts, completions, **_):
+        return [None if "3" in prompt else round(len(text) / 10, 1) for prompt, text in zip(prompts, completions)]
+
+    options = {"scale_rewards": "none", "num_generations": 2, "optim": "sgd", "loss_type": "grpo"}
+    plain = rewarded(GRPOTrainer, tmp_path / "trl", graded, monkeypatch, **options)
+    trained = rewarded(HybridGRPOTrainer, tmp_path / "ours", graded, monkeypatch, **options)
+    assert largest_difference(weights(plain.model), weights(trained.model)) <= 1e-6
+    assert trained.hybrid_summary()["rows_skipped"] > 0
+
+
+@pytest.mark.parametrize(
+    "ours, options",
+    [
+        (HybridGRPOTrainer, {"multi_objective_aggregation": "normalize_then_sum"}),
+        (HybridRLOOTrainer, {"normalize_advantages": True}),
+        (HybridRLOOTrainer, {"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}),
+    ],
+    ids=["normalised", "normalised rloo", "distance"],
+)
+def test_where_the_batch_has_a_part_advantages_stay(ours, options, tmp_path, monkeypatch):
+    trained = rewarded(ours, tmp_path, lambda completions, **_: [0.1] * len(completions), monkeypatch, **options)
+    assert trained._total_rewards() is None and trained.hybrid_summary()["rows_of_rounding"] == 0
 
 
 def test_rows_become_forward_passes(tmp_path):
