@@ -27,14 +27,10 @@ from hf_hybrid import HybridConfig, HybridTrainer
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 
-# transformers 5.17 has another name for this option.
-CHECKPOINTING = next(
-    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(HybridConfig, name)
-)
 STREAMED = {"memory": "stream", "resident_layers": 0}
 WAYS = {
     "resident": {},
-    "checkpointed": {CHECKPOINTING: True},
+    "checkpointed": {"activation_checkpointing": True},
     "streamed": STREAMED,
     "half_kept": {"memory": "stream", "resident_layers": "half"},
     "micro_batch": {**STREAMED, "accumulation_walk": "micro_batch"},

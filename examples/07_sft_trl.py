@@ -29,9 +29,6 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# transformers 5.17 has another name for this option.
-NAMES = ("activation_checkpointing", "gradient_checkpointing")
-CHECKPOINTING = next(name for name in NAMES if hasattr(HybridSFTConfig, name))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + eos_token }}{% endfor %}"
@@ -67,7 +64,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="out/sft", max_steps=80, max_length=128, learning_rate=1e-3, lr_scheduler_type="cosine",
         logging_steps=20, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
-        **{CHECKPOINTING: False},
+        activation_checkpointing="auto",
     )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
     base = script.model_name_or_path or lora["make_base"](f"{args.output_dir}/base", script.base_steps, args.seed)

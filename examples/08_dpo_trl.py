@@ -32,9 +32,6 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# transformers 5.17 has another name for this option.
-NAMES = ("activation_checkpointing", "gradient_checkpointing")
-CHECKPOINTING = next(name for name in NAMES if hasattr(HybridDPOConfig, name))
 
 
 @dataclass
@@ -69,7 +66,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="out/dpo", max_steps=40, max_length=128, learning_rate=2e-4, lr_scheduler_type="cosine",
         logging_steps=10, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
-        **{CHECKPOINTING: False},
+        activation_checkpointing=False,
     )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
     base = script.model_name_or_path or lora["make_base"](f"{args.output_dir}/base", script.base_steps, args.seed)

@@ -34,9 +34,6 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
-# transformers 5.17 has another name for this option.
-NAMES = ("activation_checkpointing", "gradient_checkpointing")
-CHECKPOINTING = next(name for name in NAMES if hasattr(HybridGRPOConfig, name))
 
 
 @dataclass
@@ -86,7 +83,7 @@ def main() -> None:
         output_dir="out/grpo", max_steps=60, per_device_train_batch_size=8, gradient_accumulation_steps=8,
         num_generations=8, max_completion_length=16, learning_rate=2e-3, lr_scheduler_type="constant", logging_steps=10,
         save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
-        **{CHECKPOINTING: False},
+        activation_checkpointing=False,
     )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
     base = script.model_name_or_path or lora["make_base"](f"{args.output_dir}/base", script.base_steps, args.seed)
