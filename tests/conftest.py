@@ -114,6 +114,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def mostly_slow(values, quick) -> list:
+    """Parameters of a test, of which the default suite has the `quick` ones."""
+
+    def slow(value):
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+    return [value if value in quick else slow(value) for value in values]
+
+
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

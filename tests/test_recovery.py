@@ -5,7 +5,16 @@ import json
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from conftest import (
+    ByteText,
+    assert_same_weights,
+    config_values,
+    hybrid_config,
+    losses,
+    mostly_slow,
+    tiny_model,
+    weights,
+)
 from rig.fake_device import MESSAGE, FakeDevice, RowLimit, Witness
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -501,7 +510,9 @@ def stream(folder, size, steps, **options):
     return build(folder, size, steps, model=tiny_model(num_hidden_layers=3), **options)
 
 
-@pytest.mark.parametrize("walk, predict", [("layer", False), ("micro_batch", False), ("layer", True)])
+@pytest.mark.parametrize(
+    "walk, predict", mostly_slow([("layer", False), ("micro_batch", False), ("layer", True)], [("layer", True)])
+)
 def test_streamed_windows_are_split(tmp_path, walk, predict):
     options = {"accumulation_walk": walk, "enable_predict": predict, "max_steps": 8 if predict else 4}
     trainer = stream(tmp_path / "big", 4, 2, **options)

@@ -206,8 +206,9 @@ class Estimator:
 
         some = self.tracer is not None and self.tracer.may_recompute_some()
         counts = range(layers + 1) if some else (0, layers)
-        if recomputing(0).fits:
-            return recomputing(0)
+        for count in (0, layers):
+            if recomputing(count).fits == (count == 0):  # nothing has to be recomputed, or nothing helps
+                return recomputing(count)
         return recomputing(counts[bisect.bisect_left(counts[:-1], True, key=lambda count: recomputing(count).fits)])
 
     def resident(self, setup: Setup) -> Plan:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -89,7 +89,7 @@ def comparable(summary):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT, Phase.CORRECT]))
 def test_kill_and_resume(phase, uninterrupted, tmp_path):
     summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
     assert comparable(resumed) == comparable(summary)

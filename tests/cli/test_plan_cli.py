@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ByteText, config_values, tiny_model
+from conftest import ByteText, config_values, mostly_slow, tiny_model
 from transformers import HfArgumentParser
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -145,7 +145,7 @@ def test_ternary_weights_train_all_and_hold_more(config_file, capsys, tmp_path):
     assert "`--qat bitnet` trains all weights, and `--peft lora` freezes them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("memory", ["off", "stream"])
+@pytest.mark.parametrize("memory", mostly_slow(["off", "stream"], ["stream"]))
 def test_the_yaml_trains(memory, tmp_path, capsys):
     """Whatever fits: the options load, build the config, and a trainer carries them out."""
     model, target = tiny_model(num_hidden_layers=12), tmp_path / "plan.yaml"

@@ -12,7 +12,7 @@ from pydoc_data import topics
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, tiny_model, weights
+from conftest import assert_same_weights, config_values, mostly_slow, tiny_model, weights
 from rig.live_bytes import LiveBytes
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -461,7 +461,7 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
     assert not any(torch.equal(before[name], trainer.model.get_parameter(name).detach()) for name in gates)
 
 
-@pytest.mark.parametrize("case", ["packing", "dpo with lora"])
+@pytest.mark.parametrize("case", mostly_slow(["packing", "dpo with lora"], ["dpo with lora"]))
 def test_resume_ends_at_the_same_weights(case, tmp_path):
     options = {**PHASES, "max_steps": 16, "save_strategy": "steps", "save_steps": 1}
 

@@ -8,6 +8,7 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_hybrid.cli.rates import measure_machine
 from hf_hybrid.machine import device_memory, workspace_bytes
 from hf_hybrid.plan.accounting import (
     ByteTable,
@@ -17,7 +18,6 @@ from hf_hybrid.plan.accounting import (
     format_bytes,
     host_memory,
     measure_held,
-    measure_machine,
     storage_address,
     storage_bytes,
 )

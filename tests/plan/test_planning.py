@@ -90,7 +90,9 @@ def test_layers_that_are_left_out_change_nothing(name, changes):
     assert some.activations(setup) == whole.activations(setup)
 
 
-@pytest.mark.parametrize(("name", "counts"), [("llama", (1, 4)), ("gemma3", (3,)), ("deepseek", (2, 5))])
+@pytest.mark.parametrize(
+    ("name", "counts"), [("llama", (1, 4)), ("gemma3", (3,)), pytest.param("deepseek", (2, 5), marks=pytest.mark.slow)]
+)
 def test_peaks_with_some_layers_recomputed_are_those_of_all_layers(name, counts):
     """A trace of two layers of each kind gives the peak of a step of the whole model, to the byte."""
     some, whole = tracer(CONFIGS[name]), tracer(CONFIGS[name], all_layers=True)

@@ -152,7 +152,7 @@ def test_the_table_of_a_hybrid_run_has_all_phases_and_adds_up(tmp_path):
     # The gradient memory, and from the first leap on the snapshot of before it.
     assert phases["correct"]["accounted"]["held"]["drift"]["host"] >= 2 * weight_bytes
     text = str(profiler)
-    assert all(name in text for name in (*steps, "evaluate", "unexplained", "floor", "MiB"))
+    assert all(name in text for name in (*steps, "evaluate", "unexplained", "floor", "iB"))
 
 
 def test_streamed_layers_are_counted_where_they_would_lie(tmp_path):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import assert_same_weights, config_values, losses, weights
+from conftest import assert_same_weights, config_values, losses, mostly_slow, weights
 from peft import LoraConfig, get_peft_model
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
 from transformers import (
@@ -81,6 +81,13 @@ ARCHITECTURES = {
     "deepseek_v3": (DeepseekV3Config, {**LATENT, **EXPERTS}),
     "starcoder2": (Starcoder2Config, {"sliding_window": None, **NO_DROPOUT}),
 }
+
+
+COMMON = (
+    "llama", "qwen3", "qwen3_moe", "mistral with a window", "gemma3 with a window", "phi3", "gpt2", "smollm3", "opt",
+    "deepseek_v3",
+)  # fmt: skip
+"""Those of the default suite."""
 
 
 def build(architecture="llama", attention="sdpa", **options):
@@ -164,7 +171,7 @@ def assert_same_gradients(folder, rows, build_model):
     return summary
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, COMMON))
 def test_gradients_of_a_window_are_those_of_padded_rows(architecture, tmp_path):
     rows = KINDS["agent"]()[:12]
     summary = assert_same_gradients(tmp_path, rows, lambda: build(architecture))
@@ -211,7 +218,10 @@ def test_gradients_of_all_architectures_on_all_data(architecture, kind, tmp_path
 @pytest.mark.parametrize(
     "kind, left",
     # Padded on the left, the first tokens of `repeated` would be predicted from padding.
-    [(kind, left) for kind in KINDS for left in (False, True) if not (left and kind == "repeated")],
+    mostly_slow(
+        [(kind, left) for kind in KINDS for left in (False, True) if not (left and kind == "repeated")],
+        [("unrolled", False), ("agent", True), ("instructions", False), ("repeated", False)],
+    ),
 )
 def test_training_ends_at_the_weights_of_trainer(kind, left, tmp_path):
     rows = KINDS[kind]()
@@ -242,7 +252,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("case", VARIANTS)
+@pytest.mark.parametrize(
+    "case", mostly_slow(VARIANTS, ["checkpointing", "streamed by layer", "bf16", "8-bit states", "leaps"])
+)
 def test_it_composes(case, tmp_path):
     """The run without shared rows is the reference: with the same options it makes the same steps."""
     rows, options = KINDS["agent"](), {"optim": "sgd", **VARIANTS[case]}

@@ -1096,16 +1096,17 @@ class Lines(logging.Handler):
 
 
 SLOW = (
-    "activations_offloaded", "activations_offloaded_with_leaps", "bf16_copies", "bf16_of_a_device_model",
-    "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied", "fast_streamed", "fetched_far_ahead",
-    "grpo_more", "int8_probes_registered", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed",
+    "activations_offloaded", "activations_offloaded_with_leaps", "bf16_by_micro_batch", "bf16_copies",
+    "bf16_of_a_device_model", "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied",
+    "fast_streamed", "fetched_far_ahead", "grpo_more", "int8_probes_registered", "interrupted_on_the_way_home",
+    "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_eight_bit", "leaps_ends_streamed",
     "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
-    "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory", "resident_leaps_host_buffers",
-    "resident_leaps_of_large_matrices", "resident_leaps_planned", "saves_eight_bit", "sft_streamed", "sgd",
-    "states_eight_bit", "states_on_host", "states_pinned", "states_pinned_and_saves", "trained_twice",
-    "uneven_by_micro_batch",
+    "registered_lora_int8", "rescued_rate", "rescued_rate_without_leaps", "resident_leaps_gradient_memory",
+    "resident_leaps_host_buffers", "resident_leaps_of_large_matrices", "resident_leaps_planned", "saves_eight_bit",
+    "saves_lora_int8", "sft_streamed", "sgd", "states_eight_bit", "states_on_host", "states_pinned",
+    "states_pinned_and_saves", "trained_twice", "two_trainers", "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
 

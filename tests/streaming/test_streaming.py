@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
 from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -86,7 +86,7 @@ def test_prefetch_and_residency_change_no_number(options, plain, tmp_path, train
     assert_same_run(trainer, plain)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "rmsprop"])
+@pytest.mark.parametrize("optim", mostly_slow(["adamw_torch", "sgd", "adafactor", "rmsprop"], ["sgd", "adafactor"]))
 def test_other_optimizers(optim, tmp_path, train_set):
     plain = train_plain(tmp_path, train_set, optim=optim)
     trainer = make_streamed(tmp_path, train_set, optim=optim, accumulation_walk="micro_batch")
@@ -139,7 +139,9 @@ def test_dropout_drops_the_same(tmp_path, train_set):
     assert_same_run(trainer, plain)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen2_moe", "falcon", "opt"])
+@pytest.mark.parametrize(
+    "model_type", mostly_slow(["gpt2", "gemma2", "qwen2_moe", "falcon", "opt"], ["gpt2", "qwen2_moe"])
+)
 def test_architectures(model_type, tmp_path):
     """A cross-section; all of them: `python -m benchmarks.equality.streamed`."""
     plain = train_plain(tmp_path, samples(), build_model(model_type))
@@ -277,7 +279,7 @@ class SaveInTheMiddle(TrainerCallback):
             model.save_pretrained(self.folder)
 
 
-@pytest.mark.parametrize("states", ["exact", "8bit"])
+@pytest.mark.parametrize("states", mostly_slow(["exact", "8bit"], ["8bit"]))
 def test_a_callback_that_saves_gets_weights(states, tmp_path, train_set):
     if states == "8bit":
         pytest.importorskip("bitsandbytes")
@@ -337,7 +339,7 @@ class LiveWeights(TrainerCallback):
 
 
 @pytest.mark.parametrize("walk", ["micro_batch", "layer"])
-@pytest.mark.parametrize("prefetch,kept", [(0, 0), (1, 0), (1, 2)])
+@pytest.mark.parametrize("prefetch,kept", [pytest.param(0, 0, marks=pytest.mark.slow), (1, 0), (1, 2)])
 def test_live_layers(walk, prefetch, kept, tmp_path, train_set):
     model = tiny_model(num_hidden_layers=8)
     layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
@@ -634,7 +636,7 @@ def test_model_offloaded_by_accelerate(plain, tmp_path, train_set):
 # Leaps.
 
 
-@pytest.mark.parametrize("direction", ["orthogonal", "gradient_memory"])
+@pytest.mark.parametrize("direction", mostly_slow(["orthogonal", "gradient_memory"], ["orthogonal"]))
 def test_leaps_of_streamed_weights(direction, tmp_path, train_set):
     runs = []
     for memory in ("off", "stream"):
