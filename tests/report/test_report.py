@@ -7,7 +7,7 @@ import math
 import sys
 
 import pytest
-from conftest import ByteText, config_values, hybrid_config, mostly_slow, tiny_model
+from conftest import ByteText, config_values, hybrid_config, tiny_model
 from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -218,7 +218,7 @@ def test_checkpoints_and_summaries_of_an_earlier_run_in_the_folder_are_left_out(
 
 
 @pytest.mark.parametrize("mode", ["leaps", "no_leaps", "plain"])
-@pytest.mark.parametrize("lengths", mostly_slow([(60, 10), (10, 30)], [(10, 30)]))
+@pytest.mark.parametrize("lengths", [pytest.param((60, 10), marks=pytest.mark.slow), (10, 30)])
 def test_of_two_runs_in_a_folder_the_newer_is_reported(tmp_path, undrawn, mode, lengths):
     first, second = tmp_path / "both", tmp_path / "alone"
     train_and_save_state(first, mode, lengths[0], [MemoryProfilerCallback()])
