@@ -129,7 +129,8 @@ def rows_that_count(batch: Batch) -> Tensor:
 
 def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the rewards of each row, shape [rows]; NaN where no function gave one."""
-    return (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
+    weights = weights.to(rewards.device, non_blocking=True)
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
 def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
@@ -171,11 +172,6 @@ def rows_of_rollouts(args: Any) -> SharedRows:
     """Return the part that shares rows. `auto` is on: without leaps the trainer is not asked to be TRL's to the bit."""
     _, why, half_precision = options_of_rows(args)
     return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
-
-
-def prompt_numbers(batches: list[Batch]) -> Tensor:
-    """Return a number for the prompt of each row, counted through all micro-batches: the same where prompts are."""
-    return torch.cat([batch["prompt_ids"] for batch in batches]).unique(dim=0, return_inverse=True)[1]
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -271,8 +267,12 @@ class ExactSkips:
             leave_out (`bool`): Whether rows that do not count are left out.
             by_prompt (`bool`): Whether rows of the same prompt are put together.
         """
-        counts = torch.cat([self.counts(batch) for batch in batches])
+        counts, device = torch.cat([self.counts(batch) for batch in batches]), batches[0]["advantages"].device
         counts = counts if leave_out else torch.ones_like(counts)
+        # In one copy: the host waits for the device at each.
+        prompts = [torch.cat([batch["prompt_ids"] for batch in batches])] if by_prompt else []
+        on_host = torch.cat([counts[:, None], *prompts], 1).cpu()
+        counts, prompt_ids = on_host[:, 0].bool(), on_host[:, 1:]
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -280,8 +280,9 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                rows = rows[prompt_numbers(batches)[rows].argsort(stable=True)]
-            count = -(-needed // size)
+                numbers = prompt_ids.unique(dim=0, return_inverse=True)[1]  # the same where prompts are
+                rows = rows[numbers[rows].argsort(stable=True)]
+            rows, count = rows.to(device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
         self.rows += total
@@ -580,11 +581,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         alike = rewarded_alike(rewards, group)
         first, advantages = self.accelerator.process_index * len(inputs), found["advantages"]
         own = alike[first : first + len(inputs)].to(advantages.device)
-        if training:
-            self.rollouts.rows_of_rounding += int(advantages[own].ne(0).sum())
         found["advantages"] = advantages.masked_fill(own, 0.0)
+        # One copy: the host waits for the device at each.
+        *zeros, rounded = torch.cat([alike, (own & advantages.ne(0)).sum()[None]]).tolist()
+        if training:
+            self.rollouts.rows_of_rounding += rounded
         logged: Any = self._logs["advantages"]
-        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
+        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(zeros)):
             logged[place] = 0.0 if zero else logged[place]
         return found
 

@@ -1099,7 +1099,7 @@ SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "bf16_by_micro_batch", "bf16_copies",
     "bf16_of_a_device_model", "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied",
     "fast_streamed", "fetched_far_ahead", "grpo_more", "int8_probes_registered", "interrupted_on_the_way_home",
-    "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_eight_bit", "leaps_ends_streamed",
+    "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed",
     "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",

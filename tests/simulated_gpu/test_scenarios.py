@@ -132,11 +132,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run(results):
     assert results.of("resumed_eight_bit")["facts"]["as_without"] <= 1e-6
 
 
-@needs("bf16", "bf16_by_micro_batch", "eight_bit_bf16")
-def test_gradients_of_bf16_weights_travel_as_they_are(results):
-    for name in ("bf16", "bf16_by_micro_batch", "eight_bit_bf16"):
-        conversions = results.of(name)["conversions"]
-        assert not [one for one in conversions if "streaming" in one], conversions
+@pytest.mark.parametrize("name", marked(("bf16", "bf16_by_micro_batch", "eight_bit_bf16")))
+def test_gradients_of_bf16_weights_travel_as_they_are(name, results):
+    conversions = results.of(name)["conversions"]
+    assert not [one for one in conversions if "streaming" in one], conversions
 
 
 @needs("registered")
