@@ -175,6 +175,7 @@ ARMS: dict[str, tuple[type, type, dict, dict]] = {
     "by_length": (Trainer, TrainingArguments, {"train_sampling_strategy": "group_by_length"}, PADDED),
     "trl": (SFTTrainer, SFTConfig, {"max_length": None}, {}),
     "trl_packing": (SFTTrainer, SFTConfig, {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1}, {}),
+    "trl_padding_free": (SFTTrainer, SFTConfig, {"padding_free": True, "max_length": None}, {}),
     "hybrid": (HybridTrainer, HybridConfig, OURS, PADDED),
     "hybrid_sft": (HybridSFTTrainer, HybridSFTConfig, {"max_length": None, **OURS}, {}),
 }
