@@ -112,7 +112,7 @@ def names_digest(model: nn.Module) -> str:
 @contextlib.contextmanager
 def saving(folder: Path) -> Generator[None]:
     """
-    Context in which Trainer writes the checkpoint `folder`, into [`SAVING_NAME`] beside it, and [`seal`] is called.
+    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`seal`] is called.
 
     If the save fails, no part of it is left.
 
@@ -120,7 +120,6 @@ def saving(folder: Path) -> Generator[None]:
         OSError: If the disk is full, with what to do; other errors pass.
     """
     output_dir = folder.parent
-    settle(output_dir)  # a save that was killed
     try:
         temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
