@@ -409,6 +409,7 @@ class HybridTrainerMixin(PublishingMixin):
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
+        self.saves.training = True
         try:
             output = super().train(self._start.folder, trial, *args, **kwargs)
         except Exception as error:

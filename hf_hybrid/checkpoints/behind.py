@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_hybrid.plan.accounting import host_memory
-from hf_hybrid.streaming.engine import Resident
 
 if TYPE_CHECKING:
     from hf_hybrid.run.typing import TrainerLike
@@ -77,12 +76,13 @@ class Staging:
         Raises:
             CannotStageError: If a tensor is not a plain one, or the copies do not fit into the memory that is free.
         """
-        kept = {tensor.data_ptr() for tensor in frozen if tensor.numel()}
-        found = {at: tensor for at, tensor in _tensors(value, name) if tensor.data_ptr() not in kept}
-        new = [tensor for at, tensor in found.items() if not self._fits(at, tensor)]
-        for tensor in found.values():
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_sparse or tensor.is_quantized:
+        tensors = dict(_tensors(value, name))
+        for tensor in tensors.values():
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
                 raise CannotStageError(f"a tensor is a `{type(tensor).__name__}` that is not plain")
+        kept = {tensor.data_ptr() for tensor in frozen if tensor.numel()}
+        found = {at: tensor for at, tensor in tensors.items() if tensor.data_ptr() not in kept}
+        new = [tensor for at, tensor in found.items() if not self._fits(at, tensor)]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in new)
         if needed and needed > SHARE_OF_FREE * (free := self.free()):
             raise CannotStageError(
@@ -144,13 +144,17 @@ class Saves:
     A save begins with [`begin`]. What is written in it goes through [`write`], with tensors from [`staged`]. [`finish`]
     ends it. [`wait`] returns when nothing is in flight.
 
+    Args:
+        staging (`Staging`, *optional*): Makes the copies.
+
     Attributes:
+        training (`bool`): Whether a training is under way, so that steps may follow a save.
         behind (`bool`): Whether the save under way is written behind the step.
     """
 
-    def __init__(self) -> None:
-        self.behind = False
-        self._staging = Staging()
+    def __init__(self, staging: Staging | None = None) -> None:
+        self.training = self.behind = False
+        self._staging = Staging() if staging is None else staging
         self._writes: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -242,6 +246,7 @@ class Saves:
 
     def end(self) -> None:
         """End with a training: wait, and give the memory of the copies back. A failed save is logged, not raised."""
+        self.training = False
         self.abandon()
         self.join()
         if self._error is not None:
@@ -263,13 +268,18 @@ def why_at_once(trainer: TrainerLike, base: type) -> str | None:
     if not trainer.args.should_save:
         return "another process writes them"
     state, control = trainer.state, trainer.control
-    if not control.should_save or control.should_training_stop or 0 < state.max_steps <= state.global_step:
+    if (
+        not trainer.saves.training
+        or not control.should_save
+        or control.should_training_stop
+        or 0 < state.max_steps <= state.global_step
+    ):
         return "no step follows at once"
     if trainer.args.push_to_hub:
         return "they are pushed"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return "FSDP and DeepSpeed write them in their own way"
-    if not isinstance(trainer.memory, Resident):
+    if trainer.memory.streams:
         return "layers are streamed"
     for name in ("_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler"):
         if not _is_ours(type(trainer), name, base):
