@@ -34,6 +34,7 @@ from transformers.trainer_utils import has_length
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.behind import Saves, why_at_once
+from hf_hybrid.checkpoints.lock import FolderLock
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
@@ -192,7 +193,8 @@ class HybridTrainerMixin(PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self.saves, self._unsealed = Saves(), None
+        self.saves, self.folder_lock, self._unsealed = Saves(), FolderLock(), None
+        self._hides_checkpoints = False
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] = []
@@ -401,7 +403,8 @@ class HybridTrainerMixin(PublishingMixin):
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
-        self._start, self.trial = self._find_start(resume_from_checkpoint), trial
+        self.trial = trial
+        self._start = self._find_start(resume_from_checkpoint)
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
         self._epochs_began_at = []
@@ -427,8 +430,9 @@ class HybridTrainerMixin(PublishingMixin):
             self.memory.end()
             self._chunked_loss.remove()
             self._leave_step()
+            self.folder_lock.release()
         if not self.has_phases:
-            self.log_file.move_into_checkpoint()
+            self.log_file.move_into_checkpoint(manifest.last_checkpoint(self.run_folder))
         elif "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
@@ -438,9 +442,11 @@ class HybridTrainerMixin(PublishingMixin):
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
+                self.folder_lock.take(self.run_folder)
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
             except manifest.CheckpointError as error:
                 found[1] = error
+                self.folder_lock.release()
         if self.accelerator.num_processes > 1:
             broadcast_object_list(found)
         start, error = found
@@ -793,7 +799,20 @@ class HybridTrainerMixin(PublishingMixin):
     def _get_output_dir(self, trial):
         # While a checkpoint is saved, Trainer and trainers that add files to it write into a temporary folder.
         folder = super()._get_output_dir(trial)
-        return folder if self._unsealed is None else os.path.join(folder, manifest.SAVING_NAME)
+        hidden = self._unsealed is not None or self._hides_checkpoints
+        return os.path.join(folder, manifest.SAVING_NAME) if hidden else folder
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        """With `save_total_limit=1` Trainer deletes all but the best checkpoint, also of earlier runs: show it none."""
+        self._hides_checkpoints = True
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self._hides_checkpoints = False
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            manifest.rotate(self.run_folder, 1, run=self._start.run, newest=Path(best), best=best)
+        return output
 
     def _save_checkpoint(self, model, trial):
         """Save into a temporary folder, seal, and only then delete older checkpoints. Trainer finds none to delete."""
@@ -831,6 +850,7 @@ class HybridTrainerMixin(PublishingMixin):
             step, in_step = self.state.global_step, self._begun is not None
 
             def seal() -> None:
+                self.folder_lock.note(step)
                 manifest.seal(folder, step, run, in_step=in_step)
                 manifest.rotate(folder.parent, limit, run=run.run, newest=folder, best=best)
 
