@@ -304,6 +304,14 @@ class HybridArguments:
         10, "Steps in a row with a loss or gradient that is not finite, after which training is aborted.", at_least=1
     )
 
+    save_behind: Literal["auto", "off"] = option(
+        "auto",
+        "Write checkpoints while training goes on: their state is copied, and a thread writes, flushes and seals them. "
+        "auto: where nobody reads a checkpoint before the next step, and a quarter of the free host memory holds the "
+        "copies. off: training waits for each checkpoint.",
+        group="Checkpoints",
+    )
+
     forecast: bool = option(
         True,
         "Forecast the final training loss from 5%% of the run on, with a 90%% interval: in the log, behind the "

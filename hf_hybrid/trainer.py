@@ -27,11 +27,14 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
+from hf_hybrid.checkpoints.behind import Saves, why_at_once
+from hf_hybrid.checkpoints.lock import FolderLock
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
@@ -123,6 +126,7 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
+        self.trainer.saves.end()  # callbacks may read checkpoints
         control = super().on_train_end(args, state, control, **kwargs)
         self.trainer._end_run()
         return control
@@ -189,7 +193,8 @@ class HybridTrainerMixin(PublishingMixin):
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
-        self._unsealed: str | None = None
+        self.saves, self.folder_lock, self._unsealed = Saves(), FolderLock(), None
+        self._hides_checkpoints = False
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._scheduled_rates: list[float] = []
@@ -398,7 +403,8 @@ class HybridTrainerMixin(PublishingMixin):
         return model
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
-        self._start, self.trial = self._find_start(resume_from_checkpoint), trial
+        self.trial = trial
+        self._start = self._find_start(resume_from_checkpoint)
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
         self._epochs_began_at = []
@@ -406,6 +412,7 @@ class HybridTrainerMixin(PublishingMixin):
         for callback in list(self.callback_handler.callbacks):
             if isinstance(callback, MemoryProfilerCallback):
                 callback.attach(self)
+        self.saves.training = True
         try:
             output = super().train(self._start.folder, trial, *args, **kwargs)
         except Exception as error:
@@ -414,6 +421,7 @@ class HybridTrainerMixin(PublishingMixin):
                 raise
             raise explained from error
         finally:
+            self.saves.end()
             for part in self.parts:
                 part.clean_up()
             self.recovery.end()
@@ -422,8 +430,9 @@ class HybridTrainerMixin(PublishingMixin):
             self.memory.end()
             self._chunked_loss.remove()
             self._leave_step()
+            self.folder_lock.release()
         if not self.has_phases:
-            self.log_file.move_into_checkpoint()
+            self.log_file.move_into_checkpoint(manifest.last_checkpoint(self.run_folder))
         elif "train_loss" in output.metrics:
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
@@ -433,9 +442,11 @@ class HybridTrainerMixin(PublishingMixin):
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
+                self.folder_lock.take(self.run_folder)
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
             except manifest.CheckpointError as error:
                 found[1] = error
+                self.folder_lock.release()
         if self.accelerator.num_processes > 1:
             broadcast_object_list(found)
         start, error = found
@@ -637,6 +648,7 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
+        self.saves.check()
         if self._begun in (None, self.state.global_step):
             return
         put_off = self._save_put_off
@@ -684,6 +696,7 @@ class HybridTrainerMixin(PublishingMixin):
             self.state.num_input_tokens_seen, self.current_flos = seen + more_seen, self.current_flos + more_flos
 
     def _diverged(self, error: TrainingDivergedError) -> TrainingDivergedError:
+        self.saves.join()
         newest = manifest.last_checkpoint(self.run_folder)
         where = f"The last good checkpoint is `{newest}`" if newest else "No checkpoint was saved yet"
         good = self.run.weights is not None and self.run.weights.are_finite()
@@ -786,7 +799,20 @@ class HybridTrainerMixin(PublishingMixin):
     def _get_output_dir(self, trial):
         # While a checkpoint is saved, Trainer and trainers that add files to it write into a temporary folder.
         folder = super()._get_output_dir(trial)
-        return folder if self._unsealed is None else os.path.join(folder, manifest.SAVING_NAME)
+        hidden = self._unsealed is not None or self._hides_checkpoints
+        return os.path.join(folder, manifest.SAVING_NAME) if hidden else folder
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        """With `save_total_limit=1` Trainer deletes all but the best checkpoint, also of earlier runs: show it none."""
+        self._hides_checkpoints = True
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self._hides_checkpoints = False
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            manifest.rotate(self.run_folder, 1, run=self._start.run, newest=Path(best), best=best)
+        return output
 
     def _save_checkpoint(self, model, trial):
         """Save into a temporary folder, seal, and only then delete older checkpoints. Trainer finds none to delete."""
@@ -795,29 +821,40 @@ class HybridTrainerMixin(PublishingMixin):
             self._save_put_off = True
             return
         self._end_step()
-        folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        with manifest.saving(Path(folder)) if self.args.should_save else contextlib.nullcontext():
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        self.saves.begin(why_at_once(self, HybridTrainerMixin))
+        if self.args.should_save:
+            manifest.settle(folder.parent)  # a save that was killed
+        with manifest.saving(folder) if self.args.should_save else contextlib.nullcontext():
             self.accelerator.wait_for_everyone()
-            self._unsealed = folder
+            self._unsealed = str(folder)
             try:
                 with self._as_before_step():
                     super()._save_checkpoint(model, trial)
                     self._seal()
             finally:
                 self._unsealed = None
-        if self.args.should_save:
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            manifest.rotate(Path(folder).parent, limit, run=self._start.run, newest=Path(folder), best=best)
+                self.saves.abandon()
 
     def _seal(self) -> None:
-        """Make the checkpoint whole and give it its name, once every process has written its files."""
+        """
+        Make the checkpoint whole, give it its name, and delete older ones, once every process has written its files.
+        """
         if self._unsealed is None:
             return
-        folder, self._unsealed = self._unsealed, None
-        self._note_best(folder)
+        folder, self._unsealed = Path(self._unsealed), None
+        self._note_best(str(folder))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            manifest.seal(Path(folder), self.state.global_step, self._start, in_step=self._begun is not None)
+            best, limit, run = self.state.best_model_checkpoint, self.args.save_total_limit, self._start
+            step, in_step = self.state.global_step, self._begun is not None
+
+            def seal() -> None:
+                self.folder_lock.note(step)
+                manifest.seal(folder, step, run, in_step=in_step)
+                manifest.rotate(folder.parent, limit, run=run.run, newest=folder, best=best)
+
+            self.saves.finish(seal, functools.partial(manifest.saving, folder))
         self.accelerator.wait_for_everyone()  # the others may load it at once, as the best one
 
     def _note_best(self, folder: str) -> None:
@@ -834,13 +871,24 @@ class HybridTrainerMixin(PublishingMixin):
         self._seal()  # before its files are collected
         super()._push_from_checkpoint(folder)
 
-    def _save(self, output_dir=None, *args, **kwargs):
-        with self.memory.suspended():
-            super()._save(output_dir, *args, **kwargs)
-        if self.args.should_save:
-            note_base(self.accelerator.unwrap_model(self.model), str(output_dir or self.args.output_dir))
+    def _save(self, output_dir=None, state_dict=None):
+        write, model = super()._save, self.accelerator.unwrap_model(self.model)
+        if self.saves.behind and state_dict is None:
+            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+            staged = self.saves.staged("weights", model.state_dict(), frozen)
+            state_dict = staged if self.saves.behind else None
+
+        def save() -> None:
+            with self.memory.suspended():
+                write(output_dir, state_dict)
+            if self.args.should_save:
+                note_base(model, str(output_dir or self.args.output_dir))
+
+        self.saves.write(save)
 
     def _load_best_model(self):
+        self.saves.wait()
+        self.accelerator.wait_for_everyone()
         with self.memory.suspended():
             super()._load_best_model()
 
@@ -849,7 +897,12 @@ class HybridTrainerMixin(PublishingMixin):
         return super().push_to_hub(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
+        if self.saves.behind and self.args.should_save:
+            staged = self.saves.staged("optimizer", self.optimizer.state_dict())
+            self.saves.write(lambda: torch.save(staged, os.path.join(output_dir, OPTIMIZER_NAME)))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
         self.recovery.saved_step = self.state.global_step
         state.save(self, output_dir)
 

@@ -53,6 +53,7 @@ HOOKS = {
     "_get_grad_norm": "model * grad_norm",
     "_save": "output_dir state_dict",
     "_load_best_model": "",
+    "_finalize_training": "trial num_train_samples start_time",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_get_output_dir": "trial",
     "_save_checkpoint": "model trial",

@@ -32,7 +32,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -46,16 +48,20 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from hf_hybrid.files import write_json, write_note
-from hf_hybrid.records.course import is_on_course
+from hf_hybrid.records.course import is_on_course, is_same_run
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
 SAVING_NAME = "_hybrid_saving"
 """Folder beside the checkpoints in which the next one is written. Uploads leave out what begins with `_`."""
 TRAINER_STATE_NAME = "trainer_state.json"
+EARLIER_NAME = "_hybrid_earlier"
+"""Folder for what stood where a checkpoint of this run had to go. Uploads leave it out too."""
 SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
@@ -112,7 +118,7 @@ def names_digest(model: nn.Module) -> str:
 @contextlib.contextmanager
 def saving(folder: Path) -> Generator[None]:
     """
-    Context in which Trainer writes the checkpoint `folder`, into [`SAVING_NAME`] beside it, and [`seal`] is called.
+    Context in which the checkpoint `folder` is written, into [`SAVING_NAME`] beside it, and [`seal`] is called.
 
     If the save fails, no part of it is left.
 
@@ -120,7 +126,6 @@ def saving(folder: Path) -> Generator[None]:
         OSError: If the disk is full, with what to do; other errors pass.
     """
     output_dir = folder.parent
-    settle(output_dir)  # a save that was killed
     try:
         temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
@@ -149,6 +154,7 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
         in_step (`bool`): Whether the next step was under way, with its batches fetched.
     """
     written = temporary(folder)
+    (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
     paths = sorted(written.rglob("*"))  # with folders in it, which are flushed too
     with ThreadPoolExecutor(THREADS) as waiting:
         flushed = [waiting.submit(_flush, path) for path in paths]
@@ -188,13 +194,16 @@ def _put_in_place(sealed: Path, folder: Path) -> None:
     Give a sealed checkpoint its name; one that has this name already is deleted.
 
     A folder of this name is there at every moment: a job that is restarted after a kill looks for one, and begins anew
-    if it sees none.
+    if it sees none. What is of another run is not emptied but moved, right before the rename.
     """
     _flush(sealed)
+    if os.path.lexists(folder) and not _is_own(folder, sealed):
+        _move_aside(folder)
     if folder.is_dir():
         _flush(sealed.parent)
         _flush(folder.parent)
-        for path in (folder / MANIFEST_NAME, *folder.iterdir()):
+        # Without the first nothing takes it for whole, and without both nothing takes it for another trainer's.
+        for path in (folder / TRAINER_STATE_NAME, folder / MANIFEST_NAME, *folder.iterdir()):
             _delete(path)
     try:
         os.replace(sealed, folder)  # an empty folder is replaced in one stroke
@@ -204,6 +213,28 @@ def _put_in_place(sealed: Path, folder: Path) -> None:
             _flush(path)
         _delete(sealed)
     _flush(folder.parent)
+
+
+def _is_own(folder: Path, sealed: Path) -> bool:
+    """Whether what has the name of a checkpoint is one of the same run, or the rest of one that was being deleted."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        there, new = read_manifest(folder), read_manifest(sealed)
+    except CheckpointError:
+        return False
+    if there is None or new is None:
+        return there is None and not (folder / TRAINER_STATE_NAME).is_file()
+    return is_same_run(there.run, new.run)
+
+
+def _move_aside(path: Path) -> None:
+    """Move what stands where a checkpoint has to go, as it is: it may be of an earlier run, a file or a link."""
+    place = path.parent / EARLIER_NAME
+    place.mkdir(exist_ok=True)
+    moved = next(to for number in itertools.count(1) if not os.path.lexists(to := place / f"{path.name}-{number}"))
+    shutil.move(path, moved)  # in one stroke, or where folders are not renamed by a copy
+    logger.warning("`%s` was not saved by this run: it is `%s` now.", path, moved)
 
 
 def _delete(path: Path) -> None:
@@ -217,17 +248,21 @@ def _delete(path: Path) -> None:
 
 def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best: str | None) -> None:
     """
-    Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
+    Delete checkpoints of this run until `limit` are left, as Trainer does, but by step and not by the clock.
 
-    Checkpoints of earlier runs go first. The newest and the best (`best`) stay, whatever the limit.
+    Those of an abandoned course go first. The newest and the best (`best`) stay, whatever the limit. What other runs
+    have saved is neither counted nor deleted, and links are left alone.
     """
     if not limit or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    of_run = {folder for folder, manifest in _manifests(output_dir) if is_on_course(manifest.run, manifest.step, run)}
-    oldest_first = sorted(_checkpoints(output_dir), key=lambda folder: (folder in of_run, _step_of(folder)))
-    surplus = len(oldest_first) - max(limit, len(kept))
-    for folder in [folder for folder in oldest_first if folder.resolve() not in kept][: max(surplus, 0)]:
+    own = [
+        (is_on_course(manifest.run, manifest.step, run), manifest.step, folder)
+        for folder, manifest in _manifests(output_dir)
+        if is_same_run(manifest.run, run) and not folder.is_symlink()
+    ]
+    surplus = len(own) - max(limit, len(kept))
+    for _, _, folder in [one for one in sorted(own) if one[2].resolve() not in kept][: max(surplus, 0)]:
         _delete(folder)
 
 
@@ -394,7 +429,8 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     Return where a training starts.
 
     Args:
-        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`.
+        resume (`str`, `PathLike` or `bool`, *optional*): As `resume_from_checkpoint` of `Trainer.train`; with `"auto"`
+            a run goes on where it has saved a checkpoint, and begins anew where it has not.
         output_dir (`str` or `Path`): Folder of the run.
         model (`nn.Module`, *optional*): The model to train, before anything wraps it; `None` if it is made later.
 
@@ -403,7 +439,10 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
     """
     start, output_dir = new_run(model), Path(output_dir)
     cut_short = settle(output_dir)
+    if resume == "auto":
+        resume = _has_saved(output_dir)
     if not resume:
+        start.warnings = _left_alone(output_dir)
         return start
     folder, start.warnings = _newest(output_dir, cut_short) if resume is True else _named(Path(resume))
     if folder is None:
@@ -423,6 +462,27 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
     start.warnings += _not_saved(folder)
     return start
+
+
+def _has_saved(output_dir: Path) -> bool:
+    """Whether the newest run of a folder has saved a checkpoint there, which may be damaged since."""
+    run, known = _run_of(output_dir), {folder: manifest.run for folder, manifest in _manifests(output_dir)}
+    if run is not None:
+        return any(is_same_run(of, run) for of in known.values())
+    return bool(known) or any((folder / TRAINER_STATE_NAME).is_file() for folder in _checkpoints(output_dir))
+
+
+def _left_alone(output_dir: Path) -> list[str]:
+    """Return a sentence on the checkpoints in the folder of a run that begins anew, if there are any."""
+    earlier = [_step_of(folder) for folder in _checkpoints(output_dir)]
+    if not earlier:
+        return []
+    many = f"{len(earlier)} checkpoints" if len(earlier) > 1 else "a checkpoint"
+    return [
+        f"`{output_dir}` holds {many} of an earlier run, up to step {max(earlier):,}. This run begins anew and leaves "
+        f"them: `save_total_limit` counts its own, and one whose name it needs moves to `{EARLIER_NAME}`. To go on "
+        'with the earlier run, set `resume_from_checkpoint="auto"`.'
+    ]
 
 
 def _named(folder: Path) -> tuple[Path, list[str]]:

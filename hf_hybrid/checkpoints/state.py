@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_hybrid.arguments import hybrid_values
+from hf_hybrid.checkpoints.behind import Saves
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.typing import TrainerLike
@@ -44,7 +45,9 @@ Report = dict[str, Any]
 # Files.
 
 
-def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any], *, process: int = 0) -> None:
+def save_state(
+    folder: str | Path, state: dict[str, Any], about: dict[str, Any], *, process: int = 0, saves: Saves | None = None
+) -> None:
     """
     Write the states of parts. All processes call this.
 
@@ -53,8 +56,9 @@ def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any],
         state (`dict`): By part. Tensors may stand anywhere in it.
         about (`dict`): JSON values beside them.
         process (`int`): This one's number. The first writes everything, others what is below `own`.
+        saves (`Saves`, *optional*): When the tensors of the first are written. Default: now.
     """
-    folder = Path(folder)
+    folder, saves = Path(folder), Saves() if saves is None else saves
     folder.mkdir(parents=True, exist_ok=True)  # another process writes the weights and may not be there yet
     if process:
         own = {name: {OWN: found[OWN]} for name, found in state.items() if OWN in found}
@@ -63,7 +67,8 @@ def save_state(folder: str | Path, state: dict[str, Any], about: dict[str, Any],
             save_file(tensors, folder / _tensors_name(process), metadata={"values": json.dumps(values)})
         return
     tensors, values = _apart(state)
-    save_file(tensors, folder / TENSORS_NAME)
+    tensors = saves.staged("parts", tensors)
+    saves.write(lambda: save_file(tensors, folder / TENSORS_NAME))
     write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **about, "parts": values})
 
 
@@ -149,7 +154,7 @@ def save(trainer: TrainerLike, folder: str | Path) -> None:
     """Write the state of a run into the checkpoint that Trainer is writing. All processes must call this."""
     state = trainer.run.state_dict()
     if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
-        save_state(folder, state, resume_values(trainer), process=trainer.args.process_index)
+        save_state(folder, state, resume_values(trainer), process=trainer.args.process_index, saves=trainer.saves)
 
 
 def resume_values(trainer: TrainerLike) -> dict[str, Any]:

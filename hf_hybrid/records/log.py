@@ -87,10 +87,14 @@ class LogFile:
             self._move(_log_in(self.folder), self.path)
         self.add({"step": step, "begun": True, "max_steps": max_steps, **about})
 
-    def move_into_checkpoint(self) -> None:
-        """Move the file into the newest checkpoint, where later lines go too. Without one it stays where it is."""
+    def move_into_checkpoint(self, own: str | None) -> None:
+        """
+        Move the file into the newest checkpoint, where later lines go too. It stays where it is if there is none, or if
+        that is not the run's `own` last one but of an earlier run.
+        """
         checkpoints = numbered(self.folder, CHECKPOINT)
-        if self.writes and checkpoints and self._move(self.path, checkpoints[-1][1] / LOG_NAME):
+        is_own = own is not None and bool(checkpoints) and checkpoints[-1][1] == Path(own)
+        if self.writes and is_own and self._move(self.path, checkpoints[-1][1] / LOG_NAME):
             self.path = checkpoints[-1][1] / LOG_NAME
 
     def _move(self, old: Path, new: Path) -> bool:

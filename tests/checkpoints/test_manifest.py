@@ -26,7 +26,8 @@ OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "s
 def build(folder, callbacks=None, **overrides):
     torch.manual_seed(0)
     config = hybrid_config(folder, **{"enable_predict": False, **OPTIONS, **overrides})
-    return HybridTrainer(tiny_model(attention_dropout=0.1), config, train_dataset=ByteText(30), callbacks=callbacks)
+    data = {"train_dataset": ByteText(30), "eval_dataset": ByteText(4)}
+    return HybridTrainer(tiny_model(attention_dropout=0.1), config, callbacks=callbacks, **data)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,8 @@ def test_a_resume_passes_a_save_that_was_cut_short_over_and_ends_at_the_same_wei
     trainer.train(resume_from_checkpoint=True)
     assert f"checkpoint-6` is passed over: it has no `{MANIFEST_NAME}`" in caplog.text
     assert_same_weights(weights(trainer.model), finished[1])
-    assert is_sealed(folder / "checkpoint-6") and not list(folder.glob("_*"))
+    assert is_sealed(folder / "checkpoint-6")
+    assert [path.name for path in folder.glob("_*/*")] == ["checkpoint-6-1"]  # another trainer may have written it
 
 
 def test_nothing_to_resume_from_is_said_with_every_folder_passed_over(tmp_path, folder):
@@ -165,7 +167,9 @@ def save(checkpoint):
     with manifest.saving(checkpoint):
         for name in NEW:
             (manifest.temporary(checkpoint) / name).write_text("of the new save")
-        manifest.seal(checkpoint, 6, manifest.new_run(None), in_step=False)
+        there = manifest.read_manifest(checkpoint) if is_sealed(checkpoint) else None
+        start = manifest.new_run(None) if there is None else manifest.Start(None, there.run, "")
+        manifest.seal(checkpoint, 6, start, in_step=False)
 
 
 def test_a_replaced_checkpoint_is_there_until_its_successor_is_whole(folder):
@@ -344,7 +348,7 @@ def size_limit():
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_limit, finished):
-    trainer = build(tmp_path, callbacks=[FullDisk("on_step_end", 50_000)])
+    trainer = build(tmp_path, save_behind="off", callbacks=[FullDisk("on_step_end", 50_000)])
     with pytest.raises(OSError, match=r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*checkpoint-2`"):
         trainer.train()
     size_limit()
@@ -398,14 +402,83 @@ def test_a_damaged_run_file_is_named(folder):
         found(folder)
 
 
-def test_rotation_goes_by_run_and_step_and_not_by_the_clock(folder):
+def test_rotation_goes_by_step_and_not_by_the_clock_and_leaves_other_runs_alone(folder, caplog):
+    """The run before saved steps 2, 4 and 6."""
+    link = folder / "checkpoint-1"
+    link.symlink_to(folder.parent / "archive")
+    shutil.copytree(folder / "checkpoint-2", folder.parent / "archive")
     for step, age in ((2, 0), (4, 10_000), (6, 20_000)):
         os.utime(folder / f"checkpoint-{step}", (age, age))
-    build(folder, max_steps=4, save_total_limit=2, save_steps=1).train()  # the run before had step 6
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-    assert last_checkpoint(folder) == str(folder / "checkpoint-4")
-    args = torch.load(folder / "checkpoint-4" / "training_args.bin", weights_only=False)
-    assert args.save_total_limit == 2
+    before = {step: files_in(folder / f"checkpoint-{step}") for step in (2, 4, 6)} | {1: files_in(link)}
+    build(folder, max_steps=5, save_total_limit=2, save_steps=1).train()
+    own = {path for path in folder.glob("checkpoint-*") if files_in(path) not in before.values()}
+    assert sorted(path.name for path in own) == ["checkpoint-4", "checkpoint-5"]
+    moved = {path.name: files_in(path) for path in (folder / manifest.EARLIER_NAME).iterdir()}
+    assert moved == {f"checkpoint-{step}-1": before[step] for step in (1, 2, 4)} and not link.is_symlink()
+    assert files_in(folder / "checkpoint-6") == before[6] and files_in(folder.parent / "archive") == before[1]
+    assert "holds 4 checkpoints of an earlier run, up to step 6. This run begins anew and leaves them" in caplog.text
+    assert last_checkpoint(folder) == str(folder / "checkpoint-5")
+
+
+def files_in(folder):
+    """The bytes of all files of a checkpoint. The log is not part of it: a run takes it along."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOG_NAME}
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved(tmp_path, kind, caplog):
+    place = tmp_path / "checkpoint-4"
+    place.symlink_to("nowhere") if kind == "dangling link" else place.write_text("notes")
+    build(tmp_path).train()
+    assert is_sealed(place) and not place.is_symlink()
+    assert os.path.lexists(tmp_path / manifest.EARLIER_NAME / "checkpoint-4-1")
+    assert "checkpoint-4` was not saved by this run: it is" in caplog.text
+
+
+def test_the_best_checkpoint_alone_is_kept_of_this_run_alone(folder):
+    options = {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    earlier = files_in(folder / "checkpoint-6")
+    trainer = build(folder, max_steps=3, save_steps=1, metric_for_best_model="loss", **options)
+    trainer.train()
+    own = [path for path in folder.glob("checkpoint-*") if int(path.name.split("-")[1]) < 4]
+    assert [str(path) for path in own if path.name != "checkpoint-4"] == [trainer.state.best_model_checkpoint]
+    assert files_in(folder / "checkpoint-6") == earlier
+
+
+# One command for the first start and for every restart.
+
+
+def test_auto_begins_and_goes_on(tmp_path, finished, caplog):
+    trainer = build(tmp_path, max_steps=6)
+    trainer.add_callback(Stops(3))
+    trainer.train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 3
+    again = build(tmp_path)
+    again.train(resume_from_checkpoint="auto")
+    assert "checkpoint-2" in str(again._start.folder)
+    assert_same_weights(weights(again.model), finished[1])
+    assert build(tmp_path)._find_start("auto").folder.endswith("checkpoint-6")
+
+
+class Stops(TrainerCallback):
+    """Ends a run as a kill would, but for the process."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_auto_begins_anew_beside_an_earlier_run_and_refuses_where_all_is_damaged(folder):
+    manifest.write_run(folder, manifest.new_run(tiny_model()).run)
+    start = manifest.find("auto", folder, tiny_model())
+    assert start.folder is None and "of an earlier run, up to step 6" in " ".join(start.warnings)
+    (folder / RUN_NAME).unlink()
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "optimizer.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="Passed over"):
+        manifest.find("auto", folder, tiny_model())
 
 
 def test_a_clock_set_back_does_not_delete_new_checkpoints(tmp_path):
