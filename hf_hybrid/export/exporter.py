@@ -127,8 +127,10 @@ def check_output(output: Path) -> None:
     Refuse to write over anything.
 
     Raises:
-        ExportError: If there is something under the name already.
+        ExportError: If there is something under the name already, a link to an empty folder too.
     """
+    if output.is_symlink():
+        raise ExportError(f"`{output}` is a link, and nothing is written through one. Name the folder, or delete it.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ExportError(f"`{output}` exists, and nothing is written over. Name another folder, or delete this one.")
 
