@@ -30,6 +30,7 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
+from hf_hybrid.cli.yaml_file import read_options
 from hf_hybrid.machine import use_one_gpu
 from hf_hybrid.run.monitor import TrainingDivergedError
 
@@ -207,7 +208,7 @@ def test_the_env_of_the_docs_is_taken(tmp_path, environment):
         ("{A: 2026-01-31}", "`A` under `env` in `{file}` must be a text or a number, got `2026-01-31`. Put text that"),
         ("{A=B: x}", "`A=B` under `env` in `{file}` cannot be the name of an environment variable"),
         ("{1: x}", "`1` under `env` in `{file}` cannot be the name of an environment variable"),
-        ('{A: "x\\0y"}', "`A` under `env` in `{file}` is `'x\\x00y'`, which no environment variable can hold"),
+        ('{A: "x\\0y"}', "`A` under `env` in `{file}` cannot be the value of an environment variable, got `'x\\x00y'`"),
     ],
 )
 def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environment, capsys, env, message):
@@ -273,7 +274,11 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
     [
         ("leraning_rate: 1", "`leraning_rate` in `{file}` is no option. Did you mean `learning_rate`?"),
         ("- a\n- b", "must hold lines of the form `learning_rate: 0.001`"),
-        ("a: [", "is not valid YAML"),
+        ("a: [", "is not valid YAML: expected the node content, but found '<stream end>' in line 1."),
+        ("env:\n  WANDB_API_KEY: abc: def", "is not valid YAML: mapping values are not allowed here in line 2."),
+        ("seed: 1\nmodel: m\nseed: 2", "`--config {file}` has `seed` in line 1 and `seed` in line 3, and only one of"),
+        ("max-steps: 1\nmax_steps: 2", "has `max-steps` in line 1 and `max_steps` in line 2, and only one of them"),
+        ("env: {A: 1,\n  A: 2}", "has `A` in line 1 and `A` in line 2, and only one of them"),
         ("max_steps: few", "argument --max_steps/--max-steps: invalid int value: 'few'"),
         ("config: other.yaml", "`config` in `{file}` is no option"),
         ("max_steps:", "`max_steps` in `{file}` is empty. Give a value, or leave the line out for the default"),
@@ -294,6 +299,33 @@ def test_wrong_yaml_is_refused(tmp_path, text, message):
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=re.escape(message.format(file=file))):
         parse_values(["--config", str(file)])
+
+
+def test_a_merged_key_is_no_twin_and_an_alias_is_seen_once(tmp_path):
+    text = "env: &a {A: 1, A-: 2, A_: 3}\n<<: &b {seed: 1, max_steps: 3}\nseed: 2\n"
+    assert read_options(text)["seed"] == 2 and read_options("a: &x {b: *x}\n")
+    assert read_options("") is None and read_options(text)["max_steps"] == 3
+
+
+@pytest.mark.parametrize("env", ["{WANDB_API_KEY: [s3cret]}", "[WANDB_API_KEY=s3cret]", '{API_KEY: "s3cret\\0"}'])
+def test_no_message_shows_a_secret(tmp_path, environment, capsys, env):
+    (tmp_path / "run.yaml").write_text(f"env: {env}\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "s3cret" not in capsys.readouterr().err
+    for text in ("hub_token: [s3cret]\n", "env:\n  API_KEY: s3cret: def\n"):
+        (tmp_path / "run.yaml").write_text(text)
+        assert main(["train", "--config", str(tmp_path / "run.yaml"), "--model", "m", "--dataset", "d"]) == 2
+        assert "s3cret" not in capsys.readouterr().err
+
+
+def test_options_that_stand_in_no_file_are_given_by_environment(folder, tmp_path, environment, capsys):
+    (tmp_path / "run.yaml").write_text("max_steps: 3\n")
+    environment["HF_HYBRID_PRIVATE_OPTIONS"] = '{"hub_token": "s3cret"}'
+    values = parse_values(["--config", str(tmp_path / "run.yaml")])
+    assert (values.hub_token, values.max_steps) == ("s3cret", 3)
+    environment["HF_HYBRID_PRIVATE_OPTIONS"] = "[1]"
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "`HF_HYBRID_PRIVATE_OPTIONS` must hold options as JSON" in capsys.readouterr().err
 
 
 def test_help_is_ours_in_groups_and_complete(capsys):
