@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import logging
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import (
+    PROGRAM,
     AdapterOptions,
     CommandLine,
     DataOptions,
@@ -48,10 +50,24 @@ def train(line: CommandLine) -> int:
     Train as the command line says.
 
     Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
-    memory for good.
+    memory for good, or if the disk is full.
     """
+    from hf_hybrid.files import is_disk_full
+
+    try:
+        return _train(line)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        sys.stderr.write(f"{PROGRAM}: error: {getattr(error, 'strerror', None) or error}\n")  # of any process
+        return 1
+
+
+def _train(line: CommandLine) -> int:
     from transformers import TrainerCallback
 
+    from hf_hybrid.files import is_disk_full
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
 
@@ -86,14 +102,29 @@ def train(line: CommandLine) -> int:
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error)
         return 1
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
+    try:
+        _save(trainer, result.metrics, names)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: the run is trained, and `{options.config.output_dir}` "
+            f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
+        ) from error
+    return 0
+
+
+def _save(trainer: Any, metrics: dict[str, Any], names: dict[str, str]) -> None:
+    """Save the model, evaluate it, and write its card; push what was asked for."""
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
     trainer.save_state()
     trainer.save_model()
     if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        evaluated = trainer.evaluate()
+        trainer.log_metrics("eval", evaluated)
+        trainer.save_metrics("eval", evaluated)
     # What only the command line knows: names on the Hub, no local paths.
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
     if trainer.args.push_to_hub:
@@ -103,7 +134,6 @@ def train(line: CommandLine) -> int:
     # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-    return 0
 
 
 def check_output(folder: str) -> None:
@@ -203,6 +233,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_hybrid.cli.models import check_depth
+    from hf_hybrid.files import shard_names
 
     name = required("model", options.model)
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
@@ -225,6 +256,11 @@ def load_model(
     with_adapters = adapters.peft != "none"
     common["dtype"] = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
     path = Path(name)
+    for index in path.glob("*.index.json") if path.is_dir() else ():
+        try:
+            shard_names(index)
+        except ValueError as error:
+            raise OptionError(f"`--model {name}` cannot be loaded: `{index.name}` {error}.") from None
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if options.from_scratch or path.suffix == ".json" or without_weights:
         if with_adapters:

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.utils import yaml_dump
+from safetensors import SafetensorError
 
 from hf_hybrid.export import measure
 from hf_hybrid.export.formats import (
@@ -38,7 +39,7 @@ from hf_hybrid.export.formats import (
     write,
 )
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
-from hf_hybrid.files import write_json, write_text
+from hf_hybrid.files import is_disk_full, write_json, write_text
 from hf_hybrid.hub import provenance
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number
@@ -143,7 +144,10 @@ def _workshop(output: Path) -> Generator[Path]:
     try:
         work.mkdir(parents=True)
         yield work
-    except OSError as error:
+    except Exception as error:
+        # safetensors, tokenizers and torch have errors of their own for a disk that is full.
+        if not (isinstance(error, (OSError, SafetensorError)) or is_disk_full(error)) or isinstance(error, ExportError):
+            raise
         raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -242,10 +246,10 @@ def as_text(result: Mapping[str, Any]) -> str:
 
 def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
     """The card of the run, whose results and usage give way to those of the export; or a short one."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    card = ModelCard(text if _WRITTEN_BY in text else f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
+    card = _card_of_run(path) or ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
     metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
-    tags = [tag for tag in provenance.listed(metadata.get("tags")) if not tag.startswith("base_model:adapter:")]
+    tags = [tag for tag in provenance.listed(metadata.get("tags")) if isinstance(tag, str)]
+    tags = [tag for tag in tags if not tag.startswith("base_model:adapter:")]
     metadata["tags"] = provenance.unique([*tags, "hf-hybrid", *["quantized"] * (result["format"] != MERGED)])
     metadata["library_name"] = "transformers"  # peft loads the card's run, but not the export
     if metadata.get("base_model_relation") == "adapter":
@@ -254,6 +258,16 @@ def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> s
     kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     body = "\n".join([head, _section(result, tokenizer), *kept])
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
+
+
+def _card_of_run(path: Path) -> ModelCard | None:
+    """The card of the run, if this package wrote it and nobody broke it since."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return ModelCard(text) if _WRITTEN_BY in text else None
+    except Exception as error:  # whatever broken metadata lead to
+        logger.warning("`%s` cannot be read, and the export gets a short card: %s", path, " ".join(str(error).split()))
+        return None
 
 
 def _section(result: Mapping[str, Any], tokenizer: Any) -> str:

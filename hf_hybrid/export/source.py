@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hf_hybrid.checkpoints import manifest
 from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
+from hf_hybrid.files import shard_names
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -41,9 +41,9 @@ def check_source(folder: Path) -> None:
         )
     index = folder / f"{stem}.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
-    except (ValueError, KeyError, AttributeError):
-        raise ExportError(f"`{index}` is damaged. {_hint(folder)}") from None
+        names = shard_names(index) if index.is_file() else None
+    except ValueError as error:
+        raise ExportError(f"`{index}` {error}. {_hint(folder)}") from None
     for name in names or [f"{stem}.safetensors"]:
         if not (folder / name).is_file():
             raise ExportError(f"`{folder}` is not whole: `{name}` is missing. {_hint(folder)}")
@@ -101,13 +101,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
                     f"`{ADAPTER_CONFIG}` to its folder, and export again."
                 )
         config = AutoConfig.from_pretrained(found)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ExportError):
-            raise
-        raise ExportError(f"The config of the model in `{folder}` cannot be read: {error}") from error
-    quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
+        quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
+        method = dict(config.quantization_config).get("quant_method") if quantised else None
+    except ExportError:
+        raise
+    except Exception as error:  # whatever a broken file leads to
+        raise ExportError(
+            f"The config of the model in `{folder}` cannot be read: {_sentence(error)} {_hint(folder)}"
+        ) from error
     if quantised and not is_adapter:
-        method = dict(config.quantization_config).get("quant_method")
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
         )
@@ -115,16 +117,33 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none."""
+    """
+    Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none.
+
+    Raises:
+        ExportError: If the folder has one that cannot be read.
+    """
     if (folder / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(folder)
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # whatever a broken file leads to
+            raise ExportError(
+                f"The tokenizer in `{folder}` cannot be read: {_sentence(error)} Save it again."
+            ) from error
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    base = _peft().PeftConfig.from_pretrained(folder)
+    peft = _peft()
     try:
+        base = peft.PeftConfig.from_pretrained(folder)
         return AutoTokenizer.from_pretrained(base.base_model_name_or_path, revision=base.revision)
-    except (OSError, ValueError, TypeError):  # the base has none, or its name is none
+    except Exception:  # the base has none, or its name is none, or the file is broken, which `read_config` refuses
         return None
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
 
 
 def plain_folder(folder: Path, work: Path, as_trained: bool = False) -> Path:

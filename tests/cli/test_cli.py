@@ -14,6 +14,7 @@ from pydoc_data import topics
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
@@ -457,6 +458,20 @@ def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeyp
     assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["train", "save_model"])
+def test_a_full_disk_is_a_message_and_exit_status_1(folder, tmp_path, monkeypatch, capsys, name):
+    def full(trainer, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(HybridTrainer, name, full)
+    words = ["--use_cpu", "--output_dir", str(tmp_path), "--max_steps", "1", "--save_strategy", "no"]
+    assert main(["train", "--config", "run.yaml", *words]) == 1
+    said = capsys.readouterr().err
+    assert "hf-hybrid train: error: " in said and "os error 28" in said and "Traceback" not in said
+    assert ("Free space, then end the run with" in said) == (name == "save_model")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_are_launched(folder, monkeypatch):
@@ -608,6 +623,13 @@ def test_models_that_cannot_be_used_are_refused(folder, options, adapters, vocab
     model = str(folder / "model")
     with pytest.raises(OptionError, match=re.escape(message.format(model=model))):
         load_model(ModelOptions(**{"model": model, **options}), AdapterOptions(**adapters), vocabulary)
+
+
+def test_an_index_that_leads_out_of_the_model_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    with pytest.raises(OptionError, match=r"index.json` names `../x.safetensors`, which lies outside of its folder"):
+        load_model(ModelOptions(model=str(tmp_path / "model")), AdapterOptions(), 257)
 
 
 def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
