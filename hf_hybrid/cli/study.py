@@ -20,6 +20,7 @@ Nothing is deleted.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from hf_hybrid.cli.options import OptionError
@@ -80,18 +82,28 @@ def lock_trial(folder: Path, number: int) -> BaseFileLock | None:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Note in the folder of a trial how it ended."""
-    values = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
-    write_json(folder / OUTCOME_NAME, {**values, "parameters": outcome.parameters})
+    """Note in the folder of a trial how it ended, with a checksum: it is believed where the database says otherwise."""
+    values: dict[str, Any] = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
+    values |= {"parameters": outcome.parameters}
+    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": _digest_of(values)})
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return how a trial ended; `None` if nothing says so, or what says so is damaged."""
     found = as_dict(read_json(folder / OUTCOME_NAME, []))
     state, loss = _STATES.get(str(found.get("state"))), number(found.get("eval_loss"))
-    if state is None or state == TrialState.COMPLETE and loss is None:
+    if (
+        found.pop("xxh3_128", None) != _digest_of(found)
+        or state is None
+        or state == TrialState.COMPLETE
+        and loss is None
+    ):
         return None
     return Outcome(state, loss, str(found.get(REASON) or ""), as_dict(found.get("parameters")))
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def ended_early(folder: Path) -> bool:
