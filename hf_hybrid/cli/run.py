@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import errno
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 DATA_NAME = "_hybrid_data.json"
 """In `output_dir`, for `hf-hybrid export`: where the data came from. Files with a leading underscore are not pushed."""
+_SAVED = re.compile(
+    r"(all|train|eval)_results\.json|trainer_state\.json|training_args\.bin|README\.md|(generation_|adapter_)?config\.json"
+    r"|(adapter_)?(model|pytorch_model)[-.].*|.*token.*\.(json|model)|vocab\..*|merges\.txt|chat_template\..*|.*\.py"
+)
+"""Names of what Trainer, the model and the tokenizer write into the folder of a run."""
 _OFFLINE = "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
 
 
@@ -117,6 +123,8 @@ def _train(line: CommandLine) -> int:
 
 def _save(trainer: Any, metrics: dict[str, Any], names: dict[str, str]) -> None:
     """Save the model, evaluate it, and write its card; push what was asked for."""
+    if trainer.is_world_process_zero():
+        _remove_links(Path(trainer.args.output_dir))
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
@@ -134,6 +142,17 @@ def _save(trainer: Any, metrics: dict[str, Any], names: dict[str, str]) -> None:
     # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def _remove_links(folder: Path) -> None:
+    """
+    Remove links in the place of files that Trainer writes at the end of a run.
+
+    It would write through them. A copy of a model as links, such as the Hub's cache makes, would lose the original.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() and _SAVED.fullmatch(path.name):
+            path.unlink()
 
 
 def check_output(folder: str) -> None:

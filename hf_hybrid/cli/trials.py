@@ -216,7 +216,7 @@ class Trials:
         words = ["--config", str(folder / TRIAL_NAME)]
         if last_checkpoint(folder) is not None:
             words += ["--resume_from_checkpoint", "true"]
-        private = {PRIVATE: json.dumps(self._private)} if self._private else {}
+        private = {PRIVATE: json.dumps(self._private, default=str)} if self._private else {}
         printed = folder / "output.txt"
         if printed.is_symlink():
             printed.unlink()

@@ -458,6 +458,21 @@ def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeyp
     assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
 
 
+def test_a_run_over_links_leaves_what_they_lead_to(folder, tmp_path, monkeypatch):
+    """As a copy of a model is that `cp --symbolic-link` or the Hub's cache makes."""
+    monkeypatch.chdir(folder)
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("of another user")
+    out.mkdir()
+    names = "model.safetensors config.json tokenizer.json train_results.json trainer_state.json README.md notes.txt"
+    for name in names.split():
+        (out / name).symlink_to(precious)
+    words = ["--use_cpu", "--output_dir", str(out), "--max_steps", "1", "--save_strategy", "no"]
+    assert main(["train", "--config", "run.yaml", *words]) == 0
+    assert precious.read_text() == "of another user"
+    assert [name for name in names.split() if (out / name).is_symlink()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize("name", ["train", "save_model"])
 def test_a_full_disk_is_a_message_and_exit_status_1(folder, tmp_path, monkeypatch, capsys, name):
     def full(trainer, **kwargs):
@@ -642,6 +657,12 @@ def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
 
 
 # Processes.
+
+
+def test_twin_keys_of_a_config_of_accelerate_are_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text("num_processes: 2\nnum_processes: 3\n")
+    with pytest.raises(OptionError, match="`num_processes` in line 1 and `num_processes` in line 2"):
+        train.launch_arguments(CommandLine(["--accelerate_config", str(tmp_path / "own.yaml"), "--use_cpu"]))
 
 
 def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):
