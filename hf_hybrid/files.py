@@ -16,7 +16,7 @@ import math
 import os
 import re
 import secrets
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -106,26 +106,6 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def shard_names(index: Path) -> list[str]:
-    """
-    Return the files that the index of a model in several files names, each once, in order.
-
-    Raises:
-        ValueError: If the index is damaged, or names a file outside of its folder; with a phrase that says so.
-    """
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        names = []
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError("is damaged: it names no files of weights")
-    for name in names:
-        path = PureWindowsPath(name)  # which knows both kinds of separators
-        if path.anchor or ".." in path.parts:
-            raise ValueError(f"names `{name}`, which lies outside of its folder")
-    return names
 
 
 BASE_NAME = "hybrid_base.json"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid.files import open_to_append, plain, shard_names, write_bytes, write_json, write_note, write_text
+from hf_hybrid.files import open_to_append, plain, write_bytes, write_json, write_note, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -73,23 +73,3 @@ def test_what_is_private_is_for_the_user_alone(tmp_path):
     write_bytes(path, b"{}", private=True)
     open_to_append(tmp_path / "log", private=True).close()
     assert [file.stat().st_mode & 0o777 for file in (path, tmp_path / "log")] == [0o600, 0o600]
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x", "a/../../x", "C:\\x", "..\\x", ["x"], 1, None])
-def test_an_index_names_files_in_its_folder_alone(tmp_path, name):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="outside of its folder|is damaged"):
-        shard_names(index)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "1", "{}", '{"weight_map": ["x"]}', '{"weight_map": {}}', "[" * 9000])
-def test_a_damaged_index_is_refused(tmp_path, text):
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
-        shard_names(tmp_path / "index.json")
-
-
-def test_an_index_names_each_file_once(tmp_path):
-    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.bin", "b": "1.bin", "c": "2.bin"}}))
-    assert shard_names(tmp_path / "index.json") == ["1.bin", "2.bin"]

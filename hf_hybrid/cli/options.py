@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, read_options
-from hf_hybrid.records.redaction import holds_secret
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
 PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"

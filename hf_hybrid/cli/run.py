@@ -252,7 +252,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_hybrid.cli.models import check_depth
-    from hf_hybrid.files import shard_names
+    from hf_hybrid.export.source import shard_names
 
     name = required("model", options.model)
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
@@ -474,7 +474,11 @@ def _encoder(
                     "Correct or remove the row."
                 )
         # Some tokenizers end each text themselves.
-        return [ids if ids[-1:] == end else ids + end for ids in tokenizer(texts)["input_ids"]]
+        try:
+            found = tokenizer(texts)["input_ids"]
+        except Exception as error:  # whatever a broken file leads to
+            raise OptionError(f"The tokenizer cannot tokenise `{name}`: {_reason(error)} Save it again.") from error
+        return [ids if ids[-1:] == end else ids + end for ids in found]
 
     return from_texts
 

@@ -25,7 +25,7 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,7 @@ def _disagreement(trials: list[FrozenTrial], folders: dict[int, Path]) -> str | 
 
 
 @contextlib.contextmanager
-def _nobody_works_on(folder: Path, numbers: Iterable[int]) -> Iterator[None]:
+def _nobody_works_on(folder: Path, numbers: Iterable[int]) -> Generator[None]:
     """Hold the locks of trials, so that no other sweep goes on with the database that is replaced."""
     with contextlib.ExitStack() as held:
         for index in numbers:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_hybrid.records.redaction import holds_secret
+from hf_hybrid.records.redaction import has_secret, is_secret_name
 
 if TYPE_CHECKING:
     import yaml
@@ -78,6 +78,17 @@ def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
             waiting += [part for pair in node.value for part in pair]
         else:
             waiting += node.value
+
+
+def holds_secret(name: str, value: Any) -> bool:
+    """Whether an option holds a secret: its name says so, or a name or a text in its value does."""
+    if isinstance(value, dict):
+        inside = any(holds_secret(str(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        inside = any(holds_secret("", item) for item in value)
+    else:
+        inside = isinstance(value, str) and has_secret(value)
+    return inside or value not in (None, "", False, True) and is_secret_name(name)
 
 
 def split_private(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -144,11 +144,17 @@ def _workshop(output: Path) -> Generator[Path]:
     try:
         work.mkdir(parents=True)
         yield work
+    except ValueError:
+        raise
     except Exception as error:
         # safetensors, tokenizers and torch have errors of their own for a disk that is full.
-        if not (isinstance(error, (OSError, SafetensorError)) or is_disk_full(error)) or isinstance(error, ExportError):
-            raise
-        raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
+        if isinstance(error, (OSError, SafetensorError)) or is_disk_full(error):
+            raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ExportError(  # whatever a broken config leads to
+            f"The model cannot be exported or measured: {reason} ({type(error).__name__}). Save it again with "
+            "`trainer.save_model()`, or export an earlier checkpoint."
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -12,7 +13,6 @@ from hf_hybrid.checkpoints import manifest
 from hf_hybrid.export import merged
 from hf_hybrid.export.bitnet import trains_bitnet
 from hf_hybrid.export.formats import ExportError, device
-from hf_hybrid.files import shard_names
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -53,6 +53,26 @@ def check_source(folder: Path) -> None:
         except (SafetensorError, OSError) as error:
             raise ExportError(f"`{folder / name}` is damaged: {error}. {_hint(folder)}") from None
     _check_age(folder, names or [f"{stem}.safetensors"])
+
+
+def shard_names(index: Path) -> list[str]:
+    """
+    Return the files that the index of a model in several files names, each once, in order.
+
+    Raises:
+        ValueError: If the index is damaged, or names a file outside of its folder; with a phrase that says so.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        names = []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("is damaged: it names no files of weights")
+    for name in names:
+        path = PureWindowsPath(name)  # which knows both kinds of separators
+        if path.anchor or ".." in path.parts:
+            raise ValueError(f"names `{name}`, which lies outside of its folder")
+    return names
 
 
 def _check_age(folder: Path, names: list[str]) -> None:

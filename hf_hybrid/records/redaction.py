@@ -37,16 +37,9 @@ def is_secret_name(name: str) -> bool:
     return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
 
 
-def holds_secret(name: str, value: Any) -> bool:
-    """Whether an option holds a secret: its name says so, or a name or a text in its value does."""
-    if isinstance(value, dict):
-        inside = any(holds_secret(str(key), item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        inside = any(holds_secret("", item) for item in value)
-    else:
-        text = value if isinstance(value, str) else ""
-        inside = bool(_SECRET_VALUES.search(text) or _CREDENTIALS_IN_URL.search(text))
-    return inside or value not in (None, "", False, True) and is_secret_name(name)
+def has_secret(text: str) -> bool:
+    """Whether a text has a known format of tokens in it, or credentials in an address."""
+    return bool(_SECRET_VALUES.search(text) or _CREDENTIALS_IN_URL.search(text))
 
 
 def redact(value: str, secrets: Iterable[str | None] = ()) -> str:

@@ -452,6 +452,14 @@ BROKEN = {
     "config with words for sizes": (options_of("config.json", num_hidden_layers="two"), "The config of the model in"),
     "quantization is a number": (options_of("config.json", quantization_config=5), "The config of the model in"),
     "code of its own": (options_of("config.json", model_type="evil", auto_map={"AutoConfig": "evil.C"}), "The config"),
+    "tokenizer with a list for a length": (
+        lambda folder: (
+            options_of("tokenizer_config.json", model_max_length=[1])(folder),
+            (folder / "text.txt").write_text("To be or not to be."),
+            written(NOTE, {"dataset": str(folder / "text.txt"), "sequence_length": 8})(folder),
+        ),
+        "The tokenizer",
+    ),
     "tokenizer cut short": (written("tokenizer.json", "{"), "The tokenizer in"),
     "index of lists": (index_of({"weight_map": {"a": ["x"]}}), f"{INDEX}` is damaged"),
     "index is a list": (index_of([]), f"{INDEX}` is damaged"),
@@ -470,6 +478,35 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x", "a/../../x", "C:\\x", "..\\x", ["x"], 1, None])
+def test_an_index_names_files_in_its_folder_alone(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="outside of its folder|is damaged"):
+        source.shard_names(index)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "{}", '{"weight_map": ["x"]}', '{"weight_map": {}}', "[" * 9000])
+def test_a_damaged_index_is_refused(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        source.shard_names(tmp_path / "index.json")
+
+
+def test_an_index_names_each_file_once(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.bin", "b": "1.bin", "c": "2.bin"}}))
+    assert source.shard_names(tmp_path / "index.json") == ["1.bin", "2.bin"]
+
+
+@pytest.mark.parametrize("values", [{"bos_token_id": [None]}, {"eos_token_id": "x"}])
+def test_a_model_that_cannot_generate_is_refused(run, tmp_path, values):
+    shutil.copytree(run, tmp_path / "out")
+    options_of("generation_config.json", **values)(tmp_path / "out")
+    with pytest.raises(ExportError, match="cannot be (exported or measured|loaded)"):
+        exporter.export(tmp_path / "out", tmp_path / "export", "merged")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
 QUICK = ("config and the texts to measure on", "index of lists", "index that leads out", "note is a list",
          "note with another key", "note with a word for a number")  # fmt: skip
 
@@ -481,7 +518,7 @@ def test_the_command_refuses_broken_files_with_a_sentence(run, tmp_path, capsys,
     damage(tmp_path / "out")
     assert main(["export", str(tmp_path / "out"), "--format", "merged"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("hf-hybrid export: error: ") and sentence in said
+    assert "hf-hybrid export: error: " in said and sentence in said
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "secret.safetensors"}
 
 
