@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -91,6 +92,20 @@ class HybridConfigBase(_Arguments):
                 setattr(self, name, names[given.lower()])
         if checkpointing_option() == "gradient_checkpointing" and self.activation_checkpointing is not None:
             vars(self)["gradient_checkpointing"] = self.activation_checkpointing  # before transformers 5.23
+
+    def __getstate__(self) -> dict:
+        """Return what a pickle holds, also `training_args.bin`, which is pushed with the model: all but the token."""
+        return {**vars(self), "hub_token": None}
+
+    def __copy__(self):
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, known: dict):
+        made = known[id(self)] = object.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), known))
+        return made
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides) -> HybridConfigBase:

@@ -1,17 +1,24 @@
-"""Files: small ones, written so that neither a reader nor a crash finds half of one, and optional modules."""
+"""
+Files, and optional modules.
+
+Every small file of the package is written here, whole or not at all, and never through a link: a link in a folder that
+others write to would lead to a file that the user did not name.
+"""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
 import logging
 import math
 import os
+import re
 import secrets
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
@@ -21,22 +28,48 @@ def write_json(path: Path, values: dict) -> None:
     write_text(path, json.dumps(plain(values, infinity_as_text=True), indent=1, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a text file as [`write_bytes`] does."""
+    write_bytes(path, text.encode("utf-8"), private=private)
+
+
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """
     Replace a file in one move, so that neither a reader nor a crash ever leaves half of it.
 
-    The temporary file has a name that nobody can predict and must not exist, so that no link in a folder that others
-    write to leads elsewhere.
+    The temporary file has a name that nobody can predict and must not exist. If the path is a link, the file takes the
+    place of the link, and what the link leads to stays as it is.
+
+    Args:
+        path (`Path`): Of the file.
+        content (`bytes`): Of the file.
+        private (`bool`, *optional*): Whether the user alone may read it (mode 0600).
     """
     temporary = path.with_name(f"_{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.open(temporary, flags, _mode(private)), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_to_append(path: Path, *, private: bool = False) -> BinaryIO:
+    """
+    Open a file to read it and to append to it. It is made if there is none.
+
+    Raises:
+        OSError: If the path is a link, or cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # which Windows lacks
+    return os.fdopen(os.open(path, flags, _mode(private)), "ab+")
+
+
+def _mode(private: bool) -> int:
+    return 0o600 if private else 0o666
 
 
 def write_note(path: Path, values: dict) -> None:
@@ -62,6 +95,17 @@ def plain(value: Any, *, infinity_as_text: bool = False) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return str(value) if infinity_as_text and not math.isnan(value) else None
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error says that a file could not grow. safetensors and torch say it in words."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed|iostream error", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 BASE_NAME = "hybrid_base.json"

@@ -1,11 +1,13 @@
 """`hf_hybrid/config.py`: options beside those of TrainingArguments, what cannot be combined, and the saved config."""
 
+import copy
 import dataclasses
 import json
 import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -175,6 +177,17 @@ def test_the_config_is_saved_and_read_back(tmp_path):
     for field in dataclasses.fields(HybridArguments):
         assert getattr(again, field.name) == getattr(config, field.name), field.name
     assert (again.learning_rate, again.optim_args, again.max_steps) == (config.learning_rate, "a=1", 7)
+
+
+def test_a_token_is_in_no_pickle_and_in_every_copy(tmp_path):
+    config = hybrid_config(tmp_path, hub_token="hf_s3cret", optim_args="a=1")
+    config.own = [1]
+    assert [copy.copy(config).hub_token, copy.deepcopy(config).hub_token] == ["hf_s3cret"] * 2
+    assert copy.copy(config).own is config.own is not copy.deepcopy(config).own == [1]
+    torch.save(config, tmp_path / "training_args.bin")  # as Trainer does
+    assert b"s3cret" not in (tmp_path / "training_args.bin").read_bytes()
+    read = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert (read.hub_token, read.optim_args, read.max_steps) == (None, "a=1", config.max_steps)
 
 
 def test_unknown_keys_in_a_saved_config_are_named(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid.files import plain, write_json, write_note, write_text
+from hf_hybrid.files import open_to_append, plain, write_bytes, write_json, write_note, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -51,3 +51,25 @@ def test_checkpoints_get_infinity_back_and_logs_show_none(tmp_path):
     read = json.loads((tmp_path / "state.json").read_text(), parse_constant=pytest.fail)
     assert read == {"1": ["inf", "-inf", None], "scalars": [2.5, "inf", 3, True]}
     assert float(read["1"][1]) == -math.inf
+
+
+def test_links_are_replaced_or_refused_and_what_they_lead_to_is_left_alone(tmp_path):
+    precious, link = tmp_path / "precious", tmp_path / "README.md"
+    precious.write_text("of another user")
+    link.symlink_to(precious)
+    with pytest.raises(OSError):
+        open_to_append(link)
+    write_text(link, "mine")
+    assert precious.read_text() == "of another user" and link.read_text() == "mine" and not link.is_symlink()
+    with open_to_append(link) as file:
+        file.write(b", and more")
+    assert link.read_text() == "mine, and more"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_what_is_private_is_for_the_user_alone(tmp_path):
+    path = tmp_path / "secrets.json"
+    path.write_text("anybody may read this")
+    write_bytes(path, b"{}", private=True)
+    open_to_append(tmp_path / "log", private=True).close()
+    assert [file.stat().st_mode & 0o777 for file in (path, tmp_path / "log")] == [0o600, 0o600]

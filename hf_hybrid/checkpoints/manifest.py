@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from hf_hybrid.files import write_json, write_note
+from hf_hybrid.files import is_disk_full, write_json, write_note
 from hf_hybrid.records.course import is_on_course, is_same_run
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def saving(folder: Path) -> Generator[None]:
         yield
     except Exception as error:
         settle(output_dir)
-        if not _is_full(error):
+        if not is_disk_full(error):
             raise
         last = last_checkpoint(output_dir)
         resume = f"Then resume from `{last}`" if last else "No checkpoint was saved yet, so start anew then"
@@ -299,17 +299,6 @@ def earlier_weights(folder: str | Path) -> list[str]:
     folder = Path(folder)
     known = _read_json(folder / RUN_NAME).get("earlier_weights", {}) if (folder / RUN_NAME).is_file() else {}
     return [name for name, facts in _facts(folder, _weights(folder)).items() if known.get(name) == facts]
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Whether an error says that a file could not grow. safetensors and torch say it in words."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        if re.search(r"os error (28|122|27)\b|unexpected pos \d+ vs|file write failed|iostream error", str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _weights(folder: Path) -> list[Path]:

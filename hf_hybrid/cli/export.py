@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from hf_hybrid.records.readings import as_dict, read_json
 
 BATCH = 4
 
@@ -63,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         exporter.check_output(output)
         source.check_source(folder)
+        source.read_config(folder)
         batches = held_out_batches(args, folder)
         options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
         options["tasks"] = [name for name in args.tasks.split(",") if name]
         result = exporter.export(folder, output, args.format, batches=batches, **options)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
         return 2
     sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result))
@@ -86,8 +89,10 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     from hf_hybrid.cli.run import DATA_NAME, evaluation_data
     from hf_hybrid.export.source import read_tokenizer
 
+    if args.eval_sequences < 1:
+        raise OptionError(f"`--eval_sequences {args.eval_sequences}` must be 1 or more.")
     noted = next((path for path in (folder / DATA_NAME, folder.resolve().parent / DATA_NAME) if path.is_file()), None)
-    values = {} if noted is None else json.loads(noted.read_text(encoding="utf-8"))
+    values = {} if noted is None else _read_note(noted)
     seed = values.pop("seed", 0)
     own = ("eval_dataset", "eval_split", "text_column", "messages_column", "sequence_length")
     options = DataOptions(**values | {name: getattr(args, name) for name in own if getattr(args, name) is not None})
@@ -99,3 +104,29 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     rows = evaluation_data(options, tokenizer, seed)
     rows = rows.select(range(min(args.eval_sequences, len(rows)))).with_format("torch")
     return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    """
+    Return the options of the data that a run noted, and its `seed`.
+
+    Raises:
+        OptionError: If the file is damaged, or holds something else.
+    """
+    from hf_hybrid.cli.options import DataOptions, OptionError
+
+    hints = {**get_type_hints(DataOptions), "seed": int}
+    kinds = {name: get_args(hint) or ((int, float) if hint is float else hint) for name, hint in hints.items()}
+    found = read_json(path, [])
+    wrong = "it is damaged" if not isinstance(found, dict) else None
+    for name, value in as_dict(found).items():
+        if name not in kinds:
+            wrong = f"`{name}` is no option of the data"
+        elif isinstance(value, bool) or not isinstance(value, kinds[name]):
+            wrong = f"`{name}` cannot be `{value!r:.80}`"
+    if wrong is not None:
+        raise OptionError(
+            f"`{path}` does not say what the run was evaluated on: {wrong}. Delete the file, and name texts with "
+            "`--eval_dataset` if a loss is wanted."
+        )
+    return as_dict(found)

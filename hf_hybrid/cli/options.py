@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
 
 PROGRAM = "hf-hybrid train"
-ENVIRONMENT = "env"
-"""Key of a YAML file under which environment variables stand."""
+PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
+"""Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
 USAGE = f"{PROGRAM} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
 
 
@@ -256,6 +257,7 @@ class CommandLine:
         self.arguments, self.path = list(arguments), given.config
         self._from_file = {} if self.path is None else _read_yaml(self.path)
         self._variables = self._from_file.pop(ENVIRONMENT, None)
+        self._from_file |= _private_options()
 
     def from_file(self) -> dict[str, Any]:
         """Return the options of the YAML file by name, as it has them, with the variables under `env`."""
@@ -266,19 +268,19 @@ class CommandLine:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
         variables, where = {} if self._variables is None else self._variables, f"`{ENVIRONMENT}` in `{self.path}`"
         if not isinstance(variables, dict):
-            raise OptionError(f"{where} must hold lines of the form `NAME: value`, got `{variables}`.")
+            raise OptionError(f"{where} must hold lines of the form `NAME: value`{_got(where, variables)}.")
         for name, value in variables.items():
             if not isinstance(name, str) or "=" in name or not _can_be_set(name):
                 raise OptionError(f"`{name}` under {where} cannot be the name of an environment variable.")
             if not isinstance(value, (str, bool, int, float)):
                 raise OptionError(
-                    f"`{name}` under {where} must be a text or a number, got `{value}`. Put text that YAML reads as "
-                    "something else in quotes."
+                    f"`{name}` under {where} must be a text or a number{_got(name, value)}. Put text that YAML reads "
+                    "as something else in quotes."
                 )
             if value != "" and not _can_be_set(str(value)):
                 raise OptionError(
-                    f"`{name}` under {where} is `{value!r:.80}`, which no environment variable can hold. Take out "
-                    "NUL and half surrogates."
+                    f"`{name}` under {where} cannot be the value of an environment variable{_got(name, repr(value))}. "
+                    "Take out NUL and half surrogates."
                 )
         os.environ.update({name: str(value) for name, value in variables.items()})
 
@@ -331,7 +333,7 @@ class CommandLine:
         if value is None and type(None) not in kinds:
             raise OptionError(f"{where} is empty. Give a value, or leave the line out for the default.")
         if isinstance(value, (list, dict)) and type(value) not in kinds:
-            raise OptionError(f"{where} takes a single value, got `{value!r:.80}`.")
+            raise OptionError(f"{where} takes a single value{_got(name, repr(value))}.")
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data."""
@@ -356,22 +358,36 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = read_options(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"`--config {path}` cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
         raise OptionError(f"`--config {path}` is not text in UTF-8: {error}. Save it as UTF-8.") from None
     except RecursionError:
         raise OptionError(f"`--config {path}` is nested too deeply. It takes lines `learning_rate: 0.001`.") from None
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: of a date that does not exist
-        raise OptionError(f"`--config {path}` is not valid YAML: {error}") from None
+    except ValueError as error:
+        raise OptionError(f"`--config {path}` {error}.") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise OptionError(f"`--config {path}` must hold lines of the form `learning_rate: 0.001`.")
+    return values
+
+
+def _got(name: str, value: Any) -> str:
+    """The end of a message, which shows a value only if it cannot be a secret."""
+    secret = holds_secret(name, value) or isinstance(value, list) and any("=" in str(item) for item in value)
+    return "" if secret else f", got `{str(value):.80}`"
+
+
+def _private_options() -> dict[str, Any]:
+    try:
+        values = json.loads(os.environ.get(PRIVATE) or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise OptionError(f"The environment variable `{PRIVATE}` must hold options as JSON. Unset it.")
     return values
 
 

@@ -12,6 +12,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_hybrid.files import write_text
+
 if TYPE_CHECKING:
     from hf_hybrid.cli.planner import Planner
     from hf_hybrid.cli.ways import WayPlan
@@ -79,8 +81,11 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
     try:
-        Path(args.output).write_text(report.as_yaml(report.best), encoding="utf-8")
-    except (OSError, ValueError) as error:  # a ValueError: of a NUL
+        output = Path(args.output)
+        if output.is_symlink() or output.exists() and not output.is_file():
+            raise ValueError("it is a link, a folder or a device")  # which a file would replace
+        write_text(output, report.as_yaml(report.best))
+    except (OSError, ValueError) as error:  # a ValueError: of a NUL, too
         reason = getattr(error, "strerror", None) or error
         sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
         return 2

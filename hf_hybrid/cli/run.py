@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.options import (
+    PROGRAM,
     AdapterOptions,
     CommandLine,
     DataOptions,
@@ -30,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 DATA_NAME = "_hybrid_data.json"
 """In `output_dir`, for `hf-hybrid export`: where the data came from. Files with a leading underscore are not pushed."""
+_SAVED = re.compile(
+    r"(all|train|eval)_results\.json|trainer_state\.json|training_args\.bin|README\.md|(generation_|adapter_)?config\.json"
+    r"|(adapter_)?(model|pytorch_model)[-.].*|.*token.*\.(json|model)|vocab\..*|merges\.txt|chat_template\..*|.*\.py"
+)
+"""Names of what Trainer, the model and the tokenizer write into the folder of a run."""
 _OFFLINE = "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
 
 
@@ -48,10 +56,24 @@ def train(line: CommandLine) -> int:
     Train as the command line says.
 
     Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
-    memory for good.
+    memory for good, or if the disk is full.
     """
+    from hf_hybrid.files import is_disk_full
+
+    try:
+        return _train(line)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        logger.debug("The error in full:", exc_info=True)
+        sys.stderr.write(f"{PROGRAM}: error: {getattr(error, 'strerror', None) or error}\n")  # of any process
+        return 1
+
+
+def _train(line: CommandLine) -> int:
     from transformers import TrainerCallback
 
+    from hf_hybrid.files import is_disk_full
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
 
@@ -86,14 +108,31 @@ def train(line: CommandLine) -> int:
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error)
         return 1
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
+    try:
+        _save(trainer, result.metrics, names)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"The disk is full, or a limit on it is reached: the run is trained, and `{options.config.output_dir}` "
+            f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
+        ) from error
+    return 0
+
+
+def _save(trainer: Any, metrics: dict[str, Any], names: dict[str, str]) -> None:
+    """Save the model, evaluate it, and write its card; push what was asked for."""
+    if trainer.is_world_process_zero():
+        _remove_links(Path(trainer.args.output_dir))
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
     trainer.save_state()
     trainer.save_model()
     if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        evaluated = trainer.evaluate()
+        trainer.log_metrics("eval", evaluated)
+        trainer.save_metrics("eval", evaluated)
     # What only the command line knows: names on the Hub, no local paths.
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
     if trainer.args.push_to_hub:
@@ -103,7 +142,17 @@ def train(line: CommandLine) -> int:
     # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-    return 0
+
+
+def _remove_links(folder: Path) -> None:
+    """
+    Remove links in the place of files that Trainer writes at the end of a run.
+
+    It would write through them. A copy of a model as links, such as the Hub's cache makes, would lose the original.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() and _SAVED.fullmatch(path.name):
+            path.unlink()
 
 
 def check_output(folder: str) -> None:
@@ -203,6 +252,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_hybrid.cli.models import check_depth
+    from hf_hybrid.export.source import shard_names
 
     name = required("model", options.model)
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
@@ -225,6 +275,11 @@ def load_model(
     with_adapters = adapters.peft != "none"
     common["dtype"] = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
     path = Path(name)
+    for index in path.glob("*.index.json") if path.is_dir() else ():
+        try:
+            shard_names(index)
+        except ValueError as error:
+            raise OptionError(f"`--model {name}` cannot be loaded: `{index.name}` {error}.") from None
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if options.from_scratch or path.suffix == ".json" or without_weights:
         if with_adapters:
@@ -419,7 +474,11 @@ def _encoder(
                     "Correct or remove the row."
                 )
         # Some tokenizers end each text themselves.
-        return [ids if ids[-1:] == end else ids + end for ids in tokenizer(texts)["input_ids"]]
+        try:
+            found = tokenizer(texts)["input_ids"]
+        except Exception as error:  # whatever a broken file leads to
+            raise OptionError(f"The tokenizer cannot tokenise `{name}`: {_reason(error)} Save it again.") from error
+        return [ids if ids[-1:] == end else ids + end for ids in found]
 
     return from_texts
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.options import CommandLine, OptionError
+from hf_hybrid.cli.yaml_file import split_private
+from hf_hybrid.records.redaction import is_secret_name
 
 if TYPE_CHECKING:
     import optuna
@@ -66,14 +68,23 @@ def run(args: argparse.Namespace) -> int:
     """
     Run the trials and say which is the best.
 
-    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished; 130 after Ctrl-C.
+    Returns 0; 2 after a message for options that cannot work; 1 if no trial finished, or after a message if the disk is
+    full for example; 130 after Ctrl-C.
     """
     try:
         sweep = _Sweep(args)
-    except (OptionError, ValueError, ImportError) as error:
+    except (OptionError, ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
-    return sweep.run()
+    from optuna.exceptions import OptunaError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return sweep.run()
+    except (OSError, OptionError, OptunaError, SQLAlchemyError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        sys.stderr.write(f"{PROGRAM}: error: {reason:.300} The same command goes on when that is put right.\n")
+        return 1
 
 
 # What is tried.
@@ -179,7 +190,7 @@ def read_parameter(name: str, values: str, config: str) -> Choices | Range:
         OptionError: If `train` has no such option, or refuses a value; if the range is empty or reversed.
     """
     name, told = name.replace("-", "_"), f"`{values}` for `{name}`"
-    if name in RESERVED:
+    if name in RESERVED or is_secret_name(name):
         raise OptionError(f"`{name}` cannot be swept. Set it in the file of `--config`, or leave it out.")
     words = values.split("..") if ".." in values else values.split(",")
     read = [_value(name, word.strip(), config) for word in words]
@@ -262,19 +273,22 @@ class _Sweep:
     def _open(self) -> optuna.Study:
         from filelock import FileLock
 
-        from hf_hybrid.cli.trials import open_study
+        from hf_hybrid.cli.study import SweepFolder
 
-        tried = {"options": self.given, "parameters": [str(parameter) for parameter in self.parameters]}
+        distributions = {parameter.name: parameter.distribution() for parameter in self.parameters}
+        tried = {"options": split_private(self.given)[0], "parameters": list(map(str, self.parameters))}
         with FileLock(self.folder / "sweep.lock"):
-            study = open_study(self.folder, self.pruner)
+            study = SweepFolder(self.folder, self.pruner, self.base, distributions, _tell).open()
             before = study.user_attrs.get("tried")
-            if before is None:
-                study.set_user_attr("tried", tried)
-            elif before != tried:
+            if before is not None:  # an older version wrote secrets down, too
+                before = {**before, "options": split_private(before["options"])[0]}
+            if before not in (None, tried):
                 raise OptionError(
                     f"`{self.folder}` holds a sweep with other options or other values, and their losses cannot be "
                     "compared. Name another folder with `--output`."
                 )
+            if study.user_attrs.get("tried") != tried:
+                study.set_user_attr("tried", tried)
         return study
 
     def _propose(self, trials: list) -> dict[str, Any] | None:
@@ -282,7 +296,8 @@ class _Sweep:
         if len(self.parameters) > 1:
             return {}
         [parameter] = self.parameters
-        found = [(trial.params[parameter.name], self.pruner.standing(self.study, trial)) for trial in trials]
+        known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
+        found = [(trial.params[parameter.name], self.pruner.standing(self.study, trial)) for trial in known]
         ended = {value: standing for value, standing in found if standing is not None}
         value = parameter.next_value(self.count, ended, [value for value, standing in found if standing is None])
         return None if value is None else {parameter.name: value}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hf_hybrid.cli.trials import best_trial, forecast_pruner, outcome_text, trial_steps
+from hf_hybrid.cli.yaml_file import as_yaml
+from hf_hybrid.files import write_text
 from hf_hybrid.integrations.optuna import FrozenTrial, TrialState, optuna
 from hf_hybrid.report.plots import KEPT, LOST, PALETTE, draw, plots_available
 
@@ -53,9 +53,9 @@ def _number(value: Any) -> str:
 
 
 def write_best(folder: Path, options: dict[str, Any]) -> Path:
-    """Write the options of the best trial, for `hf-hybrid train --config`."""
+    """Write the options of the best trial, for `hf-hybrid train --config`, without those that may be secret."""
     path = folder / "best.yaml"
-    path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    write_text(path, as_yaml(options))
     return path
 
 

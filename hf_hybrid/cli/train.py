@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
+from hf_hybrid.cli.yaml_file import read_options
 
 MODULE = "hf_hybrid.cli.run"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
@@ -131,6 +132,8 @@ def _check_config(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     try:
+        if Path(name).suffix != ".json":
+            read_options(Path(name).read_text(encoding="utf-8"))  # which refuses what YAML would take in silence
         load_config_from_file(name)
     except Exception as error:  # whatever a broken file leads to
         raise OptionError(

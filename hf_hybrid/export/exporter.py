@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.utils import yaml_dump
+from safetensors import SafetensorError
 
 from hf_hybrid.export import measure
 from hf_hybrid.export.formats import (
@@ -38,7 +39,7 @@ from hf_hybrid.export.formats import (
     write,
 )
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
-from hf_hybrid.files import write_json, write_text
+from hf_hybrid.files import is_disk_full, write_json, write_text
 from hf_hybrid.hub import provenance
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number
@@ -127,8 +128,10 @@ def check_output(output: Path) -> None:
     Refuse to write over anything.
 
     Raises:
-        ExportError: If there is something under the name already.
+        ExportError: If there is something under the name already, a link to an empty folder too.
     """
+    if output.is_symlink():
+        raise ExportError(f"`{output}` is a link, and nothing is written through one. Name the folder, or delete it.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ExportError(f"`{output}` exists, and nothing is written over. Name another folder, or delete this one.")
 
@@ -141,8 +144,17 @@ def _workshop(output: Path) -> Generator[Path]:
     try:
         work.mkdir(parents=True)
         yield work
-    except OSError as error:
-        raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        # safetensors, tokenizers and torch have errors of their own for a disk that is full.
+        if isinstance(error, (OSError, SafetensorError)) or is_disk_full(error):
+            raise ExportError(f"`{output}` cannot be written: {error}. Free space, or name another folder.") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ExportError(  # whatever a broken config leads to
+            f"The model cannot be exported or measured: {reason} ({type(error).__name__}). Save it again with "
+            "`trainer.save_model()`, or export an earlier checkpoint."
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -240,10 +252,10 @@ def as_text(result: Mapping[str, Any]) -> str:
 
 def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
     """The card of the run, whose results and usage give way to those of the export; or a short one."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    card = ModelCard(text if _WRITTEN_BY in text else f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
+    card = _card_of_run(path) or ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
     metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
-    tags = [tag for tag in provenance.listed(metadata.get("tags")) if not tag.startswith("base_model:adapter:")]
+    tags = [tag for tag in provenance.listed(metadata.get("tags")) if isinstance(tag, str)]
+    tags = [tag for tag in tags if not tag.startswith("base_model:adapter:")]
     metadata["tags"] = provenance.unique([*tags, "hf-hybrid", *["quantized"] * (result["format"] != MERGED)])
     metadata["library_name"] = "transformers"  # peft loads the card's run, but not the export
     if metadata.get("base_model_relation") == "adapter":
@@ -252,6 +264,16 @@ def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> s
     kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     body = "\n".join([head, _section(result, tokenizer), *kept])
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
+
+
+def _card_of_run(path: Path) -> ModelCard | None:
+    """The card of the run, if this package wrote it and nobody broke it since."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return ModelCard(text) if _WRITTEN_BY in text else None
+    except Exception as error:  # whatever broken metadata lead to
+        logger.warning("`%s` cannot be read, and the export gets a short card: %s", path, " ".join(str(error).split()))
+        return None
 
 
 def _section(result: Mapping[str, Any], tokenizer: Any) -> str:

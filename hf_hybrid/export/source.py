@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -41,9 +41,9 @@ def check_source(folder: Path) -> None:
         )
     index = folder / f"{stem}.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
-    except (ValueError, KeyError, AttributeError):
-        raise ExportError(f"`{index}` is damaged. {_hint(folder)}") from None
+        names = shard_names(index) if index.is_file() else None
+    except ValueError as error:
+        raise ExportError(f"`{index}` {error}. {_hint(folder)}") from None
     for name in names or [f"{stem}.safetensors"]:
         if not (folder / name).is_file():
             raise ExportError(f"`{folder}` is not whole: `{name}` is missing. {_hint(folder)}")
@@ -53,6 +53,26 @@ def check_source(folder: Path) -> None:
         except (SafetensorError, OSError) as error:
             raise ExportError(f"`{folder / name}` is damaged: {error}. {_hint(folder)}") from None
     _check_age(folder, names or [f"{stem}.safetensors"])
+
+
+def shard_names(index: Path) -> list[str]:
+    """
+    Return the files that the index of a model in several files names, each once, in order.
+
+    Raises:
+        ValueError: If the index is damaged, or names a file outside of its folder; with a phrase that says so.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        names = []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("is damaged: it names no files of weights")
+    for name in names:
+        path = PureWindowsPath(name)  # which knows both kinds of separators
+        if path.anchor or ".." in path.parts:
+            raise ValueError(f"names `{name}`, which lies outside of its folder")
+    return names
 
 
 def _check_age(folder: Path, names: list[str]) -> None:
@@ -101,13 +121,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
                     f"`{ADAPTER_CONFIG}` to its folder, and export again."
                 )
         config = AutoConfig.from_pretrained(found)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ExportError):
-            raise
-        raise ExportError(f"The config of the model in `{folder}` cannot be read: {error}") from error
-    quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
+        quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
+        method = dict(config.quantization_config).get("quant_method") if quantised else None
+    except ExportError:
+        raise
+    except Exception as error:  # whatever a broken file leads to
+        raise ExportError(
+            f"The config of the model in `{folder}` cannot be read: {_sentence(error)} {_hint(folder)}"
+        ) from error
     if quantised and not is_adapter:
-        method = dict(config.quantization_config).get("quant_method")
         raise ExportError(
             f"The model of `{folder}` is quantised already (`{method}`). Export the run it was made from."
         )
@@ -115,16 +137,33 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none."""
+    """
+    Return the tokenizer in a folder, or that of the base of its adapters; `None` if there is none.
+
+    Raises:
+        ExportError: If the folder has one that cannot be read.
+    """
     if (folder / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(folder)
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # whatever a broken file leads to
+            raise ExportError(
+                f"The tokenizer in `{folder}` cannot be read: {_sentence(error)} Save it again."
+            ) from error
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    base = _peft().PeftConfig.from_pretrained(folder)
+    peft = _peft()
     try:
+        base = peft.PeftConfig.from_pretrained(folder)
         return AutoTokenizer.from_pretrained(base.base_model_name_or_path, revision=base.revision)
-    except (OSError, ValueError, TypeError):  # the base has none, or its name is none
+    except Exception:  # the base has none, or its name is none, or the file is broken, which `read_config` refuses
         return None
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
 
 
 def plain_folder(folder: Path, work: Path, as_trained: bool = False) -> Path:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from huggingface_hub import ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
 
+from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.files import write_json, write_text
 from hf_hybrid.hub.card import card_facts, render
 from hf_hybrid.hub.origins import is_dataset_id, is_local
@@ -43,11 +44,12 @@ class PublishingMixin(Trainer):
         super().__init__(*args, **kwargs)
         self._tag(self.model)
         self._watched_uploads = set()
-        if self.args.hub_token and self.is_world_process_zero():
+        kept_out = isinstance(self.args, HybridConfigBase)
+        if self.args.hub_token and not kept_out and self.is_world_process_zero():
             logger.warning(
                 "`hub_token` is part of the arguments, which Trainer writes to `training_args.bin` and pushes with the "
                 "model: whoever can read the repository can read the token. Leave it out, and log in with `hf auth "
-                "login` or set `HF_TOKEN`."
+                "login` or set `HF_TOKEN`. A `HybridConfig` keeps it out of that file."
             )
 
     def _tag(self, model: Any) -> None:

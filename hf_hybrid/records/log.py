@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.files import plain, write_json
+from hf_hybrid.files import open_to_append, plain, write_json
 from hf_hybrid.records.readings import number, numbered, read_lines
 from hf_hybrid.records.redaction import shareable
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 LOG_NAME = "hybrid_log.jsonl"
 PROFILE = "profile"
 CHECKPOINT = r"checkpoint-(\d+)"
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # others may have put a link into a shared folder; Windows has no such flag
 
 # Writing.
 
@@ -42,7 +41,7 @@ def append_line(path: Path, entry: dict) -> None:
         OSError: If the file cannot be written, or is a link.
     """
     line = json.dumps(plain(entry), allow_nan=False, default=str)
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o666), "ab+") as file:
+    with open_to_append(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         is_cut = size and file.read(1) != b"\n"

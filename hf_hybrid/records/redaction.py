@@ -37,6 +37,11 @@ def is_secret_name(name: str) -> bool:
     return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
 
 
+def has_secret(text: str) -> bool:
+    """Whether a text has a known format of tokens in it, or credentials in an address."""
+    return bool(_SECRET_VALUES.search(text) or _CREDENTIALS_IN_URL.search(text))
+
+
 def redact(value: str, secrets: Iterable[str | None] = ()) -> str:
     """
     A text without `secrets`, values of environment variables with secret names, known formats of tokens, credentials

@@ -8,6 +8,7 @@ opens offline and can be mailed. Whatever comes from files (names, options, reas
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.files import plain
+from hf_hybrid.files import plain, write_text
 from hf_hybrid.records.readings import PHASES, as_dict, evenly, number, reading
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
@@ -49,11 +50,12 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     Returns the files, the page first.
 
     Raises:
-        ValueError: If there is nothing in `folder` to report on.
+        ValueError: If there is nothing in `folder` to report on, or the folder for the report is a file, or a link that
+            was not named.
     """
     run = load_run(folder)
     found = shareable(findings(run))
-    output = _made(Path(output) if output is not None else run.folder / "report")
+    output = _made(output, run.folder / "report")
     plots = run_plots(run, found, output) if _can_plot() else []
     steps, leaps = _recorded_steps(run), evenly(run.leaps, MOST_RECORDS)
     found["notes"] += _cut(run, len(steps))
@@ -82,7 +84,7 @@ def write_comparison(first: str | Path, second: str | Path, output: str | Path |
     """
     runs = load_run(first), load_run(second)
     found = compare(*runs)
-    output = _made(Path(output) if output is not None else runs[1].folder / "report" / "comparison")
+    output = _made(output, runs[1].folder / "report" / "comparison")
     plots = comparison_plots(*runs, output) if _can_plot() else []
     title = f"{runs[0].name} and {runs[1].name}: comparison"
     return _write(output, "comparison", _comparison_body(found, plots), title, found, plots)
@@ -98,7 +100,11 @@ def _cut(run: Run, steps: int) -> list[str]:
     return notes
 
 
-def _made(output: Path) -> Path:
+def _made(given: str | Path | None, usual: Path) -> Path:
+    """Make the folder that was named, or else the usual one, which the folder of a run may have as a link."""
+    if given is None and (link := next((path for path in (usual, usual.parent) if path.is_symlink()), None)):
+        raise ValueError(f"`{link}` is a link, and a report is not written through one. Name its folder as `output`.")
+    output = usual if given is None else Path(given)
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` is `{output}`, which is a file. Name a folder.")
     output.mkdir(parents=True, exist_ok=True)
@@ -114,8 +120,8 @@ def _can_plot() -> bool:
 def _write(output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot]) -> list[Path]:
     files = [output / f"{name}.html", output / f"{name}.json"]
     values = {**values, "plots": [f"{plot.name}.png" for plot in plots]}
-    files[0].write_text(_page(title, body), encoding="utf-8")
-    files[1].write_text(json.dumps(plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(files[0], _page(title, body))
+    write_text(files[1], json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
     return files + [output / f"{plot.name}.png" for plot in plots]
 
 
@@ -173,11 +179,12 @@ def _write_csv(path: Path, rows: Sequence[dict]) -> Path:
         return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(map(safe, names))
-        filled = (row for row in rows if any(value is not None for value in row.values()))
-        writer.writerows([safe(row.get(name)) for name in names] for row in filled)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(map(safe, names))
+    filled = (row for row in rows if any(value is not None for value in row.values()))
+    writer.writerows([safe(row.get(name)) for name in names] for row in filled)
+    write_text(path, text.getvalue())
     return path
 
 

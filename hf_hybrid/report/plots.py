@@ -20,6 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid.files import write_bytes
 from hf_hybrid.records.readings import evenly, number, reading
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
 from hf_hybrid.report.findings import ACCEPTED, accepted
@@ -94,7 +95,9 @@ def draw(name: str, title: str, alt: str, painter: Callable, folder: Path) -> Pl
         FigureCanvasAgg(figure)
         if painter(figure) is False:
             return None
-        figure.savefig(folder / f"{name}.png", dpi=150, facecolor="white")
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=150, facecolor="white")
+        write_bytes(folder / f"{name}.png", image.getvalue())
         return Plot(name, title, alt, _svg(figure, alt))
 
 

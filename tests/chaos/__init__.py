@@ -11,7 +11,8 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `kills.py` | `kill -9` at random moments and inside saves, then resume |
 | `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints, two processes |
 | `damages.py` | damaged and swapped files of a checkpoint |
-| `folders.py` | `hf-hybrid report` on damaged run folders |
+| `folders.py` | `hf-hybrid report` and `hf-hybrid export` on damaged run folders |
+| `sweeps.py` | `hf-hybrid sweep` that is killed or damaged, and started again |
 | `fuzz.py` | random options, through Python and the command line |
 | `test_chaos.py` | a small part of it in the default tests, more in the slow ones |
 | `test_fuzz.py` | a few random options in the default tests |

@@ -1,17 +1,26 @@
-"""`hf-hybrid report` on run folders that were damaged: a report or one sentence, never a traceback, never a hang."""
+"""
+`hf-hybrid report` and `hf-hybrid export` on run folders that were damaged, or in which somebody put links.
+
+There is a report or an export, or one sentence. There is never a traceback or a hang, and a file that a link leads to
+is never changed.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
+import torch
 from rig import run_folders
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from chaos import Result, damages, generator
+from chaos import Result, damages, fuzz, generator
 from chaos.children import run
 from hf_hybrid.cli.main import main
 
@@ -42,7 +51,15 @@ def report(case: str, seed: int, folder: Path, prepared: Path) -> Result:
     done = []
     for path in chance.sample(files, k=min(len(files), chance.randint(1, 3))):
         done.append(f"{path.relative_to(out)}: {_damage(path, chance)}")
+    precious = folder / "precious"
+    precious.write_text("of another user")
+    for name in chance.sample(WRITTEN, k=chance.choice([0, 0, 1, 5])):
+        (out / "report").mkdir(exist_ok=True)
+        (out / "report" / name).symlink_to(precious)
+        done.append(f"report/{name} is a link")
     ended = run(main, ["report", str(out)], log=log, patience=PATIENCE)
+    if precious.read_text() != "of another user":
+        return Result(case, "written through a link", "; ".join(done))
     told, detail = log.read_text(errors="replace"), "; ".join(done)
     if ended.how == "hang":
         return Result(case, "hang", detail)
@@ -51,6 +68,59 @@ def report(case: str, seed: int, folder: Path, prepared: Path) -> Result:
     if ended.value == 0:
         return Result(case, "reported" if (out / "report" / "report.html").is_file() else "silent", detail)
     return Result(case, "refused" if told.strip() else "silent", detail)
+
+
+WRITTEN = ("report.html", "report.json", "steps.csv", "leaps.csv", "loss.png")
+
+
+def prepare_exports(folder: Path) -> None:
+    """Make the folders of finished runs, with the weights in one file and in several."""
+    for name, size in (("whole", "1GB"), ("sharded", "20KB")):
+        out = folder / name
+        fuzz.make_model(out, {})
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+        model.save_pretrained(out, max_shard_size=size)
+        (out / "text.txt").write_text("\n\n".join(f"{number}. {'To be or not to be. ' * 8}" for number in range(9)))
+        note = {"dataset": str(out / "text.txt"), "sequence_length": 32, "eval_share": 0.2, "seed": 3}
+        (out / "_hybrid_data.json").write_text(json.dumps(note))
+        (out / "README.md").write_text("---\ntags: [a]\nlicense: mit\n---\n\n# run\n\n*Written by `hf_hybrid`*\n")
+
+
+def export(case: str, seed: int, folder: Path, prepared: Path) -> Result:
+    """
+    Damage some files of a run and export it.
+
+    Args:
+        case (`str`): `exports/KIND/NUMBER`.
+        prepared (`Path`): From [`prepare_exports`].
+    """
+    kind, chance = case.split("/")[1], generator(seed, case)
+    out, log, output = folder / "out", folder / "log", folder / "exported"
+    shutil.copytree(prepared / kind, out)
+    files = sorted(path for path in out.iterdir() if path.is_file())
+    done = []
+    for path in chance.sample(files, k=chance.randint(1, 2)):
+        done.append(f"{path.name}: {_damage(path, chance)}")
+    words = ["export", str(out), "--format", "merged", "--output", str(output)]
+    ended = run(_in_folder, folder, words, log=log, patience=2 * PATIENCE)
+    told, detail = log.read_text(errors="replace"), "; ".join(done)
+    if ended.how == "hang":
+        return Result(case, "hang", detail)
+    if ended.how != "returned" or "Traceback" in told:
+        return Result(case, "traceback", f"{detail}\n{ended.value}\n{ended.trace}\n{told[-3000:]}")
+    left = {path.name for path in folder.iterdir()} - {"out", "log", "cache"}
+    if ended.value == 0:
+        whole = all((output / name).is_file() for name in ("config.json", "export.json", "README.md"))
+        return Result(case, "exported" if whole and left == {"exported"} else "not whole", f"{detail}; left: {left}")
+    said = "hf-hybrid export: error: " in told
+    return Result(case, "refused" if said and not left else "left something", f"{detail}; left: {left}\n{told[-1000:]}")
+
+
+def _in_folder(folder: Path, words: list[str]) -> int:
+    os.chdir(folder)
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    return main(words)
 
 
 BYTES = [damages.DAMAGES[kind] for kind in ("emptied", "truncated", "one bit flipped", "zeros from some byte on")]
@@ -62,7 +132,7 @@ VALUES: list[Any] = [
 
 def _damage(path: Path, chance: random.Random) -> str:
     """Change some values of a JSON file, or its bytes; return in words what was done."""
-    if chance.random() < 0.25:
+    if path.suffix not in (".json", ".jsonl") or chance.random() < 0.25:
         change = chance.choice(BYTES)
         change(path, chance, path)
         return change.__name__.strip("_")

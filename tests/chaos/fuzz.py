@@ -352,7 +352,7 @@ def _env_words(dice: random.Random) -> tuple[list[str], dict[str, Any]]:
 def _command(words: list[str], changes: dict[str, Any], folder: Path) -> tuple[str, str]:
     os.chdir(folder)
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
-    _make_model(folder / "model", changes.pop("config", {}))
+    make_model(folder / "model", changes.pop("config", {}))
     Path("text.txt").write_text("\n\n".join(f"{number}. {'To be or not to be. ' * 8}" for number in range(20)))
     for name, text in changes.items():
         Path(name).write_bytes(text)
@@ -386,7 +386,7 @@ def _trained(words: list[str]) -> tuple[str, str]:
     return ("nonsense", f"{broken[0]} is not finite") if broken else ("trained", "")
 
 
-def _make_model(folder: Path, sizes: dict[str, Any]) -> None:
+def make_model(folder: Path, sizes: dict[str, Any]) -> None:
     """Write a folder like GPT-2's: a config, and a byte-level tokenizer without a pad token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, damages, faults, folders, fuzz, kills, trainings
+from chaos import Result, damages, faults, folders, fuzz, kills, sweeps, trainings
 from chaos.children import Ended
 
-GOOD = {"same bits", "repaired", "refused", "harmless", "trained", "reported"}
+GOOD = {"same bits", "same losses", "repaired", "refused", "harmless", "trained", "reported", "exported"}
 """Every other outcome is a fault."""
 PARTS: dict[str, tuple[str, int]] = {
     "kills": ("trainings killed at a random moment or inside a save, and resumed", 1000),
@@ -43,6 +43,8 @@ PARTS: dict[str, tuple[str, int]] = {
     "anew": ("a run begun anew over the checkpoints of another", 80),
     "finished": ("resumes of a finished run", 36),
     "reports": ("hf-hybrid report on damaged run folders", 200),
+    "exports": ("hf-hybrid export of damaged run folders", 100),
+    "sweeps": ("hf-hybrid sweep that is killed or damaged, and started again", 90),
     "constructions": ("random options through Python", 2000),
     "command-lines": ("random options through the command line", 300),
 }
@@ -56,6 +58,17 @@ INTERRUPTED: dict[str, Callable[[str, int, Path, Ended], Result]] = {
     "finished": faults.finished_already,
 }
 """Parts whose cases compare with an uninterrupted run."""
+PREPARED: dict[str, Callable[[Path], None]] = {
+    "reports": folders.prepare,
+    "exports": folders.prepare_exports,
+    "sweeps": sweeps.prepare,
+}
+DAMAGED: dict[str, Callable[[str, int, Path, Path], Result]] = {
+    "reports": folders.report,
+    "exports": folders.export,
+    "sweeps": sweeps.sweep,
+}
+"""Parts whose cases begin with a copy of a folder that was prepared."""
 
 
 def main() -> int:
@@ -96,6 +109,8 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
         "signals": [mode for mode in modes if mode != "two processes"],  # a launcher would tell both
         "disk": [mode for mode in modes if mode != "workers"],  # which send batches through files, and would hang
         "reports": ["hybrid", "logged", "plain"],
+        "exports": ["whole", "sharded"],
+        "sweeps": ["damaged", "killed", "trials killed"],
         "constructions": ["all"],
         "command-lines": ["all"],
     }.get(part, modes)
@@ -110,7 +125,9 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         prepared = pool.map(_prepare, [folder] * len(modes), modes, [mode in damaged for mode in modes])
         references = dict(zip(modes, prepared))
-        folders.prepare(folder / "references" / "reports")
+        for part, prepare in PREPARED.items():
+            if any(name.startswith(f"{part}/") for name in names):
+                prepare(folder / "references" / part)
         found = [result for _, result in references.values()]
         untrained = {mode for mode, (ended, _) in references.items() if ended.how != "returned"}
         waiting = [
@@ -142,8 +159,8 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
     try:
         if part == "damages":
             result = damages.damage(case, seed, own, expected, folder / "references" / kind)
-        elif part == "reports":
-            result = folders.report(case, seed, own, folder / "references" / "reports")
+        elif part in DAMAGED:
+            result = DAMAGED[part](case, seed, own, folder / "references" / part)
         elif part in INTERRUPTED:
             result = INTERRUPTED[part](case, seed, own, expected)
         else:

@@ -14,6 +14,7 @@ from pydoc_data import topics
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
@@ -30,6 +31,7 @@ from hf_hybrid.cli.options import (
     help_text,
 )
 from hf_hybrid.cli.run import load_model, load_tokenizer, training_data
+from hf_hybrid.cli.yaml_file import read_options
 from hf_hybrid.machine import use_one_gpu
 from hf_hybrid.run.monitor import TrainingDivergedError
 
@@ -207,7 +209,7 @@ def test_the_env_of_the_docs_is_taken(tmp_path, environment):
         ("{A: 2026-01-31}", "`A` under `env` in `{file}` must be a text or a number, got `2026-01-31`. Put text that"),
         ("{A=B: x}", "`A=B` under `env` in `{file}` cannot be the name of an environment variable"),
         ("{1: x}", "`1` under `env` in `{file}` cannot be the name of an environment variable"),
-        ('{A: "x\\0y"}', "`A` under `env` in `{file}` is `'x\\x00y'`, which no environment variable can hold"),
+        ('{A: "x\\0y"}', "`A` under `env` in `{file}` cannot be the value of an environment variable, got `'x\\x00y'`"),
     ],
 )
 def test_an_env_that_cannot_be_set_is_refused_and_sets_nothing(tmp_path, environment, capsys, env, message):
@@ -273,7 +275,11 @@ def test_wrong_options_are_named_with_the_nearest_right_one(arguments, message):
     [
         ("leraning_rate: 1", "`leraning_rate` in `{file}` is no option. Did you mean `learning_rate`?"),
         ("- a\n- b", "must hold lines of the form `learning_rate: 0.001`"),
-        ("a: [", "is not valid YAML"),
+        ("a: [", "is not valid YAML: expected the node content, but found '<stream end>' in line 1."),
+        ("env:\n  WANDB_API_KEY: abc: def", "is not valid YAML: mapping values are not allowed here in line 2."),
+        ("seed: 1\nmodel: m\nseed: 2", "`--config {file}` has `seed` in line 1 and `seed` in line 3, and only one of"),
+        ("max-steps: 1\nmax_steps: 2", "has `max-steps` in line 1 and `max_steps` in line 2, and only one of them"),
+        ("env: {A: 1,\n  A: 2}", "has `A` in line 1 and `A` in line 2, and only one of them"),
         ("max_steps: few", "argument --max_steps/--max-steps: invalid int value: 'few'"),
         ("config: other.yaml", "`config` in `{file}` is no option"),
         ("max_steps:", "`max_steps` in `{file}` is empty. Give a value, or leave the line out for the default"),
@@ -294,6 +300,33 @@ def test_wrong_yaml_is_refused(tmp_path, text, message):
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=re.escape(message.format(file=file))):
         parse_values(["--config", str(file)])
+
+
+def test_a_merged_key_is_no_twin_and_an_alias_is_seen_once(tmp_path):
+    text = "env: &a {A: 1, A-: 2, A_: 3}\n<<: &b {seed: 1, max_steps: 3}\nseed: 2\n"
+    assert read_options(text)["seed"] == 2 and read_options("a: &x {b: *x}\n")
+    assert read_options("") is None and read_options(text)["max_steps"] == 3
+
+
+@pytest.mark.parametrize("env", ["{WANDB_API_KEY: [s3cret]}", "[WANDB_API_KEY=s3cret]", '{API_KEY: "s3cret\\0"}'])
+def test_no_message_shows_a_secret(tmp_path, environment, capsys, env):
+    (tmp_path / "run.yaml").write_text(f"env: {env}\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "s3cret" not in capsys.readouterr().err
+    for text in ("hub_token: [s3cret]\n", "env:\n  API_KEY: s3cret: def\n"):
+        (tmp_path / "run.yaml").write_text(text)
+        assert main(["train", "--config", str(tmp_path / "run.yaml"), "--model", "m", "--dataset", "d"]) == 2
+        assert "s3cret" not in capsys.readouterr().err
+
+
+def test_options_that_stand_in_no_file_are_given_by_environment(folder, tmp_path, environment, capsys):
+    (tmp_path / "run.yaml").write_text("max_steps: 3\n")
+    environment["HF_HYBRID_PRIVATE_OPTIONS"] = '{"hub_token": "s3cret"}'
+    values = parse_values(["--config", str(tmp_path / "run.yaml")])
+    assert (values.hub_token, values.max_steps) == ("s3cret", 3)
+    environment["HF_HYBRID_PRIVATE_OPTIONS"] = "[1]"
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "`HF_HYBRID_PRIVATE_OPTIONS` must hold options as JSON" in capsys.readouterr().err
 
 
 def test_help_is_ours_in_groups_and_complete(capsys):
@@ -423,6 +456,35 @@ def test_a_training_that_diverges_is_a_message_and_exit_status_1(folder, monkeyp
     monkeypatch.setattr(HybridTrainer, "train", diverge)
     assert main(["train", "--config", "run.yaml", "--use_cpu", "--output_dir", "new"]) == 1
     assert "hf-hybrid train: error: Step 3: the loss is not finite.\n" in capsys.readouterr().err
+
+
+def test_a_run_over_links_leaves_what_they_lead_to(folder, tmp_path, monkeypatch):
+    """As a copy of a model is that `cp --symbolic-link` or the Hub's cache makes."""
+    monkeypatch.chdir(folder)
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("of another user")
+    out.mkdir()
+    names = "model.safetensors config.json tokenizer.json train_results.json trainer_state.json README.md notes.txt"
+    for name in names.split():
+        (out / name).symlink_to(precious)
+    words = ["--use_cpu", "--output_dir", str(out), "--max_steps", "1", "--save_strategy", "no"]
+    assert main(["train", "--config", "run.yaml", *words]) == 0
+    assert precious.read_text() == "of another user"
+    assert [name for name in names.split() if (out / name).is_symlink()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["train", "save_model"])
+def test_a_full_disk_is_a_message_and_exit_status_1(folder, tmp_path, monkeypatch, capsys, name):
+    def full(trainer, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(HybridTrainer, name, full)
+    words = ["--use_cpu", "--output_dir", str(tmp_path), "--max_steps", "1", "--save_strategy", "no"]
+    assert main(["train", "--config", "run.yaml", *words]) == 1
+    said = capsys.readouterr().err
+    assert "hf-hybrid train: error: " in said and "os error 28" in said and "Traceback" not in said
+    assert ("Free space, then end the run with" in said) == (name == "save_model")
 
 
 @pytest.mark.processes
@@ -578,6 +640,13 @@ def test_models_that_cannot_be_used_are_refused(folder, options, adapters, vocab
         load_model(ModelOptions(**{"model": model, **options}), AdapterOptions(**adapters), vocabulary)
 
 
+def test_an_index_that_leads_out_of_the_model_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    with pytest.raises(OptionError, match=r"index.json` names `../x.safetensors`, which lies outside of its folder"):
+        load_model(ModelOptions(model=str(tmp_path / "model")), AdapterOptions(), 257)
+
+
 def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
     load_model(ModelOptions(model=str(folder / "model")), AdapterOptions(), 257).save_pretrained(tmp_path)
     for package, peft, extra in (("peft", "lora", "peft"), ("bitsandbytes", "qlora", "peft,quantization")):
@@ -588,6 +657,12 @@ def test_a_missing_extra_says_how_to_install_it(folder, tmp_path, monkeypatch):
 
 
 # Processes.
+
+
+def test_twin_keys_of_a_config_of_accelerate_are_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text("num_processes: 2\nnum_processes: 3\n")
+    with pytest.raises(OptionError, match="`num_processes` in line 1 and `num_processes` in line 2"):
+        train.launch_arguments(CommandLine(["--accelerate_config", str(tmp_path / "own.yaml"), "--use_cpu"]))
 
 
 def test_accelerate_gets_the_packaged_or_the_given_config(tmp_path):

@@ -114,6 +114,11 @@ def test_what_is_short_is_said(config_file, capsys):
     assert "not written" in shown.err and not target.exists()
     assert plan(config_file, "--sequence_length", "32", "--output", config_file / "below-a-file.yaml") == 2
     assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
+    precious = config_file.parent / "precious"
+    precious.write_text("of another user")
+    target.symlink_to(precious)
+    assert plan(config_file, "--sequence_length", "32", "--output", target) == 2
+    assert "cannot be written: it is a link" in capsys.readouterr().err and precious.read_text() == "of another user"
 
 
 def test_limits_default_to_the_machine(config_file, capsys):

@@ -5,22 +5,30 @@ Most tests put a process in the place of `hf-hybrid train` that writes a log as 
 rate of this made-up training is 1.5e-3.
 """
 
+import contextlib
+import hashlib
 import json
+import math
 import os
+import random
 import re
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import psutil
 import pytest
 import yaml
+from conftest import mostly_slow
 from optuna.trial import TrialState
 
-from hf_hybrid.cli import trials
+from hf_hybrid.cli import study, trials
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.cli.sweep import Choices, Range, read_parameter
@@ -29,14 +37,22 @@ from hf_hybrid.world_model.final_loss import FinalLoss
 
 STEPS = 20
 TRAINING = """
-import json, math, os, pathlib, re, sys, threading, time
+import hashlib, json, math, os, pathlib, re, sys, threading, time
 text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
 folder = pathlib.Path(re.search("^output_dir: (.*)$", text, re.M)[1])
 rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 if rate == 666:
-    sys.exit("it does not work")
-print(sys.argv)
+    sys.exit("it does not work, says " + os.environ.get("PLAIN", "nobody") + "\\n 50%|#####     | 5/10")
+print(sys.argv, sorted(set(os.environ) & {"OMP_NUM_THREADS"}))
+for name in ("HF_HYBRID_PRIVATE_OPTIONS", "WANDB_API_KEY", "PLAIN"):
+    print(name, hashlib.sha256(os.environ.get(name, "").encode()).hexdigest())
+if rate in (7e-4, 8e-4) and not (folder / "was-killed").exists():
+    if rate == 7e-4:
+        (folder / "was-killed").touch()
+    print(" 3%|3         | 6/200", end="", flush=True)
+    os.kill(os.getpid(), int(os.environ.get("KILLED_BY", 9)))
+    time.sleep(60)
 end = 2 + math.log10(rate / 1.5e-3) ** 2
 with (folder / "hybrid_log.jsonl").open("a") as log:
     for step in range(21):
@@ -51,19 +67,27 @@ with (folder / "hybrid_log.jsonl").open("a") as log:
 """
 
 
+def write_config(folder):
+    run = {"model": "m", "dataset": "d.txt", "max_steps": STEPS, "use_cpu": True, "output_dir": str(folder / "out"),
+           "report_to": "none", "lr-scheduler-type": "cosine"}  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    return folder / "run.yaml"
+
+
 @pytest.fixture
 def config(tmp_path):
-    run = {"model": "m", "dataset": "d.txt", "max_steps": STEPS, "use_cpu": True, "output_dir": str(tmp_path / "out"),
-           "report_to": "none", "lr-scheduler-type": "cosine"}  # fmt: skip
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
-    return tmp_path / "run.yaml"
+    return write_config(tmp_path)
 
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
+    make_up(tmp_path, monkeypatch)
+
+
+def make_up(folder, monkeypatch):
     """Trials train in no time, and what a trial forecasts is its last loss."""
-    (tmp_path / "training.py").write_text(TRAINING)
-    monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(tmp_path / "training.py")))
+    (folder / "training.py").write_text(TRAINING)
+    monkeypatch.setattr(trials, "PROCESS", (sys.executable, "-S", str(folder / "training.py")))
     monkeypatch.setattr(trials, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(
         pruner,
@@ -235,8 +259,7 @@ def test_trials_at_a_time_make_each_trial_once(config, made_up, capsys):
     found = study_in(config.parent / "out-sweep").trials
     assert sorted(trial.params["learning_rate"] for trial in found) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3]
     assert {trial.state for trial in found} == {TrialState.COMPLETE}
-    written = yaml.safe_load((config.parent / "out-sweep" / "trial-000" / "trial.yaml").read_text())
-    assert int(written["env"]["OMP_NUM_THREADS"]) >= 1
+    assert "OMP_NUM_THREADS" in (config.parent / "out-sweep" / "trial-000" / "output.txt").read_text()
 
 
 @pytest.mark.processes
@@ -245,6 +268,283 @@ def test_a_sweep_whose_trials_cannot_begin_ends_at_once(config, made_up, capsys)
     said = capsys.readouterr()
     assert "failed: it does not work" in said.out and "no trial finished" in said.err
     assert len([t for t in study_in(config.parent / "out-sweep").trials if t.state == TrialState.FAIL]) == 1
+
+
+# Secrets.
+
+SECRETS = {"hub_token": "hf_s3cret", "WANDB_API_KEY": "s3cret-key", "PLAIN": "s3cret-value"}
+
+
+def files_with(folder, text):
+    return {path.name for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()}
+
+
+@pytest.mark.processes
+def test_no_file_of_a_sweep_holds_a_secret_and_every_trial_has_them(config, made_up, monkeypatch):
+    for name in ("WANDB_API_KEY", "PLAIN"):
+        monkeypatch.setenv(name, "of another run")
+    before = config.read_text()
+    given = {"hub_token": SECRETS["hub_token"], "env": {name: SECRETS[name] for name in ("WANDB_API_KEY", "PLAIN")}}
+    config.write_text(before + yaml.safe_dump({**given, "run_name": "https://me:s3cret@host/x"}))
+    words, folder = ["--learning_rate", "1e-3,1.5e-3,2e-3", "--trials"], config.parent / "out-sweep"
+    assert start(config, *words, "2") == 0 and start(config, *words, "3") == 0
+    assert files_with(folder, "s3cret") == set()
+    private = json.dumps({"hub_token": SECRETS["hub_token"], "run_name": "https://me:s3cret@host/x"})
+    expected = {"HF_HYBRID_PRIVATE_OPTIONS": private, **SECRETS}
+    for number in range(3):
+        printed = (folder / f"trial-00{number}" / "output.txt").read_text()
+        for name in ("HF_HYBRID_PRIVATE_OPTIONS", "WANDB_API_KEY", "PLAIN"):
+            assert f"{name} {hashlib.sha256(expected[name].encode()).hexdigest()}" in printed
+    best = (folder / "best.yaml").read_text()
+    assert best.startswith("# Left out, because it may be secret: `hub_token`, `run_name`, `PLAIN` under `env`, ")
+    assert not {"env", "hub_token", "run_name"} & set(yaml.safe_load(best))
+    config.write_text(before + yaml.safe_dump({"hub_token": "hf_another", "env": {"WANDB_API_KEY": "a new one"}}))
+    assert start(config, *words, "3") == 0, "a key may change between two starts"
+
+
+@pytest.mark.processes
+def test_what_a_trial_prints_is_private_and_its_reason_is_without_secrets(config, made_up, capsys):
+    config.write_text(config.read_text() + yaml.safe_dump({"env": {"PLAIN": "s3cret-value"}}))
+    assert start(config, "--learning_rate", "666,667", "--trials", "2") == 1
+    folder = config.parent / "out-sweep"
+    assert "failed: it does not work, says REMOVED" in capsys.readouterr().out, "and not the progress bar after it"
+    assert files_with(folder, "s3cret") == {"output.txt"}
+    assert (folder / "trial-000" / "output.txt").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_cannot_be_swept(config, capsys):
+    assert start(config, "--param", "hub_token=a,b") == 2
+    assert "`hub_token` cannot be swept" in capsys.readouterr().err
+
+
+# Trials that are killed.
+
+
+def checkpoint_of_the_killed(folder):
+    return "out/checkpoint-5" if (folder / "was-killed").exists() else None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
+def test_a_trial_that_was_killed_goes_on_as_the_same_trial(config, made_up, capsys, monkeypatch, number):
+    monkeypatch.setenv("KILLED_BY", str(int(number)))
+    monkeypatch.setattr(trials, "last_checkpoint", checkpoint_of_the_killed)
+    assert start(config, "--learning_rate", "7e-4,1.5e-3", "--trials", "2") == 0
+    folder, said = config.parent / "out-sweep", capsys.readouterr().out
+    assert f"trial 0 was killed by {number.name} after `checkpoint-5`\ntrial 0 was interrupted and goes on" in said
+    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 2
+    assert (folder / "trial-000" / "output.txt").read_text().count("'--resume_from_checkpoint', 'true'") == 1
+
+
+@pytest.mark.processes
+def test_a_trial_that_is_killed_again_and_again_has_failed(config, made_up, capsys):
+    assert start(config, "--learning_rate", "8e-4,1.5e-3", "--trials", "2") == 0
+    assert "failed: killed by SIGKILL 3 times without a checkpoint; is memory short?" in capsys.readouterr().out
+    states = [trial.state for trial in study_in(config.parent / "out-sweep").trials]
+    assert states == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+@pytest.mark.parametrize("status, name", [(-9, "SIGKILL"), (137, "SIGKILL"), (143, "SIGTERM"), (-signal.SIGSEGV, None),
+                                          (1, None), (2, None), (0, None)])  # fmt: skip
+def test_a_signal_from_outside_is_told_from_an_error(status, name):
+    assert trials._signal(status) == name
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", mostly_slow(["", '{"eval_lo', "[]", '{"eval_loss": "low"}', "{}"], ['{"eval_lo']))
+def test_results_that_were_cut_short_are_made_again(config, made_up, capsys, text):
+    words, folder = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], config.parent / "out-sweep"
+    assert start(config, *words) == 0
+    study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
+    (folder / "trial-002").mkdir()
+    (folder / "trial-002" / "eval_results.json").write_text(text)  # killed while Trainer wrote it
+    assert start(config, *words) == 0
+    assert [trial.state for trial in study_in(folder).trials] == [TrialState.COMPLETE] * 3
+
+
+def test_a_training_that_was_told_to_end_early_has_no_result(tmp_path):
+    (tmp_path / "eval_results.json").write_text('{"eval_loss": 2.5}')
+    assert study.held_out_loss(tmp_path) == 2.5
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 20}')
+    assert study.held_out_loss(tmp_path) is None and study.ended_early(tmp_path)
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 20, "max_steps": 20}')
+    assert study.held_out_loss(tmp_path) == 2.5
+    (tmp_path / "eval_results.json").write_text("{")
+    (tmp_path / "all_results.json").write_text('{"eval_loss": 2.5, "train_loss": 3}')
+    assert study.held_out_loss(tmp_path) == 2.5, "Trainer writes it there, too"
+    (tmp_path / "all_results.json").write_text('{"eval_loss": NaN}')
+    assert math.isnan(study.held_out_loss(tmp_path))
+
+
+def test_a_sweep_on_a_full_disk_ends_with_a_sentence(config, made_up, capsys, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trials.Trials, "_take", full)
+    assert start(config, "--learning_rate", "1e-3,1.5e-3") == 1
+    said = capsys.readouterr().err
+    assert "hf-hybrid sweep: error: [Errno 28] No space left on device The same command goes on" in said
+
+
+# Databases that are damaged.
+
+WORDS = ("--learning_rate", "1e-5..10", "--trials", "7")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished sweep, with trials of every kind but failed ones."""
+    made = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        make_up(made, patch)
+        assert start(write_config(made), *WORDS) == 0
+    return made / "out-sweep"
+
+
+def _no_tables(database):
+    database.unlink()
+    sqlite3.connect(database).close()
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute("create table another (x)")
+
+
+def _changed(statement):
+    def change(database):
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            connection.execute(statement)
+            connection.commit()
+
+    return change
+
+
+DAMAGES = {
+    "deleted": (lambda path: path.unlink(), "is missing"),
+    "emptied": (lambda path: path.write_bytes(b""), "is empty"),
+    "of random bytes": (lambda path: path.write_bytes(random.Random(0).randbytes(20_000)), "is damaged"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "is damaged"),
+    "garbage inside": (lambda path: path.write_bytes(path.read_bytes()[:8192] + bytes(range(256)) * 200), "is damaged"),
+    "of another program": (_no_tables, "knows nothing of `trial-000`"),
+    "an older copy": (_changed("delete from trials where number = 3"), "knows nothing of `trial-003`"),
+    "a wrong value": (_changed("update trial_values set value = value - 1"), "contradicts `trial-000/outcome.json`"),
+    "a wrong state": (_changed("update trials set state = 'FAIL'"), "contradicts `trial-000/outcome.json`"),
+    "no state at all": (_changed("update trials set state = 'x'"), "is damaged"),
+    "a note that is no JSON": (_changed("update study_user_attributes set value_json = '{'"), "is damaged"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", mostly_slow(DAMAGES, ["deleted", "of random bytes", "a wrong value"]))
+def test_a_damaged_database_is_made_again_from_the_folders(config, finished, made_up, capsys, kind):
+    folder = config.parent / "out-sweep"
+    shutil.copytree(finished, folder)
+    before = facts(folder)
+    damage, wrong = DAMAGES[kind]
+    damage(folder / "sweep.db")
+    assert start(config, *WORDS) == 0
+    said = capsys.readouterr()
+    assert f"`sweep.db` {wrong}: it was made again from the folders of 4 trials." in said.out and not said.err
+    assert facts(folder) == before, "nothing was trained again, and nothing deleted"
+    assert (folder / "sweep.db.damaged-1").exists() == (kind != "deleted")
+    assert start(config, *WORDS) == 0 and "made again" not in capsys.readouterr().out
+
+
+def facts(folder):
+    """What a sweep knows of its trials, and what is in their folders."""
+    known = [(t.number, t.state, t.value if t.state == TrialState.COMPLETE else None, t.params, t.user_attrs,
+              t.intermediate_values) for t in study_in(folder).trials]  # fmt: skip
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")}
+    return repr(known), files
+
+
+@pytest.mark.processes
+def test_folders_of_an_older_version_tell_what_they_can(config, finished, made_up, capsys):
+    """Without `outcome.json`: a finished trial is one with results, and any other goes on."""
+    folder = config.parent / "out-sweep"
+    shutil.copytree(finished, folder)
+    best = min(study_in(folder).trials, key=lambda trial: trial.value if trial.state == TrialState.COMPLETE else 99)
+    weights = folder / f"trial-{best.number:03d}" / "model.safetensors"
+    saved = weights.stat().st_mtime_ns
+    for path in folder.glob("trial-*/outcome.json"):
+        path.unlink()
+    (folder / "sweep.db").unlink()
+    assert start(config, *WORDS) == 0
+    assert "<- best" in capsys.readouterr().out and weights.stat().st_mtime_ns == saved
+
+
+@pytest.mark.processes
+def test_what_cannot_be_made_again_is_refused_and_nothing_is_deleted(config, finished, made_up, capsys):
+    folder, database = config.parent / "out-sweep", config.parent / "out-sweep" / "sweep.db"
+    shutil.copytree(finished, folder)
+    files = {path.name for path in folder.rglob("*")}
+
+    def refused(*words):
+        assert start(config, *words) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and said.startswith("hf-hybrid sweep: error: ")
+        assert {path.name for path in folder.rglob("*")} >= files - {"sweep.db"}
+        return said
+
+    precious = config.parent / "precious"
+    database.rename(precious)
+    database.symlink_to(precious)
+    assert "is a link or a folder, and must be a file" in refused(*WORDS)
+    database.unlink()
+    database.mkdir()
+    assert "is a link or a folder, and must be a file" in refused(*WORDS)
+    database.rmdir()
+    with trials.FileLock(folder / "trial-002.lock"):
+        assert "and another sweep works in this folder" in refused(*WORDS)
+    assert "is of a sweep with other options or other values" in refused("--learning_rate", "1e-6..1e-5")
+    config.write_text(config.read_text() + "weight_decay: 0.5\n")
+    assert "is of a sweep with other options or other values" in refused(*WORDS)
+    config.write_text(config.read_text().replace("weight_decay: 0.5\n", ""))
+    for name in ("trial.yaml", "outcome.json"):
+        (folder / "trial-001" / name).write_text("[")
+    assert "nothing says which values the trial had" in refused(*WORDS)
+    shutil.rmtree(folder / "trial-001")
+    files = {path.name for path in folder.rglob("*")}
+    assert start(config, *WORDS) == 0
+    assert "failed: its folder is missing" in capsys.readouterr().out
+
+
+# Links and what lies in the way.
+
+
+@pytest.mark.processes
+def test_a_sweep_writes_through_no_link(config, made_up, capsys):
+    precious, folder = config.parent / "precious", config.parent / "out-sweep"
+    precious.mkdir()
+    for name in ("file", "checkpoint-3", "model.safetensors"):
+        (precious / name).write_text("of another user")
+    folder.mkdir()
+    (folder / "trial-000").symlink_to(precious)
+    words, files = ["--learning_rate", "1e-3,1.5e-3", "--trials", "2"], ("best.yaml", "sweep.png")
+    for name in files:
+        (folder / name).symlink_to(precious / "file")
+    assert start(config, *words) == 0
+    assert {path.name for path in precious.iterdir()} == {"file", "checkpoint-3", "model.safetensors"}
+    assert {path.read_text() for path in precious.iterdir()} == {"of another user"}
+    assert not any((folder / name).is_symlink() for name in (*files, "trial-000"))
+    # A trial that goes on finds links where its own files are.
+    study_in(folder).ask({"learning_rate": optuna.distributions.CategoricalDistribution((1e-3, 1.5e-3))})
+    (folder / "trial-002").mkdir()
+    for name in ("trial.yaml", "output.txt", "outcome.json"):
+        (folder / "trial-002" / name).symlink_to(precious / "file")
+    assert start(config, *words) == 0
+    assert (precious / "file").read_text() == "of another user"
+    assert study_in(folder).trials[2].state == TrialState.COMPLETE
+
+
+def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path):
+    told, folder = [], tmp_path / "trial-000"
+    (tmp_path / "trial-000.earlier-1").touch()
+    folder.mkdir()
+    trials.Trials._make_way(SimpleNamespace(tell=told.append), folder)
+    assert folder.is_dir() and not told, "it is empty"
+    (folder / "model.safetensors").write_text("weights")
+    trials.Trials._make_way(SimpleNamespace(tell=told.append), folder)
+    assert not folder.exists() and (tmp_path / "trial-000.earlier-2" / "model.safetensors").read_text() == "weights"
+    assert told == ["`trial-000` is none of this sweep, and is now `trial-000.earlier-2`"]
 
 
 # Real trainings.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, hybrid_config, tiny_model
+from conftest import ByteText, hybrid_config, mostly_slow, tiny_model
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -414,6 +417,173 @@ def test_a_run_that_is_not_whole_is_refused(run, tmp_path, damage, says):
     with pytest.raises(ExportError, match=f"(?s){says}"):
         exporter.export(tmp_path / "out", tmp_path / "export", "gguf-q8_0", batches=batches(1))
     assert {path.name for path in tmp_path.iterdir()} <= {"out"}
+
+
+def written(name: str, value) -> Callable[[Path], object]:
+    """A damage: a file with this text, or with this value as JSON."""
+    return lambda folder: (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def index_of(value) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+        written("model.safetensors.index.json", value)(folder)
+
+    return damage
+
+
+def options_of(name: str, **values) -> Callable[[Path], None]:
+    """A damage: other values in a file of JSON."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+
+    return damage
+
+
+NOTE, INDEX = "_hybrid_data.json", "model.safetensors.index.json"
+BROKEN = {
+    "config cut short": (written("config.json", "{"), "The config of the model in"),
+    "config and the texts to measure on": (
+        lambda folder: (written("config.json", "{")(folder), written(NOTE, {"dataset": "text.txt"})(folder)),
+        "The config of the model in",
+    ),
+    "config is a list": (written("config.json", [1]), "The config of the model in"),
+    "config with words for sizes": (options_of("config.json", num_hidden_layers="two"), "The config of the model in"),
+    "quantization is a number": (options_of("config.json", quantization_config=5), "The config of the model in"),
+    "code of its own": (options_of("config.json", model_type="evil", auto_map={"AutoConfig": "evil.C"}), "The config"),
+    "tokenizer with a list for a length": (
+        lambda folder: (
+            options_of("tokenizer_config.json", model_max_length=[1])(folder),
+            (folder / "text.txt").write_text("To be or not to be."),
+            written(NOTE, {"dataset": str(folder / "text.txt"), "sequence_length": 8})(folder),
+        ),
+        "The tokenizer",
+    ),
+    "tokenizer cut short": (written("tokenizer.json", "{"), "The tokenizer in"),
+    "index of lists": (index_of({"weight_map": {"a": ["x"]}}), f"{INDEX}` is damaged"),
+    "index is a list": (index_of([]), f"{INDEX}` is damaged"),
+    "index whose map is a list": (index_of({"weight_map": ["x"]}), f"{INDEX}` is damaged"),
+    "index that leads out": (index_of({"weight_map": {"a": "../secret.safetensors"}}), "lies outside of its folder"),
+    "index with a path from the root": (index_of({"weight_map": {"a": "/etc/passwd"}}), "lies outside of its folder"),
+    "note cut short": (written(NOTE, "{"), f"{NOTE}` does not say what the run was evaluated on: it is damaged"),
+    "note is a list": (written(NOTE, []), "it is damaged"),
+    "note is deep": (written(NOTE, "[" * 9000), "it is damaged"),
+    "note with another key": (written(NOTE, {"x": 1}), "`x` is no option of the data"),
+    "note with a word for a number": (written(NOTE, {"sequence_length": "x"}), "`sequence_length` cannot be `'x'`"),
+    "note with a list for a name": (written(NOTE, {"dataset": ["x"]}), "`dataset` cannot be `['x']`"),
+    "note with a word for the seed": (written(NOTE, {"seed": "x"}), "`seed` cannot be `'x'`"),
+    "note with a share over 1": (written(NOTE, {"eval_share": 2}), "`eval_share` must be at least 0 and less than 1"),
+    "note on a file that is gone": (written(NOTE, {"dataset": "gone.txt"}), "`--dataset gone.txt`"),
+}
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x", "a/../../x", "C:\\x", "..\\x", ["x"], 1, None])
+def test_an_index_names_files_in_its_folder_alone(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="outside of its folder|is damaged"):
+        source.shard_names(index)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "{}", '{"weight_map": ["x"]}', '{"weight_map": {}}', "[" * 9000])
+def test_a_damaged_index_is_refused(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        source.shard_names(tmp_path / "index.json")
+
+
+def test_an_index_names_each_file_once(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": "2.bin", "b": "1.bin", "c": "2.bin"}}))
+    assert source.shard_names(tmp_path / "index.json") == ["1.bin", "2.bin"]
+
+
+@pytest.mark.parametrize("values", [{"bos_token_id": [None]}, {"eos_token_id": "x"}])
+def test_a_model_that_cannot_generate_is_refused(run, tmp_path, values):
+    shutil.copytree(run, tmp_path / "out")
+    options_of("generation_config.json", **values)(tmp_path / "out")
+    with pytest.raises(ExportError, match="cannot be (exported or measured|loaded)"):
+        exporter.export(tmp_path / "out", tmp_path / "export", "merged")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+QUICK = ("config and the texts to measure on", "index of lists", "index that leads out", "note is a list",
+         "note with another key", "note with a word for a number")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", mostly_slow(BROKEN, QUICK))
+def test_the_command_refuses_broken_files_with_a_sentence(run, tmp_path, capsys, kind):
+    damage, sentence = BROKEN[kind]
+    shutil.copytree(run, tmp_path / "out")
+    damage(tmp_path / "out")
+    assert main(["export", str(tmp_path / "out"), "--format", "merged"]) == 2
+    said = capsys.readouterr().err
+    assert "hf-hybrid export: error: " in said and sentence in said
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "secret.safetensors"}
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_the_command_evaluates_on_one_sequence_or_more(run, tmp_path, capsys, number):
+    output = str(tmp_path / "merged")
+    assert main(["export", str(run), "--format", "merged", "--output", output, "--eval_sequences", number]) == 2
+    assert f"`--eval_sequences {number}` must be 1 or more" in capsys.readouterr().err
+
+
+def test_a_link_in_the_place_of_an_export_is_refused(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "nowhere"):
+        link = tmp_path / f"to-{target}"
+        link.symlink_to(tmp_path / target)
+        assert main(["export", str(run), "--format", "merged", "--output", str(link)]) == 2
+        assert f"`{link}` is a link, and nothing is written through one" in capsys.readouterr().err
+    assert not any((tmp_path / "empty").iterdir()) and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "head", mostly_slow(["x: [", "- a", "tags: 5", "tags: [[1], {a: b}]", "license: {a: 1}", "\x00"], ["x: ["])
+)
+def test_a_card_that_was_broken_gives_way_to_a_short_one(run, tmp_path, caplog, head):
+    shutil.copytree(run, tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text(f"---\n{head}\n---\n*Written by `hf_hybrid`*\n")
+    exporter.export(tmp_path / "out", tmp_path / "export", "merged")
+    card = ModelCard.load(tmp_path / "export" / "README.md")
+    assert "hf-hybrid" in card.data.tags and "## Merged export" in card.text
+    assert ("the export gets a short card" in caplog.text) == (head in ("x: [", "- a", "tags: 5", "\x00"))
+
+
+class Full(Exception):
+    """As tokenizers raises: no `OSError`."""
+
+
+@pytest.mark.parametrize("error", [Full("No space left on device (os error 28)"), OSError(28, "No space left")])
+def test_a_full_disk_is_told_whatever_the_error(run, tmp_path, monkeypatch, error):
+    def full(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(exporter, "write", full)
+    with pytest.raises(ExportError, match="cannot be written: .*Free space, or name another folder"):
+        exporter.export(run, tmp_path / "export", "merged")
+    assert not list(tmp_path.iterdir())
+
+
+@contextlib.contextmanager
+def files_up_to(size: int):
+    """No file of this process may grow beyond that, as on a disk that is full."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_command_on_a_full_disk_ends_with_a_sentence(run, tmp_path, capfd):
+    with files_up_to(30_000):
+        assert main(["export", str(run), "--format", "merged", "--output", str(tmp_path / "export")]) == 2
+    said = capfd.readouterr().err
+    assert "cannot be written: " in said and "Free space, or name another folder" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):

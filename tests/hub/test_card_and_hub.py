@@ -667,11 +667,15 @@ def test_failed_pushes_lose_nothing_and_say_so(scenario):
 
 
 @pytest.mark.processes
-def test_token_in_the_arguments_is_warned_of(scenario):
+def test_token_in_the_arguments_is_not_pushed_with_them(scenario):
     warned = [message for message in scenario["failing"]["background"] if "`hub_token` is part" in message]
-    assert len(warned) == 1 and scenario["failing"]["token_in_arguments"], (
-        "Trainer no longer writes it: drop the warning"
-    )
+    assert not warned and not scenario["failing"]["token_in_arguments"]
+
+
+def test_token_in_arguments_of_another_class_is_warned_of(tmp_path, caplog):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", hub_token="hf_s3cret")
+    HybridTrainer(tiny_model(), arguments, train_dataset=ByteText(4))
+    assert "`hub_token` is part of the arguments" in caplog.text and "s3cret" not in caplog.text
 
 
 @pytest.mark.processes

@@ -164,3 +164,32 @@ def test_a_browser_has_nothing_to_complain_about(reported, tmp_path, width):
     )
     assert shot.stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
+
+
+def test_links_in_the_folder_of_a_report_are_replaced(tmp_path):
+    """Whoever may write to the folder of a run must not choose what the report is written over."""
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("of another user")
+    hybrid_run(run)
+    names = [path.name for path in write_report(run, tmp_path / "names")]
+    (run / "report" / "comparison").mkdir(parents=True)
+    both = {"comparison.html", "comparison.json", "loss.png"}
+    links = [run / "report" / name for name in names] + [run / "report" / "comparison" / name for name in both]
+    for link in links:
+        link.symlink_to(precious)
+    write_report(run)
+    write_comparison(run, run)
+    assert precious.read_text() == "of another user"
+    assert {"report.html", "report.json", "steps.csv", "leaps.csv", "loss.png"} <= set(names)
+    assert all(path.stat().st_size and not path.is_symlink() for path in links)
+
+
+def test_a_link_in_the_place_of_the_folder_of_a_report_is_refused_unless_it_is_named(tmp_path):
+    hybrid_run(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "report").symlink_to(tmp_path / "elsewhere")
+    for make in (write_report, lambda folder: write_comparison(folder, folder)):
+        with pytest.raises(ValueError, match="report` is a link, and a report is not written through one"):
+            make(tmp_path / "run")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert write_report(tmp_path / "run", tmp_path / "run" / "report")[0].is_file()

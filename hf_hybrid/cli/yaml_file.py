@@ -1,0 +1,109 @@
+"""
+YAML files of options: read so that nothing in them is lost, and written without secrets.
+
+PyYAML takes the last of two equal keys in silence. Here they are refused, with the lines of both.
+
+What is written may be mailed or published. So an option that holds a secret is left out, and so are all variables under
+`env`, whose names say little about their values. A comment names what was left out. Standard library only at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hf_hybrid.records.redaction import has_secret, is_secret_name
+
+if TYPE_CHECKING:
+    import yaml
+
+ENVIRONMENT = "env"
+"""Key of a YAML file under which environment variables stand."""
+
+
+def read_options(text: str) -> Any:
+    """
+    Return what the text of a YAML file holds.
+
+    Raises:
+        ValueError: With a phrase that says what is wrong and in which line. It shows no values: one may be a secret.
+        RecursionError: If the text is nested too deeply.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _refuse_twins(root)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        raise ValueError(f"is not valid YAML: {error.problem or error.context}{where}") from None
+    except _Twins:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not take, a date that does not exist
+        raise ValueError(f"is not valid YAML: {error}") from None
+
+
+class _Twins(ValueError):
+    """A mapping has a key twice."""
+
+
+def _refuse_twins(root: yaml.Node) -> None:
+    """Refuse a mapping that has a key twice. At the root are names of options, in which a dash is an underscore."""
+    for mapping in _mappings(root):
+        known: dict[str, tuple[str, int]] = {}
+        for key, _ in mapping.value:
+            found = str(key.value), key.start_mark.line + 1
+            name = found[0].replace("-", "_") if mapping is root else found[0]
+            if name in known:
+                told = "`{}` in line {} and `{}` in line {}".format(*known[name], *found)
+                raise _Twins(f"has {told}, and only one of them can count. Delete the other")
+            known[name] = found
+
+
+def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """All mappings in a file, each once: an alias leads to a node that was there before."""
+    import yaml
+
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            waiting += [part for pair in node.value for part in pair]
+        else:
+            waiting += node.value
+
+
+def holds_secret(name: str, value: Any) -> bool:
+    """Whether an option holds a secret: its name says so, or a name or a text in its value does."""
+    if isinstance(value, dict):
+        inside = any(holds_secret(str(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        inside = any(holds_secret("", item) for item in value)
+    else:
+        inside = isinstance(value, str) and has_secret(value)
+    return inside or value not in (None, "", False, True) and is_secret_name(name)
+
+
+def split_private(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that may stand in a file, and those that hold a secret. What is under `env` is in neither."""
+    private = {name: value for name, value in options.items() if name != ENVIRONMENT and holds_secret(name, value)}
+    return {name: value for name, value in options.items() if name not in (*private, ENVIRONMENT)}, private
+
+
+def as_yaml(options: dict[str, Any]) -> str:
+    """Return the text of a YAML file with the options, without what is private, which a comment names."""
+    import yaml
+
+    shown, private = split_private(options)
+    variables = options.get(ENVIRONMENT)
+    left_out = [f"`{name}`" for name in private]
+    left_out += [f"`{name}` under `{ENVIRONMENT}`" for name in (variables if isinstance(variables, dict) else ())]
+    head = f"# Left out, because it may be secret: {', '.join(left_out)}.\n" if left_out else ""
+    return head + yaml.safe_dump(shown, sort_keys=False)

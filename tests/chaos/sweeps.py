@@ -1,0 +1,148 @@
+"""
+`hf-hybrid sweep` that is killed, whose trials are killed, or whose folder is damaged, and then started again.
+
+A process in the place of `hf-hybrid train` writes what a training leaves, in a fraction of a second. Whatever happens,
+each trial is counted once and has its loss, the best is the best, and its model is there. Or the sweep is refused with
+one sentence, and no file of it has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import yaml
+
+from chaos import Result, damages, generator
+from chaos.children import Ended, Moment, run
+from hf_hybrid.cli.main import main
+
+RATES = (1e-3, 1.5e-3, 3e-3)
+TRAINING = """
+import json, math, os, pathlib, random, re, sys, threading, time
+text = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text()
+folder = pathlib.Path(re.search("^output_dir: (.*)$", text, re.M)[1])
+rate = float(re.search("^learning_rate: (.*)$", text, re.M)[1])
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+chance = random.Random(f"{folder} {time.time_ns()}")
+fate = chance.random() < float(os.environ.get("KILLED", 0)) and chance.randrange(1, 11)
+end = 2 + math.log10(rate / 1.5e-3) ** 2
+with (folder / "hybrid_log.jsonl").open("a") as log:
+    for step in range(11):
+        line = {"step": step, "loss": end} if step else {"step": 0, "begun": True, "max_steps": 10}
+        log.write(json.dumps(line) + "\\n")
+        log.flush()
+        time.sleep(0.01)
+        if fate and step == fate:
+            os.kill(os.getpid(), chance.choice([9, 15]))
+            time.sleep(9)
+(folder / "model.safetensors").write_text(f"weights of {rate}")
+(folder / "eval_results.json").write_text(json.dumps({"eval_loss": end}))
+"""
+DAMAGED = ("sweep.db", "outcome.json", "eval_results.json", "trial.yaml", "hybrid_log.jsonl")
+
+
+def prepare(folder: Path) -> None:
+    """Make a sweep that is finished."""
+    folder.mkdir(parents=True)
+    _write(folder)
+    ended = _sweep(folder)
+    if ended.value != 0:
+        raise RuntimeError(f"The sweep to be damaged did not end: {(folder / 'log').read_text()}")
+
+
+def sweep(case: str, seed: int, folder: Path, prepared: Path) -> Result:
+    """
+    Kill or damage a sweep, and start it again.
+
+    Args:
+        case (`str`): `sweeps/KIND/NUMBER`; the kinds are `damaged`, `killed` and `trials killed`.
+        prepared (`Path`): From [`prepare`].
+    """
+    kind, chance = case.split("/")[1], generator(seed, case)
+    if kind == "damaged":
+        shutil.copytree(prepared / "out-sweep", folder / "out-sweep")
+        done = [_damage(path, chance) for path in _chosen(folder / "out-sweep", chance)]
+    else:
+        done = [kind]
+    _write(folder)
+    before = _names(folder / "out-sweep")
+    interruptions = 0
+    while kind == "killed" and interruptions < 2:
+        moment = Moment(seconds=chance.uniform(0.1, 2.0))
+        _sweep(folder, moment=moment, number=chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        interruptions += 1
+    ended = _sweep(folder, killed=0.4 if kind == "trials killed" else 0.0)
+    outcome, detail = _judge(folder, ended, before)
+    return Result(case, outcome, f"{'; '.join(done)}. {detail}", interruptions)
+
+
+def _write(folder: Path) -> None:
+    values = {"model": "m", "dataset": "d.txt", "max_steps": 10, "use_cpu": True, "report_to": "none"}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**values, "output_dir": str(folder / "out")}))
+    (folder / "training.py").write_text(TRAINING)
+
+
+def _sweep(folder: Path, killed: float = 0.0, **interruption) -> Ended:
+    return run(_start, folder, killed, log=folder / "log", patience=90.0, **interruption)
+
+
+def _start(folder: Path, killed: float) -> int:
+    """In a forked process."""
+    import os
+
+    from hf_hybrid.cli import trials
+
+    trials.PROCESS, trials.POLL_SECONDS = (sys.executable, "-S", str(folder / "training.py")), 0.02
+    trials.KILLS = 20
+    os.environ["KILLED"] = str(killed)
+    rates = ",".join(map(str, RATES))
+    words = ["--learning_rate", rates, "--trials", str(len(RATES)), "--threshold", "0"]
+    return main(["sweep", "--config", str(folder / "run.yaml"), *words, "--output", str(folder / "out-sweep")])
+
+
+def _chosen(folder: Path, chance: random.Random) -> list[Path]:
+    files = sorted(path for name in DAMAGED for path in (*folder.glob(name), *folder.glob(f"trial-*/{name}")))
+    database = [folder / "sweep.db"] if chance.random() < 0.5 else []
+    return [*database, *chance.sample([path for path in files if path not in database], k=1)]
+
+
+def _damage(path: Path, chance: random.Random) -> str:
+    kinds = ("deleted", "emptied", "truncated", "one bit flipped", "zeros from some byte on", "bytes appended")
+    kind = chance.choice(kinds)
+    damages.DAMAGES[kind](path, chance, path)
+    return f"`{path.parent.name}/{path.name}` {kind}"
+
+
+def _names(folder: Path) -> set[str]:
+    kept = (path for path in folder.rglob("*") if not path.name.endswith(".lock"))
+    return {str(path.relative_to(folder)) for path in kept}
+
+
+def _judge(folder: Path, ended: Ended, before: set[str]) -> tuple[str, str]:
+    """Compare what the sweep came to with the losses that its trainings have."""
+    import optuna
+
+    out, said = folder / "out-sweep", (folder / "log").read_text(errors="replace")
+    if ended.how != "returned" or "Traceback" in said:
+        return ("hang" if ended.how == "hang" else "traceback"), f"{ended.value}\n{ended.trace}\n{said[-3000:]}"
+    if missing := before - _names(out):
+        return "deleted", f"{sorted(missing)} are gone. {said[-1000:]}"
+    if ended.value != 0:
+        refused = said.splitlines()[-1].startswith("hf-hybrid sweep: error: ")
+        return ("refused" if ended.value == 2 and refused else "not ended"), said[-2000:]
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{out}/sweep.db")
+    losses = {trial.params.get("learning_rate"): trial.value for trial in study.trials}
+    expected = {rate: 2 + math.log10(rate / 1.5e-3) ** 2 for rate in RATES}
+    if losses != expected or len(study.trials) != len(RATES):
+        return "other losses", f"{losses}\n{said[-2000:]}"
+    best = yaml.safe_load((out / "best.yaml").read_text())["learning_rate"]
+    weights = {path.read_text() for path in out.glob("trial-*/model.safetensors")}
+    if best != 1.5e-3 or weights != {f"weights of {best}"}:
+        return "another best", json.dumps([best, sorted(weights)])
+    return "same losses", ""
