@@ -133,7 +133,10 @@ class HookRouter(CallbackHandler):
 
     def on_save(self, args, state, control, **kwargs):
         self.trainer._watch_uploads()
-        return super().on_save(args, state, control, **kwargs)
+        control = super().on_save(args, state, control, **kwargs)
+        if args.should_save:
+            manifest.add_what_callbacks_saved(self.trainer.run_folder / f"checkpoint-{state.global_step}")
+        return control
 
 
 class HybridTrainerMixin(PublishingMixin):

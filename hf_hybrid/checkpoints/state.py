@@ -21,7 +21,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -77,7 +77,16 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
         return None
-    about = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
+    name = VALUES_NAME
+    try:
+        about = json.loads((folder / name).read_text(encoding="utf-8"))
+        name = TENSORS_NAME
+        tensors = load_file(folder / name)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"`{folder / name}` is damaged: {error}. Delete it and `{VALUES_NAME}`: weights and optimizer are restored "
+            "then, and phases start anew."
+        ) from None
     version = about.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         found = "missing" if version is None else f"`{version}`"
@@ -86,7 +95,7 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
             f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
             "optimizer are restored then, and phases start anew."
         )
-    state = _together(load_file(folder / TENSORS_NAME), about.pop("parts"))
+    state = _together(tensors, about.pop("parts"))
     if process:
         path, own = folder / _tensors_name(process), {}
         if path.is_file():

@@ -384,6 +384,15 @@ def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
         load_state(tmp_path)
 
 
+@pytest.mark.parametrize("name", [VALUES_NAME, "hybrid_state.safetensors"])
+def test_a_damaged_hybrid_state_is_named(tmp_path, name):
+    """Where a manifest does not do it before, because the user deleted it."""
+    save_state(tmp_path, {"part": {"a": torch.ones(2)}}, {})
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match=f"`{tmp_path}/{name}` is damaged: .* Delete .*`{VALUES_NAME}`"):
+        load_state(tmp_path)
+
+
 def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):
     """In every phase a checkpoint loads to exactly the weights that the model holds."""
     held, phases = {}, set()
