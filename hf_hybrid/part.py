@@ -203,6 +203,13 @@ class Part:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called after `begin`."""
 
+    def check_checkpoint(self, folder: str) -> dict[str, Any]:
+        """
+        Called before optimizer and schedule are restored from a checkpoint. Refuse it by an exception, or return what
+        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences).
+        """
+        return {}
+
     def resume(self, state: dict[str, Any]) -> None:
         """Called before that with the states of all parts: a part may put others in its place."""
 

@@ -826,6 +826,13 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     return load_room(room, "bf16=True").cast_parts(trainer)
 
 
+def print_parts(trainer: TrainerLike) -> list[Part]:
+    """Return the part that compares a resumed run with its checkpoint."""
+    if not has_room("prints.fingerprint"):
+        return []
+    return [load_room("prints.fingerprint", "resume_from_checkpoint").Fingerprint(trainer)]
+
+
 def rows_part(trainer: TrainerLike) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
     options, room = trainer.hybrid_args, "rows.windows"

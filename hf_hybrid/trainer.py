@@ -66,6 +66,7 @@ from hf_hybrid.setup import (
     leave_adapters_to_adamw,
     makes_muon,
     phase_memory_parts,
+    print_parts,
     rows_part,
     share_optimizer,
     tell_of_no_leaps,
@@ -195,6 +196,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._unsealed: str | None = None
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
+        self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
         self._next_epoch, self._around_forward = 0, False
         self._start, self.trial = manifest.new_run(None), None
@@ -225,7 +227,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         own = [] if self.rows is None else [self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
-        own += adapter_parts(self)
+        own += [*adapter_parts(self), *print_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
@@ -404,6 +406,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._start, self.trial = self._find_start(resume_from_checkpoint), trial
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
+        self.checked = []
         self._epochs_began_at = []
         self.recovery.reset()
         for callback in list(self.callback_handler.callbacks):
@@ -470,11 +473,13 @@ class HybridTrainerMixin(PublishingMixin):
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
+        if report is not None:
+            show = self.is_world_process_zero() and not self.args.disable_tqdm
+            state.tell(report, show=show, has_phases=self.has_phases)
         if not self.has_phases:
             return
         if report is not None:
             self._resumed = report
-            state.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
@@ -861,6 +866,8 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
         if checkpoint is None or not load_optimizer(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.

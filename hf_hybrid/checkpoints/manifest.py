@@ -171,10 +171,9 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
 
 def add_what_callbacks_saved(folder: Path) -> None:
     """Add to a manifest what callbacks wrote into the sealed checkpoint in `on_save` and a resume would load."""
-    if is_sealed(folder) and (added := _unlisted(folder, read_manifest(folder).files)):
-        values = _read_json(folder / MANIFEST_NAME)
+    values = _read_json(folder / MANIFEST_NAME) if is_sealed(folder) else {"files": {}}
+    if values.pop("xxh3_128", None) and (added := _unlisted(folder, values["files"])):
         values["files"] |= _facts(folder, [folder / name for name in added if (folder / name).is_file()])
-        values.pop("xxh3_128")
         write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
 
 

@@ -355,8 +355,7 @@ def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     folder = tmp_path / "checkpoint-50"
     shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
     values = json.loads((folder / "hybrid_state.json").read_text())
-    for key in ("training_options", "probe_sequences", "processes"):
-        del values[key]
+    del values["probe_sequences"], values["parts"]["fingerprint"]
     (folder / "hybrid_state.json").write_text(json.dumps(values))
     (folder / "hybrid_manifest.json").unlink()
     trainer = build(tmp_path, save_strategy="no")
