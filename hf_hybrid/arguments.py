@@ -304,6 +304,13 @@ class HybridArguments:
         10, "Steps in a row with a loss or gradient that is not finite, after which training is aborted.", at_least=1
     )
 
+    digest_steps: Optional[int] = option(
+        None,
+        "Digests of weights, optimizer and batches are logged at each save, and processes compare theirs. With N also "
+        "after every N steps. 0: never.",
+        at_least=0,
+    )
+
     forecast: bool = option(
         True,
         "Forecast the final training loss from 5%% of the run on, with a 90%% interval: in the log, behind the "

@@ -183,6 +183,15 @@ class Part:
         """
         return None
 
+    def before_save(self) -> None:
+        """Called on all processes when a checkpoint begins to be written. The real weights are in the model."""
+
+    def before_seal(self, step: int) -> None:
+        """
+        Called on all processes when the files of the checkpoint of `step` are written and its manifest is not. An
+        exception on all of them discards it. Inside a step: the step before it.
+        """
+
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 

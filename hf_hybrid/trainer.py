@@ -809,6 +809,8 @@ class HybridTrainerMixin(PublishingMixin):
             self._unsealed = folder
             try:
                 with self._as_before_step():
+                    self._show_real_weights()
+                    self.run.call("before_save")
                     super()._save_checkpoint(model, trial)
                     self._seal()
             finally:
@@ -823,6 +825,7 @@ class HybridTrainerMixin(PublishingMixin):
             return
         folder, self._unsealed = self._unsealed, None
         self._note_best(folder)
+        self.run.call("before_seal", self.state.global_step)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             manifest.seal(Path(folder), self.state.global_step, self._start, in_step=self._begun is not None)

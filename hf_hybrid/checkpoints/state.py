@@ -172,7 +172,7 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
         brought back; `None` if the checkpoint holds none), `changed_options` (`[then, now]` by name), and `warnings`
         (sentences on what was not restored, or not taken up).
     """
-    report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
+    report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
     report |= {"changed_options": {}, "warnings": []}
     found = load_state(checkpoint, process=trainer.args.process_index)
     if found is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -71,7 +72,8 @@ def train(line: CommandLine) -> int:
             "dataset_tags": required("dataset", options.data.dataset),
         }
         check_output(options.config.output_dir)
-        trainer = _trainer(options)
+        note_command(line, options)
+        trainer = make_trainer(options)
         trainer.add_callback(first_step)
         # `true` resumes from the last checkpoint, `false` from none.
         words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -106,6 +108,16 @@ def train(line: CommandLine) -> int:
     return 0
 
 
+def note_command(line: CommandLine, options: TrainOptions) -> None:
+    """Write the command into the folder of the run, without secrets, for `hf-hybrid replay`."""
+    from hf_hybrid.cli.replay import COMMAND_NAME
+    from hf_hybrid.files import write_note
+
+    if options.config.should_save:
+        command = {**line.to_dict(), "folder": os.getcwd(), "processes": options.config.world_size}
+        write_note(Path(options.config.output_dir, COMMAND_NAME), command)
+
+
 def check_output(folder: str) -> None:
     """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
     try:
@@ -117,8 +129,8 @@ def check_output(folder: str) -> None:
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
 
 
-def _trainer(options: TrainOptions):
-    """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
+def make_trainer(options: TrainOptions):
+    """Return a trainer of the model and the data. Of several processes the first downloads and tokenises for all."""
     from transformers import default_data_collator, set_seed
 
     from hf_hybrid.files import write_note

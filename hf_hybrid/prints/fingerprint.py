@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy
 import torch
+import transformers
 import xxhash
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from hf_hybrid.checkpoints.manifest import CheckpointError
 from hf_hybrid.checkpoints.state import VALUES_NAME
 from hf_hybrid.files import plain
 from hf_hybrid.leaps.leap import Leaps
+from hf_hybrid.machine import describe_device
 from hf_hybrid.part import Part
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.run import Run
@@ -52,8 +54,8 @@ from hf_hybrid.run.weights import canonical
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
 """Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
-MOST_OBJECTS = 256
-"""That are looked into for rows."""
+MOST_OBJECTS, MOST_BYTES = 256, 1 << 25
+"""That are looked into for rows, and of their tensors that digests cover."""
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""
 SAME_BASE = 0.02
@@ -186,6 +188,9 @@ def compare(then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer:
     _compare_frozen(then, now, found)
     if then.get("dropout", now["dropout"]) != now["dropout"]:
         found.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
+    was, has = then.get("environment", {}), now.get("environment", {})
+    if others := [f"`{name}` was `{was[name]}` and is `{has[name]}`" for name in was if was[name] != has.get(name)]:
+        found.told.append(f"The machine computes other bits than that of the checkpoint: {'; '.join(others)}.")
     if then.get("processes", now["processes"]) != now["processes"]:
         found.told.append(
             f"The run was on {then['processes']} processes and is on {now['processes']}: random generators start anew, "
@@ -288,17 +293,35 @@ def of(trainer: TrainerLike) -> dict[str, Any]:
     It takes milliseconds, draws no random numbers and calls no method of the data but `len`.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    optimizer = type(inner_optimizer(trainer.optimizer))
     values = {
-        "options": hybrid_values(trainer.hybrid_args),
+        "options": {
+            name: value for name, value in hybrid_values(trainer.hybrid_args).items() if name != "digest_steps"
+        },
+        "environment": environment(trainer),
         "config": _config(args),
         "dropout": _dropout(model),
-        "optimizer": _optimizer(trainer.optimizer),
+        "optimizer": f"{optimizer.__module__.split('.')[0]}.{optimizer.__qualname__}",
         "trained": None if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2 else _trained(model),
         "frozen": _frozen(trainer, model),
         "data": _data(trainer),
         "processes": trainer.accelerator.num_processes,
     }
     return json.loads(json.dumps(plain(values, infinity_as_text=True)))  # as a checkpoint gives it back
+
+
+def environment(trainer: TrainerLike) -> dict[str, Any]:
+    """Return what changes the last bits of a computation: versions, the device and its number of threads."""
+    place = trainer.args.device
+    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if place.type == "cpu":
+        return {**found, "device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    return {**found, "device": describe_device(place).get("name", place.type)}
+
+
+def saved_environment(checkpoint: str | None) -> dict[str, Any]:
+    """Return the environment in the fingerprint of a checkpoint, if it has one."""
+    return {} if checkpoint is None else _saved(checkpoint)[0].get("environment", {})
 
 
 def _config(args: TrainingArguments) -> dict[str, Any]:
@@ -322,11 +345,11 @@ def _dropout(model: nn.Module) -> list[float]:
     return sorted({float(rate) for rate in rates} | {m.p for m in model.modules() if isinstance(m, nn.Dropout)})
 
 
-def _optimizer(optimizer: Any) -> str:
-    """Return the name of the class inside the wrappers of accelerate and of streaming."""
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of accelerate and of streaming."""
     while isinstance(inner := getattr(optimizer, "optimizer", getattr(optimizer, "base", None)), torch.optim.Optimizer):
         optimizer = inner
-    return f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__qualname__}"
+    return optimizer
 
 
 def _trained(model: nn.Module) -> str:
@@ -472,3 +495,25 @@ def _add_value(to: Any, value: Any) -> None:
                 _add_value(to, item)
     else:
         to.update(type(value).__qualname__.encode())
+
+
+def stored_tensors(data: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors that a data set holds, up to `MOST_BYTES` of them; nothing of it is computed or read."""
+    seen = set() if seen is None else seen
+    if id(data) in seen or len(seen) >= MOST_OBJECTS or _is_table(data):
+        return []
+    seen.add(id(data))
+    if isinstance(data, Tensor):
+        return [data] if data.device.type == "cpu" and data.nbytes <= MOST_BYTES else []
+    if isinstance(data, Mapping):
+        inside = list(data.values())
+    elif isinstance(data, (list, tuple)):
+        inside = list(data[:MOST_OBJECTS])
+    else:
+        inside = [] if callable(data) else list(getattr(data, "__dict__", {}).values())
+    found = []
+    for value in inside:
+        for tensor in stored_tensors(value, seen):
+            if sum(other.nbytes for other in found) + tensor.nbytes <= MOST_BYTES:
+                found.append(tensor)
+    return found
