@@ -5,9 +5,9 @@ A bit that flips in memory raises no error. With one process nobody notices. Wit
 or states that processes hold drift apart, all of them train on, and the copy of the first is saved. So a run leaves
 digests of three things:
 
-1. Steps. A print of each step's batches, and one of its loss and gradient norm, every bit of them. Both are made from
-   what is there anyway. They are kept until the next save and then written to the log, 16 characters a step. A weight
-   that changed shows in the loss of the next step.
+1. Steps. Prints of each step's batches, of the losses of its micro-batches on each process, and of its loss and
+   gradient norm over all processes: every bit of them counts, and all are there anyway. They are kept until the next
+   save and then written to the log, 24 characters a step. A weight that changed shows in the losses of the next step.
 2. State. At each save a hash of all trained weights and one of all states of the optimizer, while the checkpoint is
    written: a thread hashes what lies on the host, and kernels on the device what lies there. With `digest_steps=N` also
    after every N steps.
@@ -23,8 +23,9 @@ Who drifted? Of three and more processes, those that differ from the majority. T
 one of them holds proves it wrong. But the steps made again do, since every resume computes the same bits. So the
 checkpoint is discarded, the digests of both are written to the log, and the run ends. The same command, started again,
 goes on from the last checkpoint in which the processes agreed. It makes the steps again, and then names the process
-that had drifted. `hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on
-with a warning: some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
+that had drifted: the first whose losses were others. (Later ones differ on all, because gradients are shared.)
+`hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on with a warning:
+some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
 
 One print is enough to notice any single bit: XXH3 on the host, and on a device the sum of all words times odd numbers
 modulo 2**64, in which one changed bit never cancels.
@@ -61,9 +62,14 @@ CHUNK = 1 << 22
 """Words of a tensor on a device that are hashed at a time, in 100 MiB of temporary memory."""
 _ODD = -7046029254386353131
 """2**64 over the golden ratio, as a signed number."""
-MOST_BATCHES, MOST_VALUES = 8, 1 << 24
-"""Processes whose batches have prints of their own in the log; values of a parameter that are compared one by one."""
-NO_PRINT = "0" * 8
+MOST_PRINTS, MOST_VALUES = 8, 1 << 24
+"""Processes whose batches and losses have prints of their own; values of a parameter that are compared one by one."""
+WIDTH = 8
+"""Characters of a print."""
+NO_PRINT = "0" * WIDTH
+
+
+_UNWRITTEN = ", though nothing wrote to it"
 
 
 class RanksDriftedError(RuntimeError):
@@ -180,10 +186,14 @@ def text_of(*numbers: float | int) -> str:
 
 @dataclass
 class StepPrint:
-    """What is kept of a step until the next save: its number, the print of its batches, loss and gradient norm."""
+    """
+    What is kept of a step until the next save: its number, the print of its batches, their losses on this process, and
+    loss and gradient norm over all processes. Numbers on a device are fetched at the save.
+    """
 
     step: int
     batches: Batches | None
+    losses: list[float | Tensor]
     numbers: list[float | Tensor]
 
 
@@ -206,7 +216,7 @@ class Digests(Part):
         self._trail: list[StepPrint] = []
         self._fetched: Batches | None = None
         self._work: list[tuple[str, str, bool, Any]] = []
-        self._last: int | None = None
+        self._last: tuple[int, dict[str, str]] | None = None
         self._agreed = self._said = False
         self._changed: list[str] = []
         held = stored_tensors(self._trainer.train_dataset)
@@ -220,13 +230,14 @@ class Digests(Part):
 
     def decide(self, step: Step) -> None:
         """The step is over, and nothing changes the weights any more."""
-        batches, self._fetched, numbers = self._fetched, None, []
+        batches, self._fetched, losses, numbers = self._fetched, None, [], []
         if batches is not None:
             if batches.were_changed():
-                self._changed.append(f"a batch of step {step.index + 1} changed in memory while it was trained on")
+                self._changed.append(f"A batch changed in memory while step {step.index + 1} trained on it{_UNWRITTEN}")
             batches.tensors = []
-            numbers = [step.loss, getattr(self._trainer, "_gradient_norm", None)]
-        self._trail.append(StepPrint(step.index + 1, batches, [_kept(n) for n in numbers if n is not None]))
+            losses, numbers = step.losses, [step.loss, getattr(self._trainer, "_gradient_norm", None)]
+        kept = [[_kept(number) for number in of if number is not None] for of in (losses, numbers)]
+        self._trail.append(StepPrint(step.index + 1, batches, *kept))
         if self.every and (step.index + 1) % self.every == 0:
             self.before_save()
             self.before_seal(step.index + 1)
@@ -246,28 +257,27 @@ class Digests(Part):
         pool.shutdown(wait=False)
 
     def before_seal(self, step: int) -> None:
-        if self._last == step and not self._trail:
-            return  # after `every` steps, right before this save
-        self._last = step
         work, self._work = self._work, []
         entries = [(kind, name, whole, _value(found)) for kind, name, whole, found in work]
         own = {kind: _joined(value for of, _, _, value in entries if of == kind) for kind in ("weights", "optimizer")}
         comparable = [(f"{kind} {name}", value) for kind, name, whole, value in entries if whole]
         trail, self._trail = self._trail, []
-        batches = _prints_of(trail)
+        prints = _prints_of(trail), _texts_of([kept.losses for kept in trail])
         if self._of_data.result():
-            self._changed.append("a tensor that `train_dataset` holds changed in memory since the last save")
+            self._changed.append(f"`train_dataset` holds a tensor that changed in memory by step {step}{_UNWRITTEN}")
+        last, self._last = self._last, (step, own)
+        if last is not None and last[0] == step and last[1] != own:
+            what = "Weights or states of the optimizer changed"
+            self._changed.append(f"{what} after step {step} and before its save, by a callback or in memory")
         changed, self._changed = self._changed, []
-        mine = (own, _joined(value for _, value in comparable), batches, changed)
+        mine = (own, _joined(value for _, value in comparable), prints, changed)
         everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
         line: dict[str, Any] = {kind: _one_or_all([other[0][kind] for other in everyone]) for kind in own}
         if trail:
-            line |= {
-                "from": trail[0].step,
-                "steps": "".join(_numbers_of(trail)),
-                "batches": _of_all([o[2] for o in everyone]),
-            }
-        self.run.write({"step": step, "digests": line})
+            line |= {"from": trail[0].step, "steps": "".join(_texts_of([kept.numbers for kept in trail]))}
+            line |= {what: _of_all([o[2][place] for o in everyone]) for place, what in enumerate(("batches", "losses"))}
+        if trail or last != self._last:
+            self.run.write({"step": step, "digests": line})
         self._tell_of_memory(step, [other[3] for other in everyone])
         self._settle(step, line)
         digests = [other[1] for other in everyone]
@@ -307,7 +317,7 @@ class Digests(Part):
     def _tell_of_memory(self, step: int, changed: list[list[str]]) -> None:
         for process, found in enumerate(changed):
             for what in dict.fromkeys(found):
-                self._say(step, process, f"{what[0].upper()}{what[1:]}, and nothing wrote to it: process {process}.")
+                self._say(step, process, f"{what}: process {process}.")
 
     def _say(self, step: int, process: int | None, text: str) -> None:
         if self._trainer.is_world_process_zero():
@@ -380,19 +390,22 @@ class Digests(Part):
         before = self._drifted
         if before is None or before["step"] > step:
             return
-        self._drifted, wrong, agree = None, set(), True
-        for kind in ("weights", "optimizer") if before["step"] == step else ():
-            then, now = before["drift"].get(kind), line[kind]
-            if isinstance(then, list) and isinstance(now, str):
-                wrong |= {process for process, digest in enumerate(then) if digest != now}
-                agree &= now in then
-        if not agree:
-            text = "no process held then what all hold now: the machine does not compute the same twice, or all drifted"
-            self._say(step, None, f"The steps up to {step} were made again, and {text}.")
-        elif wrong:
+        self._drifted = None
+        then, wrong = before["drift"], set()
+        if before["step"] == step and then.get("from") == line.get("from"):
+            found = first_who_differ(then.get("losses", []), line.get("losses", []))
+            if found is not None:
+                wrong = set(found[1])
+            else:  # in the update of the last step
+                for kind in ("weights", "optimizer"):
+                    if isinstance(then[kind], list) and isinstance(line[kind], str):
+                        wrong |= {process for process, digest in enumerate(then[kind]) if digest != line[kind]}
+        made = f"The steps up to {step} were made again:"
+        if 0 < len(wrong) < self._trainer.accelerator.num_processes:
             names = ", ".join(map(str, sorted(wrong)))
-            text = f"The steps up to {step} were made again: process {names} had drifted. Have its memory tested."
-            self._say(step, min(wrong), text)
+            self._say(step, min(wrong), f"{made} process {names} had drifted. Have the memory of its machine tested.")
+        else:
+            self._say(step, None, f"{made} they do not tell which process had drifted. `hf-hybrid replay` may.")
 
 
 def _value(found: Any) -> int:
@@ -426,19 +439,31 @@ def _prints_of(trail: list[StepPrint]) -> list[str]:
 def _kept(number: Any) -> float | Tensor:
     if not isinstance(number, Tensor):
         return float(number)
-    return (number.full_tensor() if getattr(number, "device_mesh", None) is not None else number).detach()
+    whole = (number.full_tensor() if getattr(number, "device_mesh", None) is not None else number).detach()
+    return whole.item() if whole.device.type == "cpu" else whole
 
 
-def _numbers_of(trail: list[StepPrint]) -> list[str]:
-    """Return a print of loss and gradient norm for each step. What lies on a device is fetched at once."""
-    on_device = [number for kept in trail for number in kept.numbers if isinstance(number, Tensor)]
+def _texts_of(steps: list[list[float | Tensor]]) -> list[str]:
+    """Return a print of the numbers of each step. What lies on a device is fetched at once."""
+    on_device = [number for numbers in steps for number in numbers if isinstance(number, Tensor)]
     fetched = iter(torch.stack([number.double() for number in on_device]).tolist() if on_device else [])
-    numbers = [[next(fetched) if isinstance(n, Tensor) else n for n in kept.numbers] for kept in trail]
-    return [text_of(*of_step) if of_step else NO_PRINT for of_step in numbers]
+    found = [[next(fetched) if isinstance(number, Tensor) else number for number in numbers] for numbers in steps]
+    return [text_of(*numbers) if numbers else NO_PRINT for numbers in found]
 
 
-def _of_all(batches: list[list[str]]) -> list[str]:
-    """Return the prints of the batches of each step, by process; of many processes one print for all of them."""
-    if len(batches) <= MOST_BATCHES:
-        return ["".join(of_process) for of_process in batches]
-    return ["".join(text_of(*(int(text, 16) for text in of_step)) for of_step in zip(*batches))]
+def _of_all(prints: list[list[str]]) -> list[str]:
+    """Return the prints of all steps, by process; of many processes one print of each step for all of them."""
+    if len(prints) <= MOST_PRINTS:
+        return ["".join(of_process) for of_process in prints]
+    return ["".join(text_of(*(int(text, 16) for text in of_step)) for of_step in zip(*prints))]
+
+
+def first_who_differ(one: list[str], other: list[str]) -> tuple[int, list[int]] | None:
+    """Return the first step in which the prints of processes differ, counted from 0, and in which processes."""
+    if len(one) != len(other):
+        return None
+    steps = [[text[i : i + WIDTH] for i in range(0, len(text), WIDTH)] for text in (*one, *other)]
+    for step, (first, second) in enumerate(zip(zip(*steps[: len(one)]), zip(*steps[len(one) :]))):
+        if first != second:
+            return step, [process for process, pair in enumerate(zip(first, second)) if pair[0] != pair[1]]
+    return None

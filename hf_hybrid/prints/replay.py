@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_hybrid.prints.digests import Digests
+from hf_hybrid.prints.digests import WIDTH, Digests
 from hf_hybrid.prints.fingerprint import environment, saved_environment
 from hf_hybrid.records.log import read_log
 from hf_hybrid.records.readings import numbered
@@ -36,8 +36,6 @@ from hf_hybrid.run.typing import TrainerLike
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = r"checkpoint-(\d+)"
-WIDTH = 8
-"""Characters of a step in a line of the log."""
 
 
 @dataclass
@@ -47,11 +45,13 @@ class Course:
 
     Attributes:
         batches (`dict[int, list[str]]`): By step, a print of its batches for each process.
-        numbers (`dict[int, str]`): By step, a print of its loss and gradient norm.
+        losses (`dict[int, list[str]]`): By step, a print of the losses of its micro-batches for each process.
+        numbers (`dict[int, str]`): By step, a print of its loss and gradient norm over all processes.
         states (`dict[int, dict]`): By step, hashes of weights and states after it: one, or one for each process.
     """
 
     batches: dict[int, list[str]] = field(default_factory=dict)
+    losses: dict[int, list[str]] = field(default_factory=dict)
     numbers: dict[int, str] = field(default_factory=dict)
     states: dict[int, dict[str, str | list[str]]] = field(default_factory=dict)
 
@@ -70,6 +70,7 @@ class Course:
                 if start < step <= end:
                     found.numbers[step] = digests["steps"][part]
                     found.batches[step] = [of_process[part] for of_process in digests["batches"]]
+                    found.losses[step] = [of_process[part] for of_process in digests["losses"]]
         return found
 
 
@@ -85,10 +86,13 @@ class Difference:
 def first_difference(one: Course, other: Course) -> Difference | None:
     """Return the first step in which two courses differ, as far as both know it."""
     for step in sorted({*one.numbers, *one.states} & {*other.numbers, *other.states}):
-        if step in one.batches and step in other.batches and one.batches[step] != other.batches[step]:
-            return Difference(step, "batches", _which(one.batches[step], other.batches[step]))
-        if step in one.numbers and step in other.numbers and one.numbers[step] != other.numbers[step]:
-            return Difference(step, "loss or gradients", [])
+        if step in one.numbers and step in other.numbers:
+            for what in ("batches", "losses"):
+                first, second = getattr(one, what)[step], getattr(other, what)[step]
+                if first != second:
+                    return Difference(step, what, _which(first, second))
+            if one.numbers[step] != other.numbers[step]:
+                return Difference(step, "gradients", [])
         for kind in ("weights", "optimizer") if step in one.states and step in other.states else ():
             if one.states[step][kind] != other.states[step][kind]:
                 return Difference(step, kind, _which(one.states[step][kind], other.states[step][kind]))
@@ -145,7 +149,7 @@ class Replay:
         verdict (`str`): `same`, `corrupted`, `other data`, `nondeterministic`, or `unknown` if the log has no digests
             of these steps.
         step (`int`, *optional*): The first step that differs.
-        what (`str`, *optional*): What differs in it first: `batches`, `loss or gradients`, `weights` or `optimizer`.
+        what (`str`, *optional*): What differs in it first: `batches`, `losses`, `gradients`, `weights` or `optimizer`.
         processes (`list[int]`): The processes of the run that differ from the steps made again, if not all do.
         text (`str`): The same in words.
     """
@@ -278,7 +282,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
             f"Step {found.step} is the first that differs: {_named(found.what)}{of} of the run are not what the step "
             f"gives, made again {twice}from the same batches."
         )
-        if found.what == "loss or gradients" and found.step - 1 not in run.states:
+        if found.what in ("losses", "gradients") and found.step - 1 not in run.states:
             text += f" What it began with may have changed in step {found.step - 1} already, after its loss."
         text += " Memory or a processor was at fault."
     if changes:

@@ -9,7 +9,7 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.prints.replay import Course, Replay, first_difference, judge, replay
+from hf_hybrid.prints.replay import Replay, replay
 
 STEPS, START, END = 12, 4, 10
 OPTIONS = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
@@ -22,12 +22,12 @@ def flip(tensor, place: int, bit: int) -> None:
 
 
 class Fault(TrainerCallback):
-    """Flips a bit after a step, in a weight or a state of the optimizer; or in the batch of the next."""
+    """Flips a bit between two steps, in a weight or a state of the optimizer."""
 
     def __init__(self, kind, step, chance):
         self.kind, self.step, self.chance = kind, step, chance
 
-    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step == self.step and self.kind != "data":
             parameter = self.chance.choice([p for p in model.parameters() if p.requires_grad])
             inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
