@@ -192,6 +192,9 @@ class Part:
         exception on all of them discards it. Inside a step: the step before it.
         """
 
+    def after_seal(self, step: int, files: dict[str, dict]) -> None:
+        """Called where the checkpoint was written, with the checksums of its files."""
+
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 

@@ -828,7 +828,8 @@ class HybridTrainerMixin(PublishingMixin):
         self.run.call("before_seal", self.state.global_step)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            manifest.seal(Path(folder), self.state.global_step, self._start, in_step=self._begun is not None)
+            step, in_step = self.state.global_step, self._begun is not None
+            self.run.call("after_seal", step, manifest.seal(Path(folder), step, self._start, in_step=in_step))
         self.accelerator.wait_for_everyone()  # the others may load it at once, as the best one
 
     def _note_best(self, folder: str) -> None:

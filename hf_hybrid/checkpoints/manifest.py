@@ -146,9 +146,10 @@ def saving(folder: Path) -> Generator[None]:
         ) from error
 
 
-def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
+def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> dict[str, dict]:
     """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, give it its name, and return
+    bytes and checksums of the files.
 
     Args:
         folder (`Path`): The checkpoint, as it will be called.
@@ -167,6 +168,7 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
     values |= {"model": start.model, "files": files}
     write_json(written / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
     settle(folder.parent)
+    return files
 
 
 def add_what_callbacks_saved(folder: Path) -> None:

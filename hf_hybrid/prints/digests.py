@@ -8,9 +8,10 @@ digests of three things:
 1. Steps. Prints of each step's batches, of the losses of its micro-batches on each process, and of its loss and
    gradient norm over all processes: every bit of them counts, and all are there anyway. They are kept until the next
    save and then written to the log, 24 characters a step. A weight that changed shows in the losses of the next step.
-2. State. At each save a hash of all trained weights and one of all states of the optimizer, while the checkpoint is
-   written: a thread hashes what lies on the host, and kernels on the device what lies there. With `digest_steps=N` also
-   after every N steps.
+2. State. At each save the checksums of the files that hold weights and states, which the manifest has made anyway.
+   With several processes also a hash of all trained weights and one of all states in the memory of each, while the
+   checkpoint is written: a thread hashes what lies on the host, and kernels on the device what lies there. With
+   `digest_steps=N` so after every N steps.
 3. Data in memory. Batches are hashed again when their step is over, and tensors that the data set holds at each save.
    Neither may have changed, unless somebody wrote to them through torch.
 
@@ -34,6 +35,7 @@ modulo 2**64, in which one changed bit never cancels.
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +71,8 @@ WIDTH = 8
 NO_PRINT = "0" * WIDTH
 
 
+_STATE = re.compile(r"(model|optimizer)[^/]*\.(safetensors|bin|pt)$|^(pytorch_model_fsdp|optimizer)_\d+/|^global_step")
+"""Files of a checkpoint that hold weights or states of the optimizer."""
 _UNWRITTEN = ", though nothing wrote to it"
 
 
@@ -239,13 +243,17 @@ class Digests(Part):
         kept = [[_kept(number) for number in of if number is not None] for of in (losses, numbers)]
         self._trail.append(StepPrint(step.index + 1, batches, *kept))
         if self.every and (step.index + 1) % self.every == 0:
-            self.before_save()
+            self._begin_to_hash()
             self.before_seal(step.index + 1)
 
     # Saves.
 
     def before_save(self) -> None:
-        """Begin to hash weights and states."""
+        if self._trainer.accelerator.num_processes > 1 or self.every:
+            self._begin_to_hash()
+
+    def _begin_to_hash(self) -> None:
+        """Hash weights and states, on the device without waiting, and on a thread what lies on the host."""
         pool = ThreadPoolExecutor(1)
         self._work = []
         for kind, name, value, whole in self._state():
@@ -259,11 +267,17 @@ class Digests(Part):
     def before_seal(self, step: int) -> None:
         work, self._work = self._work, []
         entries = [(kind, name, whole, _value(found)) for kind, name, whole, found in work]
-        own = {kind: _joined(value for of, _, _, value in entries if of == kind) for kind in ("weights", "optimizer")}
+        own = (
+            {}
+            if not work
+            else {
+                kind: _joined(value for of, _, _, value in entries if of == kind) for kind in ("weights", "optimizer")
+            }
+        )
         comparable = [(f"{kind} {name}", value) for kind, name, whole, value in entries if whole]
         trail, self._trail = self._trail, []
         prints = _prints_of(trail), _texts_of([kept.losses for kept in trail])
-        if self._of_data.result():
+        if self._of_data.result() if work else self._data_was_changed():
             self._changed.append(f"`train_dataset` holds a tensor that changed in memory by step {step}{_UNWRITTEN}")
         last, self._last = self._last, (step, own)
         if last is not None and last[0] == step and last[1] != own:
@@ -276,7 +290,7 @@ class Digests(Part):
         if trail:
             line |= {"from": trail[0].step, "steps": "".join(_texts_of([kept.numbers for kept in trail]))}
             line |= {what: _of_all([o[2][place] for o in everyone]) for place, what in enumerate(("batches", "losses"))}
-        if trail or last != self._last:
+        if trail or (own and last != self._last):
             self.run.write({"step": step, "digests": line})
         self._tell_of_memory(step, [other[3] for other in everyone])
         self._settle(step, line)
@@ -286,6 +300,11 @@ class Digests(Part):
         elif len(digests) > 1:
             self._agreed = True
             self._tell_what_is_left_out(len(comparable), len(entries))
+
+    def after_seal(self, step: int, files: dict[str, dict]) -> None:
+        """The manifest has hashed what was written: that costs nothing more."""
+        of_state = {name: facts["xxh3_128"] for name, facts in files.items() if _STATE.search(name)}
+        self.run.write({"step": step, "sealed": of_state})
 
     def _state(self) -> Iterator[tuple[str, str, Tensor, bool]]:
         """Yield the weights and states of this process: kind, name, tensor, and whether every process has the same."""
@@ -397,7 +416,7 @@ class Digests(Part):
             if found is not None:
                 wrong = set(found[1])
             else:  # in the update of the last step
-                for kind in ("weights", "optimizer"):
+                for kind in {"weights", "optimizer"} & then.keys() & line.keys():
                     if isinstance(then[kind], list) and isinstance(line[kind], str):
                         wrong |= {process for process, digest in enumerate(then[kind]) if digest != line[kind]}
         made = f"The steps up to {step} were made again:"

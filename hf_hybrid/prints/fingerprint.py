@@ -54,7 +54,7 @@ from hf_hybrid.run.weights import canonical
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
 """Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
-MOST_OBJECTS, MOST_BYTES = 256, 1 << 25
+MOST_OBJECTS, MOST_BYTES = 256, 1 << 23
 """That are looked into for rows, and of their tensors that digests cover."""
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""

@@ -12,8 +12,10 @@ the run or the repetition is wrong, and which of them it is can be told:
    these steps do not give: memory or a processor was at fault, or the versions or the machine were others.
 
 The first step that differs is named. The log has a print of every step, so that it is exact for what changes the loss:
-data, and weights. Weights and states themselves are in the log at each save, and at every step with `digest_steps=1`.
-Without that, a state of the optimizer that changed shows one step later, in the loss that its update leads to.
+data, and weights. Weights and states themselves are in the log at each save, as checksums of their files, and with
+`digest_steps=1` at every step. Without that, a state of the optimizer that changed shows one step later, in the loss
+that its update leads to. The steps made again are saved where the run was saved, in a folder beside that of the run,
+which is deleted in the end.
 """
 
 from __future__ import annotations
@@ -48,22 +50,26 @@ class Course:
         losses (`dict[int, list[str]]`): By step, a print of the losses of its micro-batches for each process.
         numbers (`dict[int, str]`): By step, a print of its loss and gradient norm over all processes.
         states (`dict[int, dict]`): By step, hashes of weights and states after it: one, or one for each process.
+        files (`dict[int, dict]`): By step, checksums of the files of its checkpoint that hold weights or states.
     """
 
     batches: dict[int, list[str]] = field(default_factory=dict)
     losses: dict[int, list[str]] = field(default_factory=dict)
     numbers: dict[int, str] = field(default_factory=dict)
     states: dict[int, dict[str, str | list[str]]] = field(default_factory=dict)
+    files: dict[int, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lines: Iterable[dict], start: int, end: int) -> Course:
         """Read the digests of the steps behind `start`, up to `end`."""
         found = cls()
         for line in lines:
+            if start < line["step"] <= end and isinstance(line.get("sealed"), dict):
+                found.files[line["step"]] = line["sealed"]
             digests = line.get("digests")
             if not isinstance(digests, dict):
                 continue
-            if start < line["step"] <= end:
+            if start < line["step"] <= end and "weights" in digests:
                 found.states[line["step"]] = {kind: digests[kind] for kind in ("weights", "optimizer")}
             for place in range(len(digests.get("steps", "")) // WIDTH):
                 step, part = digests["from"] + place, slice(place * WIDTH, (place + 1) * WIDTH)
@@ -85,7 +91,7 @@ class Difference:
 
 def first_difference(one: Course, other: Course) -> Difference | None:
     """Return the first step in which two courses differ, as far as both know it."""
-    for step in sorted({*one.numbers, *one.states} & {*other.numbers, *other.states}):
+    for step in sorted({*one.numbers, *one.states, *one.files}):
         if step in one.numbers and step in other.numbers:
             for what in ("batches", "losses"):
                 first, second = getattr(one, what)[step], getattr(other, what)[step]
@@ -96,6 +102,9 @@ def first_difference(one: Course, other: Course) -> Difference | None:
         for kind in ("weights", "optimizer") if step in one.states and step in other.states else ():
             if one.states[step][kind] != other.states[step][kind]:
                 return Difference(step, kind, _which(one.states[step][kind], other.states[step][kind]))
+        first, second = one.files.get(step, {}), other.files.get(step, {})
+        if differ := [name for name in sorted(first) if name in second and first[name] != second[name]]:
+            return Difference(step, "optimizer" if all("optimizer" in name for name in differ) else "weights", [])
     return None
 
 
@@ -111,13 +120,12 @@ def _which(one: str | list[str], other: str | list[str]) -> list[int]:
 
 
 class _StopsAt(TrainerCallback):
-    """Ends a training after a step, and saves nothing. Evaluations are made, because they draw random numbers."""
+    """Ends a training after a step. What it saves and evaluates on the way is as in the run."""
 
     def __init__(self, step: int):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = False
         control.should_training_stop |= state.global_step >= self.step
 
 
@@ -134,7 +142,7 @@ def make_again(trainer: TrainerLike, checkpoint: str | None, start: int, end: in
     if digests is None:
         trainer.parts.append(digests := Digests(trainer))
     digests.every = 1
-    trainer.args.load_best_model_at_end = False
+    trainer.args.load_best_model_at_end, trainer.args.save_total_limit = False, 1
     trainer.add_callback(_StopsAt(end))
     trainer.train(resume_from_checkpoint=checkpoint)
     return Course.of(read_log(trainer.run_folder), start, end)
@@ -210,10 +218,10 @@ def replay(
         )
     checkpoint = str(checkpoints[-1][1]) if checkpoints else None
     run, courses, others = Course.of(read_log(folder), start, end), [], []
-    if not run.numbers and not run.states:
+    if not run.numbers and not run.states and not run.files:
         return Replay("unknown", f"The log in `{folder}` has no digests of the steps {start + 1} to {end}.")
     for number in range(times):
-        with tempfile.TemporaryDirectory(prefix="hf-hybrid-replay-") as output:
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix="_replay.") as output:
             trainer = make_trainer(output)
             logger.info("Making the steps behind %d again, up to %d, for the %d. time.", start, end, number + 1)
             courses.append(_of_first_process(trainer, make_again(trainer, checkpoint, start, end)))
@@ -253,7 +261,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
     """
     found = first_difference(run, courses[0])
     if found is None:
-        states = sorted(set(run.states) & set(courses[0].states))
+        states = {*run.states, *run.files} & {*courses[0].states, *courses[0].files}
         known = f"weights and states after {len(states)} of them" if states else "no weights"
         text = f"The run made these {len(run.numbers)} steps right: batches, losses and gradients of all, {known}."
         return Replay("same", text)
@@ -282,7 +290,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
             f"Step {found.step} is the first that differs: {_named(found.what)}{of} of the run are not what the step "
             f"gives, made again {twice}from the same batches."
         )
-        if found.what in ("losses", "gradients") and found.step - 1 not in run.states:
+        if found.what in ("losses", "gradients") and found.step - 1 not in {*run.states, *run.files}:
             text += f" What it began with may have changed in step {found.step - 1} already, after its loss."
         text += " Memory or a processor was at fault."
     if changes:

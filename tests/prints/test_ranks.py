@@ -137,3 +137,43 @@ def test_data_that_one_process_alone_has_otherwise_is_refused_by_all(tmp_path):
     assert together(2, work) == [0, 0]
     for process in (0, 1):
         assert "had 60 rows and has 50 rows" in of(tmp_path, "again", process)["error"]
+
+
+def sharded(folder):
+    """As [`train`], under FSDP2."""
+    from rig import fsdp2_on_cpu
+
+    fsdp2_on_cpu.enable()
+    options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    return train(folder, ddp_find_unused_parameters=None, **options)
+
+
+def test_shards_have_digests_of_their_own_and_what_is_not_compared_is_said(tmp_path):
+    assert together(2, lambda: sharded(tmp_path)) == [0, 0]
+    found = of(tmp_path, "first")
+    assert found["error"] is None and found["step"] == 8
+    (line,) = [line for line in found["said"] if "are shards, which no two of them hold" in line]
+    lines = [json.loads(line) for line in (tmp_path / "hybrid_log.jsonl").read_text().splitlines()]
+    digests = [line["digests"] for line in lines if "digests" in line]
+    assert len(digests) == 3 and all(len(of_run["weights"]) == 2 for of_run in digests)
+    assert not any("drift" in line or "corrupted" in line for line in lines)
+
+
+def test_a_replay_on_two_processes_names_the_one_whose_batch_was_another(tmp_path):
+    from hf_hybrid.prints.replay import replay
+
+    def make(output):
+        torch.manual_seed(0)
+        model = tiny_model(attention_dropout=0.1)
+        return HybridTrainer(model, hybrid_config(output, **OPTIONS), train_dataset=ByteText(60))
+
+    def work():
+        trainer = train(tmp_path / "out", Fault("batch", process=1))
+        found = replay(make, tmp_path / "out", 3, 8)
+        (tmp_path / f"found-{trainer.args.process_index}.json").write_text(json.dumps(found.to_dict()))
+
+    (tmp_path / "out").mkdir()
+    assert together(2, work) == [0, 0]
+    first, second = (json.loads((tmp_path / f"found-{process}.json").read_text()) for process in (0, 1))
+    assert first == second and first["step"] == FAULT + 1 and first["processes"] == [1]
+    assert "losses of process 1 of the run are not what the step gives, made again twice the same" in first["text"]
