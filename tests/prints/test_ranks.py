@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
-from prints.test_replay import flip
+from rig.bit_flips import flip
 from rig.processes import together
 from transformers import TrainerCallback
 

@@ -2,10 +2,10 @@
 
 import random
 
-import numpy
 import pytest
 import torch
 from conftest import ByteText, hybrid_config, tiny_model
+from rig.bit_flips import flip
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
@@ -13,12 +13,6 @@ from hf_hybrid.prints.replay import Replay, replay
 
 STEPS, START, END = 12, 4, 10
 OPTIONS = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
-
-
-def flip(tensor, place: int, bit: int) -> None:
-    """Change one bit behind torch's back, as a fault of the memory does."""
-    words = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    words[place % len(words)] ^= numpy.uint8(1 << bit)
 
 
 class Fault(TrainerCallback):
