@@ -34,6 +34,7 @@ modulo 2**64, in which one changed bit never cancels.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import struct
@@ -56,7 +57,7 @@ from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.records.readings import read_lines
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.typing import TrainerLike
-from hf_hybrid.run.weights import canonical
+from hf_hybrid.run.weights import Gathered, canonical
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +91,18 @@ def words(tensor: Tensor) -> Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
+def add_to(found: Any, tensor: Tensor) -> None:
+    """Add the bits of a tensor on the CPU to an XXH3. An array of NumPy would keep torch from resizing the storage."""
+    bits = words(tensor).contiguous()
+    if bits.nbytes:
+        found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+
+
 def hash_on_host(tensor: Tensor) -> int:
     """Return the XXH3 of the bits of a tensor on the CPU, 64 of them."""
-    return xxhash.xxh3_64_intdigest(words(tensor).contiguous().numpy())
+    found = xxhash.xxh3_64()
+    add_to(found, tensor)
+    return found.intdigest()
 
 
 @torch.no_grad()
@@ -172,7 +182,7 @@ def hash_of(tensors: list[tuple[Tensor, int]]) -> int:
     """Return the hash of several tensors on the host."""
     found = xxhash.xxh3_64()
     for tensor, _ in tensors:
-        found.update(words(tensor).contiguous().numpy())
+        add_to(found, tensor)
     return found.intdigest()
 
 
@@ -311,6 +321,8 @@ class Digests(Part):
         trainer = self._trainer
         trainer.memory.settle()
         optimizer = inner_optimizer(trainer.optimizer)
+        if trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2:
+            Gathered(trainer.model)  # shards take the places of weights that a module has gathered for a pass
         flattened = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
         for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
             if not parameter.requires_grad:

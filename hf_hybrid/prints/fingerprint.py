@@ -475,7 +475,7 @@ def _add_value(to: Any, value: Any) -> None:
     """Add a row, or what lies in one. Of objects that are neither numbers, text nor collections the class is added."""
     if isinstance(value, Tensor):
         flat = value.detach().reshape(-1)[:LONGEST].cpu()
-        to.update(flat.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        to.update(flat.clone().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     elif isinstance(value, numpy.ndarray):
         flat = value.reshape(-1)[:LONGEST]
         to.update(repr(flat.tolist()).encode() if flat.dtype == object else flat.tobytes())
