@@ -183,6 +183,18 @@ class Part:
         """
         return None
 
+    def before_save(self) -> None:
+        """Called on all processes when a checkpoint begins to be written. The real weights are in the model."""
+
+    def before_seal(self, step: int) -> None:
+        """
+        Called on all processes when the files of the checkpoint of `step` are written and its manifest is not. An
+        exception on all of them discards it. Inside a step: the step before it.
+        """
+
+    def after_seal(self, step: int, files: dict[str, dict]) -> None:
+        """Called with the checksums of a checkpoint's files, where it was written: on the thread that wrote it."""
+
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 
@@ -202,6 +214,13 @@ class Part:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called after `begin`."""
+
+    def check_checkpoint(self, folder: str) -> dict[str, Any]:
+        """
+        Called before optimizer and schedule are restored from a checkpoint. Refuse it by an exception, or return what
+        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences).
+        """
+        return {}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Called before that with the states of all parts: a part may put others in its place."""

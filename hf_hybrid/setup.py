@@ -826,6 +826,15 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     return load_room(room, "bf16=True").cast_parts(trainer)
 
 
+def print_parts(trainer: TrainerLike) -> list[Part]:
+    """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
+    if not has_room("prints.fingerprint"):
+        return []
+    every = trainer.hybrid_args.digest_steps
+    digests = [] if every == 0 else [load_room("prints.digests", "digest_steps").Digests(trainer, every)]
+    return [load_room("prints.fingerprint", "resume_from_checkpoint").Fingerprint(trainer), *digests]
+
+
 def rows_part(trainer: TrainerLike) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
     options, room = trainer.hybrid_args, "rows.windows"

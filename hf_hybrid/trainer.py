@@ -69,6 +69,7 @@ from hf_hybrid.setup import (
     leave_adapters_to_adamw,
     makes_muon,
     phase_memory_parts,
+    print_parts,
     rows_part,
     share_optimizer,
     tell_of_no_leaps,
@@ -137,7 +138,10 @@ class HookRouter(CallbackHandler):
 
     def on_save(self, args, state, control, **kwargs):
         self.trainer._watch_uploads()
-        return super().on_save(args, state, control, **kwargs)
+        control = super().on_save(args, state, control, **kwargs)
+        if args.should_save:
+            manifest.add_what_callbacks_saved(self.trainer.run_folder / f"checkpoint-{state.global_step}")
+        return control
 
 
 class HybridTrainerMixin(PublishingMixin):
@@ -197,6 +201,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._hides_checkpoints = False
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
+        self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
         self._next_epoch, self._around_forward = 0, False
         self._start, self.trial = manifest.new_run(None), None
@@ -227,7 +232,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.rows = rows_part(self) if self.rows is None else self.rows
         own = [] if self.rows is None else [self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
-        own += adapter_parts(self)
+        own += [*adapter_parts(self), *print_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
@@ -407,6 +412,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._start = self._find_start(resume_from_checkpoint)
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
+        self.checked = []
         self._epochs_began_at = []
         self.recovery.reset()
         for callback in list(self.callback_handler.callbacks):
@@ -478,11 +484,13 @@ class HybridTrainerMixin(PublishingMixin):
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
+        if report is not None:
+            show = self.is_world_process_zero() and not self.args.disable_tqdm
+            state.tell(report, show=show, has_phases=self.has_phases)
         if not self.has_phases:
             return
         if report is not None:
             self._resumed = report
-            state.tell(self._resumed, show=self.is_world_process_zero() and not self.args.disable_tqdm)
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
@@ -830,6 +838,8 @@ class HybridTrainerMixin(PublishingMixin):
             self._unsealed = str(folder)
             try:
                 with self._as_before_step():
+                    self._show_real_weights()
+                    self.run.call("before_save")
                     super()._save_checkpoint(model, trial)
                     self._seal()
             finally:
@@ -844,15 +854,17 @@ class HybridTrainerMixin(PublishingMixin):
             return
         folder, self._unsealed = Path(self._unsealed), None
         self._note_best(str(folder))
+        self.run.call("before_seal", self.state.global_step)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            best, limit, run = self.state.best_model_checkpoint, self.args.save_total_limit, self._start
-            step, in_step = self.state.global_step, self._begun is not None
+            best, limit, start = self.state.best_model_checkpoint, self.args.save_total_limit, self._start
+            step, in_step, run = self.state.global_step, self._begun is not None, self.run
 
             def seal() -> None:
                 self.folder_lock.note(step)
-                manifest.seal(folder, step, run, in_step=in_step)
-                manifest.rotate(folder.parent, limit, run=run.run, newest=folder, best=best)
+                files = manifest.seal(folder, step, start, in_step=in_step)
+                run.call("after_seal", step, files)
+                manifest.rotate(folder.parent, limit, run=start.run, newest=folder, best=best)
 
             self.saves.finish(seal, functools.partial(manifest.saving, folder))
         self.accelerator.wait_for_everyone()  # the others may load it at once, as the best one
@@ -911,6 +923,8 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
         if checkpoint is None or not load_optimizer(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.

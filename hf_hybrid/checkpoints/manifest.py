@@ -15,7 +15,8 @@ next save or start gives it its name. A checkpoint of the same name is emptied o
 then the successor replaces the empty folder. So there is a whole checkpoint at any moment, and a folder of its name.
 
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
-says why newer ones are passed over. A checkpoint that is named is taken or refused. Checkpoints without a manifest (of
+says why newer ones are passed over. A checkpoint that is named is taken or refused. A file that is loaded by its name,
+and that the manifest does not list, is refused like a damaged one. Checkpoints without a manifest (of
 another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
 checked. A run that was interrupted in its first save begins anew, with a warning.
 
@@ -42,7 +43,7 @@ import shutil
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -66,6 +67,13 @@ SCHEMA_VERSION = 1
 THREADS, BLOCK = 8, 1 << 26
 """That flush and hash, and the bytes that one hashes at a time: a multiple of the buffer that it reads into."""
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
+_LOADED = re.compile(
+    r"[^/]+\.safetensors(\.index\.json)?|pytorch_model[^/]*\.bin(\.index\.json)?|([^/]+/)?adapter_(model|config)\.[^/]+"
+    r"|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rank\d+-of-\d+-optimizer\.pt|(training_args|user_content)\.(bin|pt)"
+    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl|(config|trainer_state|out_of_memory)\.json|latest"
+    r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
+)
+"""Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
 
 Run = list[list]
 """`[[id, first step], ...]`, the newest last."""
@@ -143,9 +151,10 @@ def saving(folder: Path) -> Generator[None]:
         ) from error
 
 
-def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
+def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> dict[str, dict]:
     """
-    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, and give it its name.
+    Flush all files of a checkpoint to the disk, write the manifest that makes it whole, give it its name, and return
+    bytes and checksums of the files.
 
     Args:
         folder (`Path`): The checkpoint, as it will be called.
@@ -165,6 +174,15 @@ def seal(folder: Path, step: int, start: Start, *, in_step: bool) -> None:
     values |= {"model": start.model, "files": files}
     write_json(written / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
     settle(folder.parent)
+    return files
+
+
+def add_what_callbacks_saved(folder: Path) -> None:
+    """Add to a manifest what callbacks wrote into the sealed checkpoint in `on_save` and a resume would load."""
+    values = _read_json(folder / MANIFEST_NAME) if is_sealed(folder) else {"files": {}}
+    if values.pop("xxh3_128", None) and (added := _unlisted(folder, values["files"])):
+        values["files"] |= _facts(folder, [folder / name for name in added if (folder / name).is_file()])
+        write_json(folder / MANIFEST_NAME, {**values, "xxh3_128": _digest_of(values)})
 
 
 def settle(output_dir: Path) -> list[Path]:
@@ -374,7 +392,10 @@ def is_sealed(folder: str | Path) -> bool:
 
 def damages(folder: Path, manifest: Manifest) -> list[str]:
     """Return what is wrong with the files of a checkpoint, a phrase for each; checksums only if all sizes agree."""
-    found = []
+    found = [
+        f"`{name}` was not saved with it and would be loaded (delete it, or move it elsewhere)"
+        for name in _unlisted(folder, manifest.files)
+    ]
     for name, known in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -386,6 +407,13 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
     facts = _facts(folder, [folder / name for name in manifest.files])
     changed = [name for name, known in manifest.files.items() if facts[name] != known]
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
+
+
+def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
+    """Return what lies in a checkpoint, is not among the files of its manifest, and would be loaded all the same."""
+    listed = {MANIFEST_NAME, *files, *(str(parent) for name in files for parent in PurePosixPath(name).parents)}
+    there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))]
+    return [name for name in there if name not in listed and _LOADED.fullmatch(name)]
 
 
 def _check(folder: Path, manifest: Manifest | None) -> None:
@@ -485,7 +513,7 @@ def _named(folder: Path) -> tuple[Path, list[str]]:
         manifest = read_manifest(folder)
         if manifest is not None and (replaced := _replaced_weights(folder, manifest)):
             kept = {name: known for name, known in manifest.files.items() if name not in replaced}
-            manifest = dataclasses.replace(manifest, files=kept)
+            manifest = dataclasses.replace(manifest, files=kept | _facts(folder, _weights(folder)))
             names = ", ".join(f"`{name}`" for name in replaced)
             warnings = [f"`{folder}` has other files of weights than were saved ({names}), so they are not checked."]
         _check(folder, manifest)

@@ -21,7 +21,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -82,7 +82,16 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
         return None
-    about = json.loads((folder / VALUES_NAME).read_text(encoding="utf-8"))
+    name = VALUES_NAME
+    try:
+        about = json.loads((folder / name).read_text(encoding="utf-8"))
+        name = TENSORS_NAME
+        tensors = load_file(folder / name)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"`{folder / name}` is damaged: {error}. Delete it and `{VALUES_NAME}`: weights and optimizer are restored "
+            "then, and phases start anew."
+        ) from None
     version = about.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         found = "missing" if version is None else f"`{version}`"
@@ -91,7 +100,7 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
             f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
             "optimizer are restored then, and phases start anew."
         )
-    state = _together(load_file(folder / TENSORS_NAME), about.pop("parts"))
+    state = _together(tensors, about.pop("parts"))
     if process:
         path, own = folder / _tensors_name(process), {}
         if path.is_file():
@@ -141,31 +150,13 @@ def _together(tensors: dict[str, Tensor], values: Any) -> Any:
 
 # Resuming.
 
-# Of `TrainingArguments`: what decides about the course of a training. The optimizer keeps its own in its state, and so
-# does the scheduler with the learning rate: `Trainer` takes those from the checkpoint.
-_NEW_HOLD = (
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "optim",
-    "lr_scheduler_type", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16", "fp16", "seed", "data_seed",
-)  # fmt: skip
-_OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-
 
 def save(trainer: TrainerLike, folder: str | Path) -> None:
     """Write the state of a run into the checkpoint that Trainer is writing. All processes must call this."""
     state = trainer.run.state_dict()
     if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
-        save_state(folder, state, resume_values(trainer), process=trainer.args.process_index, saves=trainer.saves)
-
-
-def resume_values(trainer: TrainerLike) -> dict[str, Any]:
-    """Return the options and facts about the data that a resumed run compares with, as JSON values."""
-    found = {name: getattr(trainer.args, name, None) for name in (*_NEW_HOLD, *_OLD_HOLD)}
-    return {
-        "options": hybrid_values(trainer.hybrid_args),
-        "training_options": {name: getattr(value, "value", value) for name, value in found.items()},
-        "probe_sequences": _probe_sequences(trainer),
-        "processes": trainer.accelerator.num_processes,
-    }
+        about = {"options": hybrid_values(trainer.hybrid_args), "probe_sequences": _probe_sequences(trainer)}
+        save_state(folder, state, about, process=trainer.args.process_index, saves=trainer.saves)
 
 
 def _probe_sequences(trainer: TrainerLike) -> int | None:
@@ -186,48 +177,29 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
         brought back; `None` if the checkpoint holds none), `changed_options` (`[then, now]` by name), and `warnings`
         (sentences on what was not restored, or not taken up).
     """
-    report = {
-        "checkpoint": str(checkpoint),
-        "step": trainer.state.global_step,
-        "restored": None,
-        "changed_options": {},
-        "warnings": [],
-    }
+    report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
+    report |= {"changed_options": {}, "warnings": []}
     found = load_state(checkpoint, process=trainer.args.process_index)
     if found is None:
-        report["warnings"].append(
-            f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), so "
-            "that phases and predictor start anew."
-        )
+        if trainer.run.has_phases:
+            report["warnings"].append(
+                f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), "
+                "so that phases and predictor start anew."
+            )
         trainer.run.load_state_dict({})
         return report
     state, about = found
-    _compare_options(trainer, about, report)
     _leave_out_other_planner(trainer, state, about, report)
     if trainer.args.ignore_data_skip:
         state.pop("feed", None)
     trainer.run.load_state_dict(state)
+    for said in trainer.checked:
+        report["changed_options"].update(said.get("changed_options", {}))
+        report["warnings"] += said.get("warnings", [])
     if trainer.run.has_phases:
         report["restored"] = _restored(trainer, state)
         report["warnings"] += _not_restored(trainer, state, about)
     return report
-
-
-def _compare_options(trainer: TrainerLike, about: dict, report: Report) -> None:
-    """Fill in `changed_options`, and the warnings about options that the state of the optimizer overrules."""
-    now, then = resume_values(trainer), about.get("training_options", {})
-    for name, value in now["options"].items():
-        if about["options"].get(name, value) != value:
-            report["changed_options"][name] = [about["options"][name], value]
-    for name, value in now["training_options"].items():
-        if then.get(name, value) == value:
-            continue
-        if name in _NEW_HOLD:
-            report["changed_options"][name] = [then[name], value]
-        else:
-            report["warnings"].append(
-                f"`{name}={value}` is not taken up: optimizer and schedule go on with the checkpoint's `{then[name]}`."
-            )
 
 
 def _leave_out_other_planner(trainer: TrainerLike, state: dict, about: dict, report: Report) -> None:
@@ -282,12 +254,6 @@ def _not_restored(trainer: TrainerLike, state: dict, about: dict) -> list[str]:
     sequences, then = _probe_sequences(trainer), about.get("probe_sequences")
     if then is not None and then != sequences:
         found.append(f"`probe_dataset` had {then} sequences and has {sequences}.")
-    processes = trainer.accelerator.num_processes
-    if (then := about.get("processes", processes)) != processes:
-        found.append(
-            f"The run was on {then} processes and is on {processes}: random generators start anew, and batches are "
-            "those of the saved run only if all processes together have as large ones as before."
-        )
     return found
 
 
@@ -316,18 +282,19 @@ def describe(report: Report) -> str:
     return f"{line}: {', '.join(parts)}."
 
 
-def tell(report: Report, *, show: bool) -> None:
+def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
     """
-    Log what was restored at INFO, and what was not at WARNING.
+    Log what was restored at INFO, in a run with phases, and what has changed or was not restored at WARNING.
 
     Args:
         report (`dict`): From [`restore`].
         show (`bool`): Write the line above the progress bar too, where the logger does not show INFO.
     """
-    line = describe(report)
-    logger.info("%s", line)
-    if show and not logger.isEnabledFor(logging.INFO):
-        tqdm.write(line)
+    if has_phases:
+        line = describe(report)
+        logger.info("%s", line)
+        if show and not logger.isEnabledFor(logging.INFO):
+            tqdm.write(line)
     if report["changed_options"]:
         changed = [f"`{name}={now}` (was `{then}`)" for name, (then, now) in report["changed_options"].items()]
         logger.warning(

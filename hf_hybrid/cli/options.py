@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
+from hf_hybrid.records.redaction import is_secret_name
 
 PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
@@ -258,6 +259,25 @@ class CommandLine:
         self._from_file = {} if self.path is None else _read_yaml(self.path)
         self._variables = self._from_file.pop(ENVIRONMENT, None)
         self._from_file |= _private_options()
+
+    @classmethod
+    def again(cls, saved: dict[str, Any], overrides: Iterable[str] = ()) -> CommandLine:
+        """Return the command line that [`to_dict`] returned, with words after it that override others."""
+        line = cls([*saved["arguments"], *overrides])
+        line._from_file = dict(saved["config"])
+        line._variables = line._from_file.pop(ENVIRONMENT, None)
+        return line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return words and file as plain values, without secrets and the words that follow them."""
+        words, secret = [], False
+        for word in self._words:
+            secret = is_secret_name(word.partition("=")[0]) if word.startswith("--") else secret
+            words += [] if secret else [word]
+        config = {name: value for name, value in self.from_file().items() if not is_secret_name(name)}
+        if isinstance(variables := config.get(ENVIRONMENT), dict):
+            config[ENVIRONMENT] = {key: value for key, value in variables.items() if not is_secret_name(str(key))}
+        return {"arguments": words, "config": config}
 
     def from_file(self) -> dict[str, Any]:
         """Return the options of the YAML file by name, as it has them, with the variables under `env`."""

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import errno
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -93,7 +94,8 @@ def _train(line: CommandLine) -> int:
             "dataset_tags": required("dataset", options.data.dataset),
         }
         check_output(options.config.output_dir)
-        trainer = _trainer(options)
+        note_command(line, options)
+        trainer = make_trainer(options)
         trainer.add_callback(first_step)
         # `true` resumes from the last checkpoint, `false` from none.
         words = {None: None, "": None, "none": None, "false": None, "true": True}
@@ -155,6 +157,16 @@ def _remove_links(folder: Path) -> None:
             path.unlink()
 
 
+def note_command(line: CommandLine, options: TrainOptions) -> None:
+    """Write the command into the folder of the run, without secrets, for `hf-hybrid replay`."""
+    from hf_hybrid.cli.replay import COMMAND_NAME
+    from hf_hybrid.files import write_note
+
+    if options.config.should_save:
+        command = {**line.to_dict(), "folder": os.getcwd(), "processes": options.config.world_size}
+        write_note(Path(options.config.output_dir, COMMAND_NAME), command)
+
+
 def check_output(folder: str) -> None:
     """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
     try:
@@ -166,8 +178,8 @@ def check_output(folder: str) -> None:
         raise OptionError(f"`--output_dir {folder}` cannot be written to: {reason}. Choose another folder.") from None
 
 
-def _trainer(options: TrainOptions):
-    """A `HybridTrainer` of the model and the data. Of several processes the first downloads and tokenises for all."""
+def make_trainer(options: TrainOptions):
+    """Return a trainer of the model and the data. Of several processes the first downloads and tokenises for all."""
     from transformers import default_data_collator, set_seed
 
     from hf_hybrid.files import write_note

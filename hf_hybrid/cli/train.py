@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
@@ -75,9 +76,10 @@ def processes(values: argparse.Namespace) -> int:
     return max(torch.accelerator.device_count(), 1)
 
 
-def launch(line: CommandLine) -> int:
+def launch(line: CommandLine, module: str = MODULE, words: Sequence[str] | None = None) -> int:
     """
-    Train on several processes of this machine through `accelerate launch`.
+    Train on several processes of this machine through `accelerate launch`. Each runs `module` with `words`, by default
+    those of the command line.
 
     Returns:
         `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
@@ -91,7 +93,7 @@ def launch(line: CommandLine) -> int:
 
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
-    command = launch_arguments(line)
+    command = launch_arguments(line, module, words)
     try:
         with patch_environment(**on_cpu):
             launch_command(launch_command_parser().parse_args(command))
@@ -106,7 +108,7 @@ def launch(line: CommandLine) -> int:
     return 0
 
 
-def launch_arguments(line: CommandLine) -> list[str]:
+def launch_arguments(line: CommandLine, module: str = MODULE, words: Sequence[str] | None = None) -> list[str]:
     """The arguments of `accelerate launch`. Raises [`OptionError`] for an `accelerate_config` that cannot be used."""
     values = line.values
     name = values.accelerate_config or "ddp"
@@ -125,7 +127,7 @@ def launch_arguments(line: CommandLine) -> list[str]:
         # Port 0 is a free one, so that two runs on one machine do not meet.
         command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
         command += ["--main_process_port", "0"]
-    return [*command, "--module", MODULE, *line.arguments]
+    return [*command, "--module", module, *(line.arguments if words is None else words)]
 
 
 def _check_config(name: str) -> None:

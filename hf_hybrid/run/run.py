@@ -181,8 +181,8 @@ class Run:
 
     def count(self, inputs: dict, loss: torch.Tensor) -> None:
         """Count one micro-batch whose gradients are computed; `loss` is its share of the loss of the step."""
+        self.step.losses.append(loss)
         if self.has_phases:
-            self.step.losses.append(loss)
             self.step.tokens += tokens_of(inputs)
         while self.later:
             self.later.pop(0)()

@@ -1,7 +1,8 @@
 """
-Damaged checkpoints: each must be repaired by an older one, refused by the file's name, or make no difference.
+Damaged checkpoints: each must be repaired by an older one, refused by the file's name, or make no difference. So must
+those to which a file was added.
 
-A run is killed after its fourteenth step, and one file of its newest checkpoint is damaged, or of all checkpoints. Then
+A run is killed after its fourteenth step, and one file of its newest checkpoint is damaged or added, or of all. Then
 the run is resumed, by `True` or by the checkpoint's path. The same bits as in an uninterrupted run are right, with or
 without a word. An error is right if it names the file. Everything else is a fault: other bits without a word above all.
 """
@@ -81,6 +82,20 @@ def _swap(path: Path, chance: random.Random, donor: Path) -> None:
         shutil.copyfile(donor, path)
 
 
+def _put_unlisted(path: Path, chance: random.Random, donor: Path) -> None:
+    """Put a file or folder there that no manifest lists and that is loaded by its name, with the bytes of `path`."""
+    names = [name for name in UNLISTED if not (path.parent / name).exists()]
+    added = path.parent / chance.choice(names)
+    added.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, added)
+
+
+UNLISTED = (
+    "pytorch_model_fsdp.bin", "pytorch_model.bin", "optimizer.bin", "scaler.pt", "hybrid_state_1.safetensors",
+    "out_of_memory.json", "adapter_model.safetensors", "adapter_model.bin", "model.safetensors.index.json",
+    "rng_state_0.pth", "mine/adapter_model.safetensors", "pytorch_model_fsdp_0/.metadata", "global_step14/states.pt",
+)  # fmt: skip
+
 DAMAGES: dict[str, Callable] = {
     "deleted": _delete,
     "emptied": _empty,
@@ -89,6 +104,7 @@ DAMAGES: dict[str, Callable] = {
     "zeros from some byte on": _zero_a_part,
     "bytes appended": _append,
     "replaced by a folder": _replace_by_folder,
+    "beside one that is not listed": _put_unlisted,
     "of another step": _swap,
     **dict.fromkeys(DONORS, _swap),
 }
@@ -117,6 +133,7 @@ def damage(case: str, seed: int, folder: Path, expected: Ended, prepared: Path) 
             DAMAGES[kind](checkpoint / file, chance, donor / file)
     resume = str(own[-1]) if chance.random() < 0.5 else True
     ended = run(trainings.train, mode, out, resume, log=folder / "log")
+    file = "was not saved with it" if DAMAGES[kind] is _put_unlisted else file
     outcome, detail = _judge(ended, expected, file, (folder / "log").read_text(errors="replace"))
     return Result(case, outcome, f"`{file}` {kind}, resume_from_checkpoint={resume}. {detail}", 1)
 

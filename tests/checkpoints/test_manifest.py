@@ -322,6 +322,64 @@ def test_weights_that_the_user_saved_anew_are_taken(folder):
     assert "(`model.safetensors`), so they are not checked" in found(folder, checkpoint)[1]
 
 
+# Files that no manifest lists.
+
+LOADED = (
+    "pytorch_model_fsdp.bin", "optimizer.bin", "hybrid_state_1.safetensors", "hybrid_state.bin", "out_of_memory.json",
+    "scaler.pt", "pytorch_model.bin", "model.safetensors.index.json", "other.safetensors", "adapter_model.safetensors",
+    "adapter_model.bin", "adapter_config.json", "mine/adapter_model.safetensors", "rng_state_0.pth", "rng_state_1.pth",
+    "optimizer_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "global_step6/mp_rank_00_model_states.pt", "latest",
+    "user_content.pt", "random_states_0.pkl",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_file_that_would_be_loaded_and_is_not_listed_is_refused_by_name(folder, name):
+    added = folder / "checkpoint-6" / name
+    added.parent.mkdir(exist_ok=True)
+    added.write_bytes(b"{")
+    taken, said = found(folder)
+    assert taken == "checkpoint-4" and f"`{name}` was not saved with it and would be loaded (delete it, " in said, said
+    with pytest.raises(CheckpointError, match=f"checkpoint-6`: .*`{name}` was not saved with it"):
+        found(folder, folder / "checkpoint-6")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "global_step6", "optimizer_0"])
+def test_so_is_a_folder_that_alone_changes_what_is_loaded(folder, name):
+    (folder / "checkpoint-6" / name).mkdir()
+    assert f"`{name}` was not saved with it" in found(folder)[1]
+
+
+def test_files_that_nobody_loads_are_no_damage(folder):
+    for name in (
+        "README.md",
+        "scheduler.pt~",
+        ".DS_Store",
+        "eval_results.json",
+        "notes.pt",
+        "old/model.safetensors.bak",
+    ):
+        (folder / "checkpoint-6" / name).parent.mkdir(exist_ok=True)
+        (folder / "checkpoint-6" / name).write_text("x")
+    assert found(folder) == ("checkpoint-6", "")
+
+
+def test_what_a_callback_saves_beside_a_checkpoint_belongs_to_it(tmp_path):
+    """Adapters, for example, as users' callbacks do in `on_save`; also if training ends there."""
+
+    class Saves(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            mine = Path(args.output_dir, f"checkpoint-{state.global_step}", "mine")
+            mine.mkdir()
+            (mine / "adapter_model.safetensors").write_text("weights")
+
+    build(tmp_path, callbacks=[Saves()], max_steps=2).train()
+    assert found(tmp_path) == ("checkpoint-2", "")
+    (tmp_path / "checkpoint-2" / "mine" / "adapter_model.safetensors").write_text("others!")
+    with pytest.raises(CheckpointError, match="`mine/adapter_model.safetensors` is not what was saved"):
+        found(tmp_path)
+
+
 # Disks that are full.
 
 

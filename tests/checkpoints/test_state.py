@@ -355,8 +355,7 @@ def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     folder = tmp_path / "checkpoint-50"
     shutil.copytree(uninterrupted[0] / "checkpoint-50", folder)
     values = json.loads((folder / "hybrid_state.json").read_text())
-    for key in ("training_options", "probe_sequences", "processes"):
-        del values[key]
+    del values["probe_sequences"], values["parts"]["fingerprint"]
     (folder / "hybrid_state.json").write_text(json.dumps(values))
     (folder / "hybrid_manifest.json").unlink()
     trainer = build(tmp_path, save_strategy="no")
@@ -381,6 +380,15 @@ def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
     changed = {**written, "schema_version": version} if version else {"parts": written["parts"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
     with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `5`"):
+        load_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", [VALUES_NAME, "hybrid_state.safetensors"])
+def test_a_damaged_hybrid_state_is_named(tmp_path, name):
+    """Where a manifest does not do it before, because the user deleted it."""
+    save_state(tmp_path, {"part": {"a": torch.ones(2)}}, {})
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match=f"`{tmp_path}/{name}` is damaged: .* Delete .*`{VALUES_NAME}`"):
         load_state(tmp_path)
 
 

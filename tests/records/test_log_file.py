@@ -14,7 +14,8 @@ from hf_hybrid.report.run_folder import load_run
 
 
 def steps_of(folder):
-    return [line["step"] for line in read_log(folder) if "begun" not in line]
+    """Of the lines that are no digests."""
+    return [line["step"] for line in read_log(folder) if not {"begun", "digests", "sealed"} & line.keys()]
 
 
 def log_of(folder, *, begun=0):

@@ -1,0 +1,500 @@
+"""
+Digests of what a run computed: they name the process whose memory changed, and let a replay name the step.
+
+A bit that flips in memory raises no error. With one process nobody notices. With several it makes the copies of weights
+or states that processes hold drift apart, all of them train on, and the copy of the first is saved. So a run leaves
+digests of three things:
+
+1. Steps. Prints of each step's batches, of the losses of its micro-batches on each process, and of its loss and
+   gradient norm over all processes: every bit of them counts, and all are there anyway. They are kept until the next
+   save and then written to the log, 24 characters a step. A weight that changed shows in the losses of the next step.
+2. State. At each save the checksums of the files that hold weights and states, which the manifest has made anyway.
+   With several processes also a hash of all trained weights and one of all states in the memory of each, while the
+   checkpoint is written: a thread hashes what lies on the host, and kernels on the device what lies there. With
+   `digest_steps=N` so after every N steps.
+3. Data in memory. Batches are hashed again when their step is over, and tensors that the data set holds at each save.
+   Neither may have changed, unless somebody wrote to them through torch.
+
+Processes compare theirs in every save, before the checkpoint is sealed. Under DDP weights and states must be the same
+bits everywhere, because all processes make the same update. Under FSDP2 each process has parts of its own, and only
+what every process holds whole can be compared (the step counters of the optimizer, modules that are not sharded). A
+replay compares the rest.
+
+Who drifted? Of three and more processes, those that differ from the majority. Two processes cannot tell: nothing that
+one of them holds proves it wrong. But the steps made again do, since every resume computes the same bits. So the
+checkpoint is discarded, the digests of both are written to the log, and the run ends. The same command, started again,
+goes on from the last checkpoint in which the processes agreed. It makes the steps again, and then names the process
+that had drifted: the first whose losses were others. (Later ones differ on all, because gradients are shared.)
+`hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on with a warning:
+some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
+
+One print is enough to notice any single bit: XXH3 on the host, and on a device the sum of all words times odd numbers
+modulo 2**64, in which one changed bit never cancels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.prints.fingerprint import inner_optimizer, stored_tensors
+from hf_hybrid.records.log import LOG_NAME
+from hf_hybrid.records.readings import read_lines
+from hf_hybrid.run.run import Run
+from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.weights import Gathered, canonical
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 1 << 22
+"""Words of a tensor on a device that are hashed at a time, in 100 MiB of temporary memory."""
+_ODD = -7046029254386353131
+"""2**64 over the golden ratio, as a signed number."""
+MOST_PRINTS, MOST_VALUES = 8, 1 << 24
+"""Processes whose batches and losses have prints of their own; values of a parameter that are compared one by one."""
+WIDTH = 8
+"""Characters of a print."""
+NO_PRINT = "0" * WIDTH
+
+
+_STATE = re.compile(r"(model|optimizer)[^/]*\.(safetensors|bin|pt)$|^(pytorch_model_fsdp|optimizer)_\d+/|^global_step")
+"""Files of a checkpoint that hold weights or states of the optimizer."""
+_UNWRITTEN = ", though nothing wrote to it"
+
+
+class RanksDriftedError(RuntimeError):
+    """Processes that must hold the same weights hold different ones. The message names them, and the parameter."""
+
+
+# Hashing.
+
+
+def words(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as a flat tensor of integers."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def add_to(found: Any, tensor: Tensor) -> None:
+    """Add the bits of a tensor on the CPU to an XXH3. An array of NumPy would keep torch from resizing the storage."""
+    bits = words(tensor).contiguous()
+    if bits.nbytes:
+        found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+
+
+def hash_on_host(tensor: Tensor) -> int:
+    """Return the XXH3 of the bits of a tensor on the CPU, 64 of them."""
+    found = xxhash.xxh3_64()
+    add_to(found, tensor)
+    return found.intdigest()
+
+
+@torch.no_grad()
+def hash_on_device(tensor: Tensor) -> Tensor:
+    """
+    Return the sum of the words of a tensor times odd numbers, modulo 2**64, as a scalar on the tensor's device.
+
+    Nothing waits for the device. A word that changes by one bit changes by a power of two below 2**64, and that times
+    an odd number is not zero.
+    """
+    bits = words(tensor)
+    factors = torch.arange(min(CHUNK, bits.numel()), device=bits.device) * _ODD | 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for index, part in enumerate(bits.split(CHUNK)):
+        total += (part.to(torch.int64) * (factors[: part.numel()] + 2 * index)).sum()
+    return total
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what lies in nested lists and mappings, in order."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield key
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+@dataclass
+class Batches:
+    """
+    The print of a step's batches.
+
+    Attributes:
+        tensors (`list[tuple]`): Those on the host, with torch's count of what was written to them.
+        of_tensors (`int`): Hash of them as they were fetched.
+        of_text (`int`): Hash of arrays, text and numbers.
+        on_device (`Tensor`, *optional*): Hash of tensors on a device, read at the next save.
+    """
+
+    tensors: list[tuple[Tensor, int]]
+    of_tensors: int
+    of_text: int
+    on_device: Tensor | None
+
+    @classmethod
+    def of(cls, batches: Any) -> Batches:
+        """Return the print of batches as they were fetched. Objects of other kinds are left out."""
+        tensors, text, on_device = [], xxhash.xxh3_64(), None
+        for leaf in leaves(batches):
+            if is_plain(leaf) and leaf.device.type == "cpu":
+                tensors.append((leaf, leaf._version))
+            elif is_plain(leaf):
+                one = hash_on_device(leaf)
+                on_device = one if on_device is None else on_device * _ODD + one
+            elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
+                text.update(leaf.tobytes())
+            elif isinstance(leaf, (str, bytes, int, float, bool, numpy.generic)):
+                text.update(repr(leaf).encode(errors="replace"))
+        return cls(tensors, hash_of(tensors), text.intdigest(), on_device)
+
+    def were_changed(self) -> bool:
+        """Whether tensors on the host changed though nobody wrote to them through torch."""
+        written = any(tensor._version != version for tensor, version in self.tensors)
+        return not written and hash_of(self.tensors) != self.of_tensors
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose bits lie one after the other: no subclass that packs them, nor a sparse one."""
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.device.type != "meta"
+
+
+def hash_of(tensors: list[tuple[Tensor, int]]) -> int:
+    """Return the hash of several tensors on the host."""
+    found = xxhash.xxh3_64()
+    for tensor, _ in tensors:
+        add_to(found, tensor)
+    return found.intdigest()
+
+
+def text_of(*numbers: float | int) -> str:
+    """Return 8 characters for some numbers, every bit of which counts."""
+    packed = b"".join(
+        struct.pack("<d", number) if isinstance(number, float) else struct.pack("<Q", number & (1 << 64) - 1)
+        for number in numbers
+    )
+    return f"{xxhash.xxh32_intdigest(packed):08x}"
+
+
+# The part.
+
+
+@dataclass
+class StepPrint:
+    """
+    What is kept of a step until the next save: its number, the print of its batches, their losses on this process, and
+    loss and gradient norm over all processes. Numbers on a device are fetched at the save.
+    """
+
+    step: int
+    batches: Batches | None
+    losses: list[float | Tensor]
+    numbers: list[float | Tensor]
+
+
+class Digests(Part):
+    """
+    Writes digests to the log of a run, and compares those of its processes.
+
+    Args:
+        trainer: Whose run it is.
+        every (`int`, *optional*): Also after so many steps. Default: in each save alone.
+    """
+
+    name = "digests"
+
+    def __init__(self, trainer: TrainerLike, every: int | None = None):
+        self._trainer, self.every = trainer, every
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+        self._trail: list[StepPrint] = []
+        self._fetched: Batches | None = None
+        self._work: list[tuple[str, str, bool, Any]] = []
+        self._last: tuple[int, dict[str, str]] | None = None
+        self._agreed = self._said = False
+        self._changed: list[str] = []
+        held = stored_tensors(self._trainer.train_dataset)
+        self._data = [(tensor, tensor._version, hash_on_host(tensor)) for tensor in held]
+        self._drifted = self._drift_to_settle() if self._trainer.is_world_process_zero() else None
+
+    # Steps.
+
+    def begin_step(self, step: Step) -> None:
+        self._fetched = None if step.phase is Phase.PREDICT else Batches.of(step.batches)
+
+    def decide(self, step: Step) -> None:
+        """The step is over, and nothing changes the weights any more."""
+        batches, self._fetched, losses, numbers = self._fetched, None, [], []
+        if batches is not None:
+            if batches.were_changed():
+                self._changed.append(f"A batch changed in memory while step {step.index + 1} trained on it{_UNWRITTEN}")
+            batches.tensors = []
+            losses, numbers = step.losses, [step.loss, getattr(self._trainer, "_gradient_norm", None)]
+        kept = [[_kept(number) for number in of if number is not None] for of in (losses, numbers)]
+        self._trail.append(StepPrint(step.index + 1, batches, *kept))
+        if self.every and (step.index + 1) % self.every == 0:
+            self._begin_to_hash()
+            self.before_seal(step.index + 1)
+
+    # Saves.
+
+    def before_save(self) -> None:
+        if self._trainer.accelerator.num_processes > 1 or self.every:
+            self._begin_to_hash()
+
+    def _begin_to_hash(self) -> None:
+        """Hash weights and states, on the device without waiting, and on a thread what lies on the host."""
+        pool = ThreadPoolExecutor(1)
+        self._work = []
+        for kind, name, value, whole in self._state():
+            on_host = value.device.type == "cpu"
+            self._work.append(
+                (kind, name, whole, pool.submit(hash_on_host, value) if on_host else hash_on_device(value))
+            )
+        self._of_data = pool.submit(self._data_was_changed)
+        pool.shutdown(wait=False)
+
+    def before_seal(self, step: int) -> None:
+        work, self._work = self._work, []
+        entries = [(kind, name, whole, _value(found)) for kind, name, whole, found in work]
+        own = (
+            {}
+            if not work
+            else {
+                kind: _joined(value for of, _, _, value in entries if of == kind) for kind in ("weights", "optimizer")
+            }
+        )
+        comparable = [(f"{kind} {name}", value) for kind, name, whole, value in entries if whole]
+        trail, self._trail = self._trail, []
+        prints = _prints_of(trail), _texts_of([kept.losses for kept in trail])
+        if self._of_data.result() if work else self._data_was_changed():
+            self._changed.append(f"`train_dataset` holds a tensor that changed in memory by step {step}{_UNWRITTEN}")
+        last, self._last = self._last, (step, own)
+        if last is not None and last[0] == step and last[1] != own:
+            what = "Weights or states of the optimizer changed"
+            self._changed.append(f"{what} after step {step} and before its save, by a callback or in memory")
+        changed, self._changed = self._changed, []
+        mine = (own, _joined(value for _, value in comparable), prints, changed)
+        everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
+        line: dict[str, Any] = {kind: _one_or_all([other[0][kind] for other in everyone]) for kind in own}
+        if trail:
+            line |= {"from": trail[0].step, "steps": "".join(_texts_of([kept.numbers for kept in trail]))}
+            line |= {what: _of_all([o[2][place] for o in everyone]) for place, what in enumerate(("batches", "losses"))}
+        if trail or (own and last != self._last):
+            self.run.write({"step": step, "digests": line})
+        self._tell_of_memory(step, [other[3] for other in everyone])
+        self._settle(step, line)
+        digests = [other[1] for other in everyone]
+        if len(set(digests)) > 1:
+            self._tell_of_drift(step, digests, comparable, line)
+        elif len(digests) > 1:
+            self._agreed = True
+            self._tell_what_is_left_out(len(comparable), len(entries))
+
+    def after_seal(self, step: int, files: dict[str, dict]) -> None:
+        """The manifest has hashed what was written: that costs nothing more."""
+        of_state = {name: facts["xxh3_128"] for name, facts in files.items() if _STATE.search(name)}
+        self.run.write({"step": step, "sealed": of_state})
+
+    def _state(self) -> Iterator[tuple[str, str, Tensor, bool]]:
+        """Yield the weights and states of this process: kind, name, tensor, and whether every process has the same."""
+        trainer = self._trainer
+        trainer.memory.settle()
+        optimizer = inner_optimizer(trainer.optimizer)
+        if trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2:
+            Gathered(trainer.model)  # shards take the places of weights that a module has gathered for a pass
+        flattened = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+        for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+            if not parameter.requires_grad:
+                continue
+            held = trainer.memory.parameter(parameter)
+            states = getattr(optimizer, "state", {}).get(held, {})
+            tensors = [("weights", canonical(name), held)]
+            tensors += [("optimizer", f"{canonical(name)}.{key}", value) for key, value in sorted(states.items())]
+            for kind, whole_name, value in tensors:
+                is_part = getattr(value, "device_mesh", None) is not None
+                here: Any = value.to_local() if is_part else value  # ty: ignore[missing-attribute]
+                if is_plain(here):
+                    yield kind, whole_name, here, not (is_part or flattened or trainer.is_deepspeed_enabled)
+
+    def _data_was_changed(self) -> bool:
+        """Whether tensors that the data set holds changed since the last call, though nobody wrote to them."""
+        found, self._data = self._data, [(t, t._version, hash_on_host(t)) for t, _, _ in self._data]
+        pairs = zip(found, self._data)
+        return any(old[1] == new[1] and old[2] != new[2] for old, new in pairs)
+
+    # What the user is told.
+
+    def _tell_of_memory(self, step: int, changed: list[list[str]]) -> None:
+        for process, found in enumerate(changed):
+            for what in dict.fromkeys(found):
+                self._say(step, process, f"{what}: process {process}.")
+
+    def _say(self, step: int, process: int | None, text: str) -> None:
+        if self._trainer.is_world_process_zero():
+            logger.error("%s", text)
+            self.run.write({"step": step, "corrupted": {"process": process, "what": text}})
+
+    def _tell_what_is_left_out(self, compared: int, all_of: int) -> None:
+        if compared < all_of and not self._said and self._trainer.is_world_process_zero():
+            logger.info(
+                "Processes compare %d of %d tensors of weights and states: the others are shards, which no two of them "
+                "hold. A replay compares those (`hf-hybrid replay`).", compared, all_of,
+            )  # fmt: skip
+        self._said = True
+
+    def _tell_of_drift(self, step: int, digests: list[str], comparable: list[tuple[str, int]], line: dict) -> None:
+        """Name the processes that drifted, and what differs. Every process gets here, and all raise or none does."""
+        everyone = gather_object([[value for _, value in comparable]])
+        place = next(place for place, values in enumerate(zip(*everyone)) if len(set(values)) > 1)
+        name = comparable[place][0]
+        most, count = Counter(digests).most_common(1)[0]
+        drifted = [process for process, digest in enumerate(digests) if digest != most]
+        kind = {"weights": "weights", "optimizer": "states of the optimizer"}[name.split()[0]]
+        what = f"Processes hold different {kind} after step {step}: `{name.split()[1]}` {self._where(name)}."
+        if 2 * count > len(digests):
+            plural = "es" if len(drifted) > 1 else ""
+            who = f"Process{plural} {', '.join(map(str, drifted))} drifted from the {count} others."
+        else:
+            who = "Two that differ cannot tell which of them is right. The steps made again do."
+        saved = last_checkpoint(self._trainer.run_folder)
+        again = (
+            f"Start the same command again with `resume_from_checkpoint=True`: it goes on from `{saved}`, makes the "
+            "steps after it again, and names the process. Have the memory of its machine tested."
+            if saved
+            else "There is no checkpoint yet, so start the run anew, and have the memory of the machines tested."
+        )
+        self.run.write({"step": step, "drift": {**line, "what": what}})
+        if self._agreed and self._trainer.has_phases:
+            raise RanksDriftedError(f"{what} {who} This checkpoint is not saved. {again}")
+        if self._trainer.is_world_process_zero():
+            logger.error("%s %s %s", what, who, again)
+
+    def _where(self, name: str) -> str:
+        """Return which values of a tensor differ, between the processes that hold the first two versions of it."""
+        tensor = next(value for kind, own, value, _ in self._state() if f"{kind} {own}" == name)
+        if tensor.numel() > MOST_VALUES:
+            return "differs"
+        everyone = gather_object([tensor.detach().cpu()])
+        other = next(p for p, values in enumerate(everyone) if not torch.equal(words(values), words(everyone[0])))
+        places = (words(everyone[0]) != words(everyone[other])).nonzero().flatten()
+        first, second = (values.reshape(-1)[places[0]].item() for values in (everyone[0], everyone[other]))
+        return (
+            f"differs in {len(places):,} of {tensor.numel():,} values; value {places[0].item():,} is {first:g} on "
+            f"process 0 and {second:g} on process {other}"
+        )
+
+    # The process that had drifted, once its steps were made again.
+
+    def _drift_to_settle(self) -> dict | None:
+        """Return the last drift in the log of this run whose step is still to come, now that the run is resumed."""
+        found = None
+        for line in read_lines(self._trainer.run_folder / LOG_NAME, []):
+            if "drift" in line:
+                found = line
+            elif found is not None and (line["step"] == 0 or ("digests" in line and line["step"] >= found["step"])):
+                found = None  # another run, or it is settled
+        return found if found is not None and found["step"] > self._trainer.state.global_step else None
+
+    def _settle(self, step: int, line: dict) -> None:
+        """Name the processes whose digests were not those that the same steps have now."""
+        before = self._drifted
+        if before is None or before["step"] > step:
+            return
+        self._drifted = None
+        then, wrong = before["drift"], set()
+        if before["step"] == step and then.get("from") == line.get("from"):
+            found = first_who_differ(then.get("losses", []), line.get("losses", []))
+            if found is not None:
+                wrong = set(found[1])
+            else:  # in the update of the last step
+                for kind in {"weights", "optimizer"} & then.keys() & line.keys():
+                    if isinstance(then[kind], list) and isinstance(line[kind], str):
+                        wrong |= {process for process, digest in enumerate(then[kind]) if digest != line[kind]}
+        made = f"The steps up to {step} were made again:"
+        if 0 < len(wrong) < self._trainer.accelerator.num_processes:
+            names = ", ".join(map(str, sorted(wrong)))
+            self._say(step, min(wrong), f"{made} process {names} had drifted. Have the memory of its machine tested.")
+        else:
+            self._say(step, None, f"{made} they do not tell which process had drifted. `hf-hybrid replay` may.")
+
+
+def _value(found: Any) -> int:
+    if isinstance(found, Future):
+        return found.result()
+    return int(found) & (1 << 64) - 1
+
+
+def _joined(values: Iterable[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(struct.pack("<Q", value) for value in values))
+
+
+def _one_or_all(values: list[str]) -> str | list[str]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _prints_of(trail: list[StepPrint]) -> list[str]:
+    """Return a print of the batches of each step. What lies on a device is fetched at once."""
+    on_device = [kept.batches.on_device for kept in trail if kept.batches and kept.batches.on_device is not None]
+    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
+    found = []
+    for kept in trail:
+        of = kept.batches
+        if of is None:
+            found.append(NO_PRINT)
+        else:
+            found.append(text_of(of.of_tensors, of.of_text, 0 if of.on_device is None else next(fetched)))
+    return found
+
+
+def _kept(number: Any) -> float | Tensor:
+    if not isinstance(number, Tensor):
+        return float(number)
+    whole = (number.full_tensor() if getattr(number, "device_mesh", None) is not None else number).detach()
+    return whole.item() if whole.device.type == "cpu" else whole
+
+
+def _texts_of(steps: list[list[float | Tensor]]) -> list[str]:
+    """Return a print of the numbers of each step. What lies on a device is fetched at once."""
+    on_device = [number for numbers in steps for number in numbers if isinstance(number, Tensor)]
+    fetched = iter(torch.stack([number.double() for number in on_device]).tolist() if on_device else [])
+    found = [[next(fetched) if isinstance(number, Tensor) else number for number in numbers] for numbers in steps]
+    return [text_of(*numbers) if numbers else NO_PRINT for numbers in found]
+
+
+def _of_all(prints: list[list[str]]) -> list[str]:
+    """Return the prints of all steps, by process; of many processes one print of each step for all of them."""
+    if len(prints) <= MOST_PRINTS:
+        return ["".join(of_process) for of_process in prints]
+    return ["".join(text_of(*(int(text, 16) for text in of_step)) for of_step in zip(*prints))]
+
+
+def first_who_differ(one: list[str], other: list[str]) -> tuple[int, list[int]] | None:
+    """Return the first step in which the prints of processes differ, counted from 0, and in which processes."""
+    if len(one) != len(other):
+        return None
+    steps = [[text[i : i + WIDTH] for i in range(0, len(text), WIDTH)] for text in (*one, *other)]
+    for step, (first, second) in enumerate(zip(zip(*steps[: len(one)]), zip(*steps[len(one) :]))):
+        if first != second:
+            return step, [process for process, pair in enumerate(zip(first, second)) if pair[0] != pair[1]]
+    return None

@@ -1,0 +1,97 @@
+"""`hf-hybrid replay`: the command of a run is kept without secrets, and its steps are made again."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cli.test_cli import folder  # noqa: F401 - a fixture
+
+from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import CommandLine
+from hf_hybrid.cli.replay import COMMAND_NAME
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(folder, tmp_path, monkeypatch):  # noqa: F811
+    """A folder of its own with the files of a run, which is the present one."""
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    text = (tmp_path / "run" / "run.yaml").read_text().replace(str(folder), str(tmp_path / "run"))
+    (tmp_path / "run" / "run.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def trained(*more):
+    """Train with paths that are relative to the present folder."""
+    arguments = [
+        "--config",
+        "run.yaml",
+        "--max_steps",
+        "6",
+        "--use_cpu",
+        "--output_dir",
+        "out",
+        "--dataset",
+        "text.txt",
+    ]
+    assert main(["train", *arguments, "--eval_share", "0", *more]) == 0
+    return Path("out").resolve()
+
+
+def test_a_run_is_replayed_from_anywhere_and_other_data_is_named(place, monkeypatch, capsys):
+    out = trained("--hub_token", "hf_abcdefghijklmnopqrst")
+    assert "hf_abc" not in (out / COMMAND_NAME).read_text()
+    (place / "run.yaml").unlink()  # its options are kept
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    monkeypatch.chdir(place.parent / "elsewhere")
+    capsys.readouterr()
+    assert main(["replay", str(out), "--from", "3", "--to", "6"]) == 0
+    assert "made these 3 steps right" in capsys.readouterr().out
+    assert files == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert not [name for name in os.listdir(place) if name.startswith("_replay")]
+    (place / "text.txt").write_text((place / "text.txt").read_text().swapcase(), encoding="utf-8")
+    assert main(["replay", str(out), "--from", "3", "--to", "6"]) == 2  # of which the fingerprint knows already
+    assert "`train_dataset` has other rows" in capsys.readouterr().err
+    assert main(["replay", str(out), "--from", "0", "--to", "2"]) == 1
+    assert "Step 1 is the first that differs: the run trained on other batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--from", "3", "--to", "3"], "`start=3` must be 0 or more, and below `end=3`"),
+        (["--from", "2", "--to", "3"], "has no checkpoint up to step 2"),
+    ],
+)
+def test_what_cannot_be_replayed_is_a_message(place, capsys, words, message):
+    out = trained("--max_steps", "3")
+    assert main(["replay", str(out), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_another_script_says_what_to_use(tmp_path, capsys):
+    assert main(["replay", str(tmp_path), "--from", "0", "--to", "3"]) == 2
+    assert "Replay other runs with `hf_hybrid.prints.replay.replay`" in capsys.readouterr().err
+
+
+def test_secrets_are_left_out_of_the_command():
+    words = ["--seed", "3", "--hub_token", "one", "--hub-token=two", "--max_steps", "4"]
+    line = CommandLine.again({"arguments": words, "config": {"hub_token": "three", "env": {"API_KEY": "4", "A": "b"}}})
+    saved = line.to_dict()
+    assert saved == {"arguments": ["--seed", "3", "--max_steps", "4"], "config": {"env": {"A": "b"}}}
+    assert CommandLine.again(json.loads(json.dumps(saved)), ["--seed=5"]).values.seed == 5
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_on_two_processes_is_replayed_on_two(place, monkeypatch, capsys):
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):
+        monkeypatch.setenv(name, value)
+    out = trained("--num_processes", "2", "--cpu")
+    assert main(["replay", str(out), "--from", "3", "--to", "6"]) == 0
+    assert "made these 3 steps right" in capsys.readouterr().out
