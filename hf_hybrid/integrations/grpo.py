@@ -48,6 +48,7 @@ Where the result would not be exact, every row is computed, and the log says why
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -60,6 +61,7 @@ from torch import Tensor
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.integrations.rollouts import Decoding, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
     check_config,
@@ -346,6 +348,7 @@ class Rollouts(Part):
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
+        trainer._draws = None
         self.rows_of_rounding = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
@@ -472,6 +475,12 @@ class ExactSkipArguments:
         "What the advantage is where all completions of a prompt got the same reward. zero: zero. trl: what rounding "
         "leaves of the difference, which is often not zero if rewards are not whole numbers, and is trained on.",
     )
+    rollouts: Literal["auto", "off"] = option(
+        "auto",
+        "How transformers' `generate` samples completions. auto: a prompt is computed once for all of its completions, "
+        "and rows that have ended leave the batch; completions and random numbers stay TRL's. Where that is not known "
+        "to be exact, it is left to TRL, and the log says why. off: as TRL does it.",
+    )
 
 
 @dataclass
@@ -483,6 +492,7 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     def __post_init__(self):
         self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
         self.equal_rewards = as_declared("equal_rewards", self.equal_rewards, Literal["zero", "trl"])
+        self.rollouts = as_declared("rollouts", self.rollouts, Literal["auto", "off"])
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -532,6 +542,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
     _sampler: Any = None
+    _draws: bool | None = None
+    """Whether the model draws random numbers in training, once a run has asked."""
 
     def __init__(self, *args, **kwargs):
         for name in ("probe_dataset", "direction"):
@@ -541,7 +553,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def own_parts(self) -> list[Part]:
         self.rollouts = Rollouts(self)
-        return [*super().own_parts(), self.rollouts]
+        self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
+        return [*super().own_parts(), self.rollouts, self.decoding]
 
     @property
     def per_generation(self) -> int:
@@ -559,6 +572,43 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         raise NotImplementedError
 
     _rows_that_count = staticmethod(rows_that_count)
+
+    # Completions.
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        decoding, completing = self.decoding, contextlib.nullcontext()
+        if not decoding.off and not self._generates_elsewhere():
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            if (why := self._why_plain_rollouts(model)) is None:
+                completing = decoding.completing(model, prompt_ids, counts=self.model.training)
+            else:
+                decoding.tell(why)
+        with completing:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _generates_elsewhere(self) -> bool:
+        """Whether another engine than `generate` completes prompts."""
+        engines = ("use_vllm", "use_transformers_continuous_batching")
+        using = [name for name in engines if getattr(self, name, False)]
+        if using:
+            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself", logging.INFO)
+        return bool(using)
+
+    def _why_plain_rollouts(self, model: Any) -> str | None:
+        """Return why completions are left to TRL, or `None` if they are not."""
+        if (sharding := sharding_of(self.args)) is not None:
+            return f"with `{sharding}` processes generate in step"
+        if (why := why_plain_model(model)) is not None:
+            return why
+        if self.model.training and self._draws_random_numbers():
+            return "a forward pass in training is random (dropout), and fewer rows would draw other numbers"
+        return None
+
+    def _draws_random_numbers(self) -> bool:
+        if self._draws is None:
+            bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._draws = draws_random_numbers(bare, self.args.device)
+        return self._draws
 
     # Advantages.
 
@@ -615,8 +665,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return "the router's loss (`router_aux_loss_coef`) counts every row"
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return "batch normalisation mixes rows"
-        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if draws_random_numbers(bare, self.args.device):
+        if self._draws_random_numbers():
             return (
                 "the model draws random numbers in training (set `disable_dropout=True`; if that does not help, set "
                 "`attention_dropout` of the model's config to 0)"

@@ -79,6 +79,7 @@ def build(trainer_class, folder, share=0.5, *, model=None, callbacks=None, peft_
         reward,
         args,
         train_dataset=prompts(share),
+        eval_dataset=prompts(share).select(range(8)) if "eval_strategy" in options else None,
         processing_class=TOKENIZER,
         callbacks=callbacks,
         peft_config=peft_config,
