@@ -40,6 +40,12 @@ sign alone, and the minimum of two products with it scales too), so each row get
 A window without rows that count still makes its step, with gradients of zero: momentum, weight decay and the schedule
 go on as in TRL. Parameters that a left-out row would have reached get a zero gradient in place of none.
 
+Rewards first. TRL needs log-probabilities of the policy that sampled, if completions are trained on in several steps
+or come from vLLM. It computes them for all rows before it asks for the rewards. Here the rewards are asked for when TRL
+begins to compute the log-probabilities, once and with TRL's arguments, and TRL gets them when it asks
+([`Scoring`]). Rows of groups that are rewarded alike are then left out of this pass too. Nothing with a gradient reads
+what stands in their place: zeros, or with vLLM its own log-probabilities, so that no importance ratio departs from 1.
+
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer fills up with rows that do not count.
 
@@ -52,7 +58,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -145,6 +151,14 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     groups = rewards.view(-1, group)
     least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
     return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
+
+
+def log_probs_of_sampler(given: list[list[float | None]] | None, shape: tuple[int, int]) -> Tensor:
+    """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
+    found = torch.zeros(shape)
+    for row, values in zip(found, given or []):
+        row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
+    return found.nan_to_num(nan=0.0)
 
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
@@ -315,6 +329,42 @@ class ExactSkips:
         self.passes_avoided = state["passes_avoided"]
 
 
+@dataclass
+class Sampled:
+    """What TRL has sampled for a generation batch: as it gives it to reward functions, and what vLLM said of it."""
+
+    prompts: list[Any]
+    completion_ids: list[list[int]]
+    completions: list[Any]
+    log_probs: list[list[float | None]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def extend(self, inputs: list[dict[str, Any]]) -> None:
+        """Add the fields of a `rollout_func` to the rows of the dataset, as TRL does before it asks for rewards."""
+        for name, values in self.extra.items():
+            of_rows = values if isinstance(values, list) else [values] * len(inputs)
+            for row, value in zip(inputs, of_rows):
+                row[name] = value
+
+
+@dataclass
+class Scoring:
+    """
+    A generation batch between its sampling and its advantages.
+
+    Attributes:
+        inputs (`list[dict]`): Rows of the dataset on this process.
+        with_grad (`bool`): Whether gradients were on. TRL turns them off for log-probabilities, not for rewards.
+        sampled (`Sampled`, *optional*): Once there are completions.
+        rewards (`Tensor`, *optional*): Of all processes, once they were asked for, shape [rows, functions].
+    """
+
+    inputs: list[dict[str, Any]]
+    with_grad: bool
+    sampled: Sampled | None = None
+    rewards: Tensor | None = None
+
+
 # A part of the run.
 
 
@@ -333,6 +383,7 @@ class Rollouts(Part):
         every_row_because (`str`, *optional*): Why no row is left out.
         window_begins_at (`int`): TRL's number of the first micro-batch of the window.
         rows_of_rounding (`int`): Rows on this process whose advantage was nothing but rounding, and is zero here.
+        log_probs_skipped (`int`): Rows whose log-probabilities before the update were left out.
     """
 
     name = "rollouts"
@@ -341,7 +392,7 @@ class Rollouts(Part):
         self.trainer, self.skips = trainer, trainer._new_skips()
         self.leaves_out = self.by_prompt = False
         self.every_row_because: str | None = None
-        self.window_begins_at = self.rows_of_rounding = 0
+        self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
 
@@ -349,7 +400,7 @@ class Rollouts(Part):
         trainer = self.trainer
         self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
         trainer._draws = None
-        self.rows_of_rounding = 0
+        self.rows_of_rounding = self.log_probs_skipped = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out, self.every_row_because = False, reason
@@ -390,6 +441,7 @@ class Rollouts(Part):
             "backward_passes_avoided_exactly": self.skips.passes_avoided,
             "every_row_because": self.every_row_because,
             "rows_of_rounding": self.rows_of_rounding,
+            "log_probs_skipped": self.log_probs_skipped,
         }
 
     # Checkpoints.
@@ -409,6 +461,7 @@ class Rollouts(Part):
             "layout": self._layout(),
             "counts": self.skips.state_dict(),
             "rows_of_rounding": self.rows_of_rounding,
+            "log_probs_skipped": self.log_probs_skipped,
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -441,6 +494,7 @@ class Rollouts(Part):
         trainer._metrics["train"].update(found["metrics"])
         self.skips.load_state_dict(found["counts"])
         self.rows_of_rounding = found.get("rows_of_rounding", 0)
+        self.log_probs_skipped = found.get("log_probs_skipped", 0)
         # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
         sampler = trainer._sampler
         for _ in range(int(trainer.state.epoch or 0) if sampler is not None else 0):
@@ -610,33 +664,103 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._draws = draws_random_numbers(bare, self.args.device)
         return self._draws
 
-    # Advantages.
+    # Rewards and advantages.
 
-    def _calculate_rewards(self, *args, **kwargs):
-        self._rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
-        return self._rewards
+    _scoring: Scoring | None = None
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        """Return what is needed of the tuple that TRL's `_generate` returns."""
+        raise NotImplementedError
 
     def _total_rewards(self) -> Tensor | None:
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
         raise NotImplementedError
 
-    def _generate_and_score_completions(self, inputs):
-        found: Batch = super()._generate_and_score_completions(inputs)
+    def _rewarded_alike(self) -> Tensor | None:
+        """Return which rows of all processes are in a group of equal rewards; `None` if their advantage is not zero."""
         rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
-        if rewards is None:
+        group: Any = self.num_generations if self.model.training else self.num_generations_eval
+        return None if rewards is None else rewarded_alike(rewards, group)
+
+    def _own_rows(self, values: Tensor) -> Tensor:
+        """Return the values of this process's rows, of those of all processes."""
+        count = len(values) // self.accelerator.num_processes
+        return values[self.accelerator.process_index * count :][:count]
+
+    def _calculate_rewards(self, *args, **kwargs):
+        scoring = self._scoring
+        known = None if scoring is None else scoring.rewards
+        self._rewards = super()._calculate_rewards(*args, **kwargs) if known is None else known  # of all processes
+        return self._rewards
+
+    def _generate(self, prompts):
+        found = super()._generate(prompts)
+        if self._scoring is not None:
+            self._scoring.sampled = self._sampled(prompts, found)
+        return found
+
+    def _generate_and_score_completions(self, inputs):
+        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if self._asks_rewards_first() else None
+        try:
+            found: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._scoring = None
+        if (alike := self._rewarded_alike()) is None:
             return found
-        training = self.model.training
-        group: Any = self.num_generations if training else self.num_generations_eval
-        alike = rewarded_alike(rewards, group)
-        first, advantages = self.accelerator.process_index * len(inputs), found["advantages"]
-        own = alike[first : first + len(inputs)].to(advantages.device)
-        if training:
+        advantages = found["advantages"]
+        own = self._own_rows(alike).to(advantages.device)
+        if self.model.training:
             self.rollouts.rows_of_rounding += int(advantages[own].ne(0).sum())
         found["advantages"] = advantages.masked_fill(own, 0.0)
         logged: Any = self._logs["advantages"]
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
         return found
+
+    def _asks_rewards_first(self) -> bool:
+        """Whether log-probabilities of rows without advantage are read by nobody."""
+        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        return own and self.rollouts.leaves_out and self.model.training
+
+    def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
+        """
+        Ask for the rewards. Return the rows of this process that may have an advantage, or `None` for all of them.
+
+        Args:
+            attention_mask (`Tensor`): Of prompts and completions, shape [rows, width].
+            kept (`int`): Width of the completions.
+        """
+        scoring: Any = self._scoring
+        sampled = scoring.sampled
+        sampled.extend(scoring.inputs)
+        with torch.set_grad_enabled(scoring.with_grad):
+            scoring.rewards = self._calculate_rewards(
+                scoring.inputs, sampled.prompts, sampled.completions, sampled.completion_ids
+            )
+        if (alike := self._rewarded_alike()) is None:
+            return None
+        reads = attention_mask[:, -kept:].any(dim=1) & ~self._own_rows(alike).to(attention_mask.device)
+        return [row for row, reads_it in enumerate(reads.tolist()) if reads_it]
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        scoring, sampled, chosen = self._scoring, None, None
+        if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
+            sampled, chosen = scoring.sampled, self._old_rows(attention_mask, logits_to_keep)
+        with self.rows.on(self.accelerator.unwrap_model(model)):
+            if sampled is None or chosen is None or len(chosen) == len(input_ids):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                )
+            self.rollouts.log_probs_skipped += len(input_ids) - len(chosen)
+            shape = (len(input_ids), logits_to_keep)
+            found = log_probs_of_sampler(sampled.log_probs, shape).to(input_ids.device)
+            if chosen:
+                rows = torch.tensor(chosen).to(input_ids.device, non_blocking=True)
+                computed, *_ = super()._get_per_token_logps_and_entropies(
+                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
+                )
+                found = found.to(computed.dtype).index_copy(0, rows, computed)
+            return found, None, None
 
     def _new_skips(self) -> ExactSkips:
         return ExactSkips(self._mean, self._rows_that_count, self._agree)
@@ -688,10 +812,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self.rows.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
         return rollouts.skips.next()
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        with self.rows.on(self.accelerator.unwrap_model(model)):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
@@ -716,7 +836,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
         out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
         """
-        inputs = self.generated[(self._step - 1) % self.per_generation]
+        inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+        inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
         with torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
             self._compute_loss(self.model_wrapped, inputs)
 
@@ -761,6 +882,10 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, _, completions, log_probs, extra, *_ = found
+        return Sampled(prompts, completion_ids, completions, log_probs, extra)
+
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":
             return None  # the batch has a part in each advantage
@@ -792,6 +917,10 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     """
 
     _mean: Mean = "rows"
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, completions = found
+        return Sampled(prompts, completion_ids, completions)
 
     def _total_rewards(self) -> Tensor | None:
         if self.beta != 0.0 or self.normalize_advantages:

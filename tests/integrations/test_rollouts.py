@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
-from rig.rollouts import build, policy  # noqa: E402
+from rig.rollouts import WITH_TOOLS, build, policy  # noqa: E402
 from transformers import (  # noqa: E402
     BloomConfig,
     BloomForCausalLM,
@@ -356,6 +356,21 @@ def test_adapters(tmp_path):
     options = {"peft_config": adapters, "max_steps": 3}
     theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
     assert theirs.seen == ours.seen and ours.hybrid_summary()["prompt_tokens_shared"] > 0
+
+
+@pytest.mark.parametrize("steps_per_generation", [2, 4])
+def test_tools(steps_per_generation, tmp_path):
+    """Later turns complete other prompts, each longer. With more steps per generation rewards are asked for first."""
+    options = {"max_steps": 4, "max_completion_length": 60, "steps_per_generation": steps_per_generation, **WITH_TOOLS}
+    theirs, ours = (train(kind, tmp_path / kind.__name__, **options) for kind in (GRPOTrainer, HybridGRPOTrainer))
+    assert theirs.seen == ours.seen and len(ours.seen) > 8 // steps_per_generation
+    assert all(
+        torch.allclose(weight, other, rtol=0, atol=1e-6)
+        for weight, other in zip(weights(theirs.model).values(), weights(ours.model).values())
+    )
+    found = ours.hybrid_summary()
+    assert found["plain_rollouts_because"] is None and found["prompt_tokens_shared"] > 0
+    assert (found["log_probs_skipped"] > 0) is (steps_per_generation == 4)
 
 
 @pytest.mark.parametrize("reason", ["off", "dropout"])
