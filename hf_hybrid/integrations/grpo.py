@@ -137,7 +137,7 @@ def rows_that_count(batch: Batch) -> Tensor:
 
 def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the rewards of each row, shape [rows]; NaN where no function gave one."""
-    return (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
 def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
@@ -153,12 +153,16 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
 
 
-def log_probs_of_sampler(given: list[list[float | None]] | None, shape: tuple[int, int]) -> Tensor:
+def log_probs_of_sampler(
+    given: list[list[float | None]] | None, shape: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
     """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
+    if given is None:
+        return torch.zeros(shape, device=device)
     found = torch.zeros(shape)
-    for row, values in zip(found, given or []):
+    for row, values in zip(found, given):
         row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
-    return found.nan_to_num(nan=0.0)
+    return found.nan_to_num(nan=0.0).to(device)
 
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
@@ -189,9 +193,9 @@ def rows_of_rollouts(args: Any) -> SharedRows:
     return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
 
 
-def prompt_numbers(batches: list[Batch]) -> Tensor:
-    """Return a number for the prompt of each row, counted through all micro-batches: the same where prompts are."""
-    return torch.cat([batch["prompt_ids"] for batch in batches]).unique(dim=0, return_inverse=True)[1]
+def prompt_numbers(prompt_ids: Tensor) -> Tensor:
+    """Return a number for the prompt of each row, shape [rows]: the same where prompts of shape [rows, width] are."""
+    return prompt_ids.unique(dim=0, return_inverse=True)[1]
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -287,8 +291,12 @@ class ExactSkips:
             leave_out (`bool`): Whether rows that do not count are left out.
             by_prompt (`bool`): Whether rows of the same prompt are put together.
         """
-        counts = torch.cat([self.counts(batch) for batch in batches])
-        counts = counts if leave_out else torch.ones_like(counts)
+        on_device = torch.cat([self.counts(batch) for batch in batches]).long()
+        found = on_device.unsqueeze(1)
+        if by_prompt:
+            found = torch.cat([found, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
+        found = found.cpu()  # the host waits for the device, once
+        counts = found[:, 0].bool() if leave_out else torch.ones(len(found), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -296,8 +304,8 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                rows = rows[prompt_numbers(batches)[rows].argsort(stable=True)]
-            count = -(-needed // size)
+                rows = rows[prompt_numbers(found[:, 1:])[rows].argsort(stable=True)]
+            rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
         self.rows += total
@@ -667,6 +675,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     # Rewards and advantages.
 
     _scoring: Scoring | None = None
+    _rewards: Tensor
+    """Of all processes, on the host, shape [rows, functions]."""
 
     def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
         """Return what is needed of the tuple that TRL's `_generate` returns."""
@@ -677,7 +687,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         raise NotImplementedError
 
     def _rewarded_alike(self) -> Tensor | None:
-        """Return which rows of all processes are in a group of equal rewards; `None` if their advantage is not zero."""
+        """
+        Return which rows of all processes are in a group of equal rewards, on the host; `None` if their advantage is
+        not zero.
+        """
         rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
         group: Any = self.num_generations if self.model.training else self.num_generations_eval
         return None if rewards is None else rewarded_alike(rewards, group)
@@ -689,9 +702,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def _calculate_rewards(self, *args, **kwargs):
         scoring = self._scoring
-        known = None if scoring is None else scoring.rewards
-        self._rewards = super()._calculate_rewards(*args, **kwargs) if known is None else known  # of all processes
-        return self._rewards
+        if scoring is not None and scoring.rewards is not None:
+            return scoring.rewards
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = rewards.cpu()
+        return rewards
 
     def _generate(self, prompts):
         found = super()._generate(prompts)
@@ -707,11 +722,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._scoring = None
         if (alike := self._rewarded_alike()) is None:
             return found
-        advantages = found["advantages"]
-        own = self._own_rows(alike).to(advantages.device)
+        advantages, own = found["advantages"], self._own_rows(alike)
         if self.model.training:
-            self.rollouts.rows_of_rounding += int(advantages[own].ne(0).sum())
-        found["advantages"] = advantages.masked_fill(own, 0.0)
+            self.rollouts.rows_of_rounding += int(advantages.cpu()[own].ne(0).sum())
+        found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]
         for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
@@ -739,8 +753,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             )
         if (alike := self._rewarded_alike()) is None:
             return None
-        reads = attention_mask[:, -kept:].any(dim=1) & ~self._own_rows(alike).to(attention_mask.device)
-        return [row for row, reads_it in enumerate(reads.tolist()) if reads_it]
+        counts = ~self._own_rows(alike)
+        if self.mask_truncated_completions:
+            counts &= attention_mask[:, -kept:].any(dim=1).cpu()
+        return counts.nonzero()[:, 0].tolist()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         scoring, sampled, chosen = self._scoring, None, None
@@ -753,7 +769,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 )
             self.rollouts.log_probs_skipped += len(input_ids) - len(chosen)
             shape = (len(input_ids), logits_to_keep)
-            found = log_probs_of_sampler(sampled.log_probs, shape).to(input_ids.device)
+            found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
             if chosen:
                 rows = torch.tensor(chosen).to(input_ids.device, non_blocking=True)
                 computed, *_ = super()._get_per_token_logps_and_entropies(

@@ -261,7 +261,7 @@ def _why_plain(
     if input_ids.device.type == "mps":
         return "on MPS transformers draws once more than it has to"
     if not given.get("use_cache") or given.get("past_key_values") is None:
-        return "keys and values are not cached"
+        return "keys and values are not cached (`use_cache=False`)"
     longest = config.max_length
     return why_plain_cache(given["past_key_values"], longest) or why_plain_positions(
         model.config.get_text_config(decoder=True), longest
@@ -284,7 +284,7 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
     # A model that is not told positions may count padding: then rows keep theirs.
     chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
     width = input_ids.shape[1] if positions is None else max(lengths)
-    logits, layers = [], []
+    logits, caches = [], []
     for chunk in chunks:
         longest = width if positions is None else max(lengths[prompt] for prompt in chunk)
         rows = _indices([prompts.first[prompt] for prompt in chunk], device)
@@ -294,21 +294,13 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits[:, -1])
-        layers.append(outputs.past_key_values.layers)
+        caches.append(outputs.past_key_values)
         del outputs
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
     places = _indices([computed_at[prompt] for prompt in prompts.owner], device)
-    for index, of_chunks in enumerate(zip(*layers)):
-        states = [[], []]
-        for layer in of_chunks:
-            missing = width - layer.keys.shape[2]
-            states[0].append(pad(layer.keys, (0, 0, missing, 0)) if missing else layer.keys)
-            states[1].append(pad(layer.values, (0, 0, missing, 0)) if missing else layer.values)
-            layer.keys = layer.values = None
-        keys, values = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in states)
-        empty.update(keys.index_select(0, places), values.index_select(0, places), index)
+    _repeat(caches, places, width)
     padded = positions is None or min(lengths) < width
-    return torch.cat(logits).index_select(0, places), _cut(given, None, width, padded)
+    return torch.cat(logits).index_select(0, places), _cut({**given, "past_key_values": caches[0]}, None, width, padded)
 
 
 def _cut(given: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
@@ -320,6 +312,26 @@ def _cut(given: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -
     if not padded:
         found["attention_mask"] = None
     return found
+
+
+def _repeat(caches: list[DynamicCache], places: Tensor, width: int) -> None:
+    """
+    Put the rows of all caches into the first, padded at the left.
+
+    Args:
+        places (`Tensor`): Which of them, counted through all caches, shape [rows].
+        width (`int`): Tokens of a row.
+    """
+    for of_caches in zip(*(cache.layers for cache in caches)):
+        first: Any = of_caches[0]
+        for name in ("keys", "values"):
+            states = [getattr(layer, name) for layer in of_caches]
+            states = [pad(part, (0, 0, width - part.shape[2], 0)) if part.shape[2] < width else part for part in states]
+            setattr(first, name, (torch.cat(states) if len(states) > 1 else states[0]).index_select(0, places))
+        if isinstance(first, DynamicSlidingWindowLayer):
+            first.cumulative_length = width
+        for layer in of_caches[1:]:
+            layer.keys = layer.values = None
 
 
 def _keep(cache: DynamicCache, rows: Tensor, cut: int) -> None:
