@@ -67,7 +67,7 @@ from torch import Tensor
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.rollouts import Decoding, why_plain_model
+from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
     check_config,
@@ -771,7 +771,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             shape = (len(input_ids), logits_to_keep)
             found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
             if chosen:
-                rows = torch.tensor(chosen).to(input_ids.device, non_blocking=True)
+                rows = indices(chosen, input_ids.device)
                 computed, *_ = super()._get_per_token_logps_and_entropies(
                     model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
                 )

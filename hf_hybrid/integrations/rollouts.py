@@ -170,7 +170,8 @@ def drawn(probabilities: Tensor, whole: Tensor | None, places: Tensor | None) ->
     return torch.multinomial(whole.index_copy_(0, places, probabilities), 1)[places, 0]
 
 
-def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return indices on a device, for which the host does not wait."""
     return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
 
@@ -287,7 +288,7 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
     logits, caches = [], []
     for chunk in chunks:
         longest = width if positions is None else max(lengths[prompt] for prompt in chunk)
-        rows = _indices([prompts.first[prompt] for prompt in chunk], device)
+        rows = indices([prompts.first[prompt] for prompt in chunk], device)
         padded = positions is None or any(lengths[prompt] < longest for prompt in chunk)
         part = _cut({**given, "past_key_values": copy.deepcopy(empty)}, rows, longest, padded)
         tokens = input_ids[:, -longest:].index_select(0, rows)
@@ -297,7 +298,7 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         caches.append(outputs.past_key_values)
         del outputs
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
-    places = _indices([computed_at[prompt] for prompt in prompts.owner], device)
+    places = indices([computed_at[prompt] for prompt in prompts.owner], device)
     _repeat(caches, places, width)
     padded = positions is None or min(lengths) < width
     return torch.cat(logits).index_select(0, places), _cut({**given, "past_key_values": caches[0]}, None, width, padded)
