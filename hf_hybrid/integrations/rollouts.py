@@ -19,8 +19,8 @@ Why the completions are the same. A row of a transformer reads no other row. Pos
 that it has in TRL's batch, so its logits are too, up to the rounding of a batch of another shape. Tokens are drawn by
 `torch.multinomial` from the probabilities of the *whole* batch, in which those of rows that have left are stale. So
 each row gets the random numbers that it gets in TRL, and the generator is left in the same state. Rounding turns a
-draw only where two tokens tie within it: about one draw in a million in fp32, more in bf16, where TRL's own completions
-depend on the shape of the batch too.
+draw only where two tokens tie within it. It is coarser in bf16, where TRL's own completions depend on the shape of the
+batch too.
 
 Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
 and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
@@ -246,6 +246,8 @@ def _why_plain(
             return f"the generation config has `{name}={getattr(config, name)}`"
     if len(input_ids) != len(prompts.owner):
         return f"{len(input_ids)} rows are asked for, and there are {len(prompts.owner)} prompts"
+    if min(prompts.lengths) == 0:
+        return "a prompt has no tokens"
     if others := sorted(name for name, value in given.items() if value is not None and name not in KNOWN):
         return f"the model gets `{others[0]}` beside tokens"
     for processor in processors:
@@ -262,7 +264,7 @@ def _why_plain(
     if input_ids.device.type == "mps":
         return "on MPS transformers draws once more than it has to"
     if not given.get("use_cache") or given.get("past_key_values") is None:
-        return "keys and values are not cached (`use_cache=False`)"
+        return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
     longest = config.max_length
     return why_plain_cache(given["past_key_values"], longest) or why_plain_positions(
         model.config.get_text_config(decoder=True), longest

@@ -231,7 +231,7 @@ LEFT = {
     "scores": ("llama", {"return_dict_in_generate": True, "output_scores": True}, "`return_dict_in_generate=True`"),
     "several": ("llama", {"num_return_sequences": 2}, "32 rows are asked for"),
     "chunks of a prompt": ("llama", {"prefill_chunk_size": 8}, "`prefill_chunk_size=8`"),
-    "no cache": ("llama", {"use_cache": False}, "not cached"),
+    "no cache": ("llama", {"use_cache": False}, "no cache of keys and values"),
     "a static cache": ("llama", {"cache_implementation": "static"}, "`StaticCache`"),
     "a window": ("mistral, a window that fits", {"max_new_tokens": 81}, "does not fit into the window of 100 tokens"),
     "guidance": ("llama", {"guidance_scale": 1.5}, "`UnbatchedClassifierFreeGuidanceLogitsProcessor`"),
