@@ -6,7 +6,8 @@ A whole GRPO run, part by part: CPU seconds of TRL's trainer and of `HybridGRPOT
     python -m benchmarks.skips.rewards --report
     python -m benchmarks.skips.rewards --learn              # rewards before and after on SmolLM2, ten minutes
 
-SmolLM2 needs `python -m benchmarks.speedup.pretrained` first.
+Completions of SmolLM2 end with a line, those of `--model smollm2-sentences` with a sentence too. SmolLM2 needs
+`python -m benchmarks.speedup.pretrained` first.
 
 The parts of a step are generation, rewards, log-probabilities before the update, those of the reference, and the update
 (the rest of `training_step`). Half of the prompts are so easy that all of their completions get the same reward: 1, or
@@ -98,6 +99,10 @@ class Clock:
         self._since = now
 
 
+LINE = "\u010a"
+"""The end of a line, in the alphabet of byte-level tokenizers."""
+
+
 def small(args: argparse.Namespace) -> tuple[Any, Any, list[str]]:
     """A random Llama of 3.2M parameters over characters, its tokenizer, and prompts."""
     torch.manual_seed(0)
@@ -111,18 +116,18 @@ def small(args: argparse.Namespace) -> tuple[Any, Any, list[str]]:
     return model, make_tokenizer(), [text[: args.length] for text in texts[:200]]
 
 
-def smollm2(args: argparse.Namespace) -> tuple[Any, Any, list[str]]:
-    """SmolLM2-135M, whose completions end with the first line."""
+def smollm2(args: argparse.Namespace, ends: tuple[str, ...] = (LINE,)) -> tuple[Any, Any, list[str]]:
+    """SmolLM2-135M, whose completions end with the first token that has one of these in it."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    lines = [number for text, number in tokenizer.get_vocab().items() if "\u010a" in text]
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *lines]
+    last = [number for text, number in tokenizer.get_vocab().items() if any(end in text for end in ends)]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *last]
     ids = tokenizer(" ".join(" ".join(language_reference()[:400]).split()))["input_ids"]
     begins = range(0, 200 * args.length, args.length)
     return model, tokenizer, [tokenizer.decode(ids[begin : begin + args.length]) for begin in begins]
 
 
-MODELS = {"small": small, "smollm2": smollm2}
+MODELS = {"small": small, "smollm2": smollm2, "smollm2-sentences": functools.partial(smollm2, ends=(LINE, "."))}
 
 
 def reward(kind: str):
@@ -153,7 +158,7 @@ def whole_run(arm: str, args: argparse.Namespace, kind: str, iterations: int, ge
         )  # fmt: skip
         trainer = trainer_class(
             model, reward(kind), config, train_dataset=data, processing_class=tokenizer,
-            peft_config=adapters if args.model == "smollm2" else None,
+            peft_config=None if args.model == "small" else adapters,
         )  # fmt: skip
         clock = Clock(trainer)
         trainer.train()

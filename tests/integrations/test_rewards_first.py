@@ -183,7 +183,8 @@ def test_all_rows_without_advantage(tmp_path):
     assert found["log_probs_skipped"] == found["rows"] == 4 * 8
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["loss"] == 0.0 for entry in entries)
-    assert all(entry["sampling/sampling_logp_difference/max"] < 10 for entry in entries)
+    assert {entry["sampling/sampling_logp_difference/max"] for entry in entries} == {0.0}
+    assert {entry["sampling/importance_sampling_ratio/mean"] for entry in entries} == {1.0}
 
 
 def test_log_probs_of_a_sampler_are_padded():

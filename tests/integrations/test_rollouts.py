@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import assert_same_weights, weights
+from conftest import assert_same_weights, mostly_slow, weights
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -240,7 +240,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", mostly_slow(LEFT, ("beams", "a window", "a clock")))
 def test_left_to_transformers(name, caplog):
     architecture, options, reason = LEFT[name]
     rows, inputs = batch([20])
@@ -337,7 +337,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "rloo", "evaluation")))
 def test_a_run_is_that_of_trl(name, tmp_path):
     theirs, ours, options = RUNS[name]
     theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))
@@ -358,7 +358,7 @@ def test_adapters(tmp_path):
     assert theirs.seen == ours.seen and ours.hybrid_summary()["prompt_tokens_shared"] > 0
 
 
-@pytest.mark.parametrize("steps_per_generation", [2, 4])
+@pytest.mark.parametrize("steps_per_generation", mostly_slow((2, 4), (4,)))
 def test_tools(steps_per_generation, tmp_path):
     """Later turns complete other prompts, each longer. With more steps per generation rewards are asked for first."""
     options = {"max_steps": 4, "max_completion_length": 60, "steps_per_generation": steps_per_generation, **WITH_TOOLS}
