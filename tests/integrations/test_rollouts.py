@@ -349,6 +349,7 @@ def test_a_run_is_that_of_trl(name, tmp_path):
     found = ours.hybrid_summary()
     assert found["plain_rollouts_because"] is None
     assert min(found[key] for key in ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")) > 0
+    assert f"rows decoded: {found['rows_decoded']}\n" in str(found) and "left to TRL" not in str(found)
 
 
 def test_adapters(tmp_path):
@@ -384,6 +385,7 @@ def test_a_run_that_is_left_to_trl(reason, tmp_path, caplog):
     found = ours.hybrid_summary()
     assert theirs.seen == ours.seen and found["rows_decoded"] == found["prompt_tokens_shared"] == 0
     told = [record.message for record in caplog.records if "`rollouts`" in record.message]
+    assert ("left to TRL: a forward pass in training is random" in str(found)) is (reason == "dropout")
     assert len(told) == (reason == "dropout") and (found["plain_rollouts_because"] is None) is (reason == "off")
     assert_same_weights(weights(theirs.model), weights(ours.model))
 
