@@ -25,7 +25,7 @@ takes one more value, `muon`, which is Muon for the hidden matrices and AdamW fo
 (on the command line too) takes `auto`, which recomputes [as few layers as
 fit](memory.md#how-many-layers-are-recomputed). `HybridSFTConfig` and `HybridDPOConfig` add the same options to TRL's
 configs. `HybridGRPOConfig` and `HybridRLOOConfig` have options of their own and refuse those of leaps and of streamed
-layers ([exact skips](exact_skips.md#what-is-refused)). An option has the
+layers ([GRPO](grpo.md#what-is-refused)). An option has the
 same name in Python, on the command line and in YAML:
 
 ```python

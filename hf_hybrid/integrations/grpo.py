@@ -40,6 +40,12 @@ sign alone, and the minimum of two products with it scales too), so each row get
 A window without rows that count still makes its step, with gradients of zero: momentum, weight decay and the schedule
 go on as in TRL. Parameters that a left-out row would have reached get a zero gradient in place of none.
 
+Rewards first. TRL needs log-probabilities of the policy that sampled, if completions are trained on in several steps
+or come from vLLM. It computes them for all rows before it asks for the rewards. Here the rewards are asked for when TRL
+begins to compute the log-probabilities, once and with TRL's arguments, and TRL gets them when it asks
+([`Scoring`]). Rows of groups that are rewarded alike are then left out of this pass too. Nothing with a gradient reads
+what stands in their place: zeros, or with vLLM its own log-probabilities, so that no importance ratio departs from 1.
+
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer fills up with rows that do not count.
 
@@ -48,10 +54,11 @@ Where the result would not be exact, every row is computed, and the log says why
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -60,6 +67,7 @@ from torch import Tensor
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
     check_config,
@@ -129,7 +137,6 @@ def rows_that_count(batch: Batch) -> Tensor:
 
 def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the rewards of each row, shape [rows]; NaN where no function gave one."""
-    weights = weights.to(rewards.device, non_blocking=True)
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
@@ -144,6 +151,18 @@ def rewarded_alike(rewards: Tensor, group: int) -> Tensor:
     groups = rewards.view(-1, group)
     least, most = (groups.where(~groups.isnan(), float(missing)) for missing in ("inf", "-inf"))
     return (least.amin(dim=1) >= most.amax(dim=1)).repeat_interleave(group)  # also where there is none
+
+
+def log_probs_of_sampler(
+    given: list[list[float | None]] | None, shape: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return log-probabilities that vLLM gave, padded at the right; zeros where there are none."""
+    if given is None:
+        return torch.zeros(shape, device=device)
+    found = torch.zeros(shape)
+    for row, values in zip(found, given):
+        row[: len(values)] = torch.tensor([0.0 if value is None else value for value in values])
+    return found.nan_to_num(nan=0.0).to(device)
 
 
 def take_rows(batches: list[Batch], rows: Tensor) -> Batch:
@@ -172,6 +191,11 @@ def rows_of_rollouts(args: Any) -> SharedRows:
     """Return the part that shares rows. `auto` is on: without leaps the trainer is not asked to be TRL's to the bit."""
     _, why, half_precision = options_of_rows(args)
     return SharedRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+
+
+def prompt_numbers(prompt_ids: Tensor) -> Tensor:
+    """Return a number for the prompt of each row, shape [rows]: the same where prompts of shape [rows, width] are."""
+    return prompt_ids.unique(dim=0, return_inverse=True)[1]
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -267,12 +291,12 @@ class ExactSkips:
             leave_out (`bool`): Whether rows that do not count are left out.
             by_prompt (`bool`): Whether rows of the same prompt are put together.
         """
-        counts, device = torch.cat([self.counts(batch) for batch in batches]), batches[0]["advantages"].device
-        counts = counts if leave_out else torch.ones_like(counts)
-        # In one copy: the host waits for the device at each.
-        prompts = [torch.cat([batch["prompt_ids"] for batch in batches])] if by_prompt else []
-        on_host = torch.cat([counts[:, None], *prompts], 1).cpu()
-        counts, prompt_ids = on_host[:, 0].bool(), on_host[:, 1:]
+        on_device = torch.cat([self.counts(batch) for batch in batches]).long()
+        found = on_device.unsqueeze(1)
+        if by_prompt:
+            found = torch.cat([found, torch.cat([batch["prompt_ids"] for batch in batches])], dim=1)
+        found = found.cpu()  # the host waits for the device, once
+        counts = found[:, 0].bool() if leave_out else torch.ones(len(found), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
         at_least = 1 if ends_window and (processes > 1 or not self._reached) else 0
         needed = max(self.agree(int(counts.sum())), at_least)
@@ -280,9 +304,8 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                numbers = prompt_ids.unique(dim=0, return_inverse=True)[1]  # the same where prompts are
-                rows = rows[numbers[rows].argsort(stable=True)]
-            rows, count = rows.to(device, non_blocking=True), -(-needed // size)
+                rows = rows[prompt_numbers(found[:, 1:])[rows].argsort(stable=True)]
+            rows, count = rows.to(on_device.device, non_blocking=True), -(-needed // size)
             planned = [None] * (len(batches) - count) + (rebin(batches, rows, count, self.mean) if count else [])
         self._planned = deque(planned)
         self.rows += total
@@ -314,6 +337,42 @@ class ExactSkips:
         self.passes_avoided = state["passes_avoided"]
 
 
+@dataclass
+class Sampled:
+    """What TRL has sampled for a generation batch: as it gives it to reward functions, and what vLLM said of it."""
+
+    prompts: list[Any]
+    completion_ids: list[list[int]]
+    completions: list[Any]
+    log_probs: list[list[float | None]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def extend(self, inputs: list[dict[str, Any]]) -> None:
+        """Add the fields of a `rollout_func` to the rows of the dataset, as TRL does before it asks for rewards."""
+        for name, values in self.extra.items():
+            of_rows = values if isinstance(values, list) else [values] * len(inputs)
+            for row, value in zip(inputs, of_rows):
+                row[name] = value
+
+
+@dataclass
+class Scoring:
+    """
+    A generation batch between its sampling and its advantages.
+
+    Attributes:
+        inputs (`list[dict]`): Rows of the dataset on this process.
+        with_grad (`bool`): Whether gradients were on. TRL turns them off for log-probabilities, not for rewards.
+        sampled (`Sampled`, *optional*): Once there are completions.
+        rewards (`Tensor`, *optional*): Of all processes, once they were asked for, shape [rows, functions].
+    """
+
+    inputs: list[dict[str, Any]]
+    with_grad: bool
+    sampled: Sampled | None = None
+    rewards: Tensor | None = None
+
+
 # A part of the run.
 
 
@@ -332,6 +391,7 @@ class Rollouts(Part):
         every_row_because (`str`, *optional*): Why no row is left out.
         window_begins_at (`int`): TRL's number of the first micro-batch of the window.
         rows_of_rounding (`int`): Rows on this process whose advantage was nothing but rounding, and is zero here.
+        log_probs_skipped (`int`): Rows whose log-probabilities before the update were left out.
     """
 
     name = "rollouts"
@@ -340,14 +400,15 @@ class Rollouts(Part):
         self.trainer, self.skips = trainer, trainer._new_skips()
         self.leaves_out = self.by_prompt = False
         self.every_row_because: str | None = None
-        self.window_begins_at = self.rows_of_rounding = 0
+        self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
-        self.rows_of_rounding = 0
+        trainer._draws = None
+        self.rows_of_rounding = self.log_probs_skipped = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out, self.every_row_because = False, reason
@@ -388,6 +449,7 @@ class Rollouts(Part):
             "backward_passes_avoided_exactly": self.skips.passes_avoided,
             "every_row_because": self.every_row_because,
             "rows_of_rounding": self.rows_of_rounding,
+            "log_probs_skipped": self.log_probs_skipped,
         }
 
     # Checkpoints.
@@ -407,6 +469,7 @@ class Rollouts(Part):
             "layout": self._layout(),
             "counts": self.skips.state_dict(),
             "rows_of_rounding": self.rows_of_rounding,
+            "log_probs_skipped": self.log_probs_skipped,
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
         }
 
@@ -439,6 +502,7 @@ class Rollouts(Part):
         trainer._metrics["train"].update(found["metrics"])
         self.skips.load_state_dict(found["counts"])
         self.rows_of_rounding = found.get("rows_of_rounding", 0)
+        self.log_probs_skipped = found.get("log_probs_skipped", 0)
         # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
         sampler = trainer._sampler
         for _ in range(int(trainer.state.epoch or 0) if sampler is not None else 0):
@@ -473,6 +537,12 @@ class ExactSkipArguments:
         "What the advantage is where all completions of a prompt got the same reward. zero: zero. trl: what rounding "
         "leaves of the difference, which is often not zero if rewards are not whole numbers, and is trained on.",
     )
+    rollouts: Literal["auto", "off"] = option(
+        "auto",
+        "How transformers' `generate` samples completions. auto: a prompt is computed once for all of its completions, "
+        "and rows that have ended leave the batch; completions and random numbers stay TRL's. Where that is not known "
+        "to be exact, it is left to TRL, and the log says why. off: as TRL does it.",
+    )
 
 
 @dataclass
@@ -484,6 +554,7 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
     def __post_init__(self):
         self.exact_skips = as_declared("exact_skips", self.exact_skips, Literal["auto", "off"])
         self.equal_rewards = as_declared("equal_rewards", self.equal_rewards, Literal["zero", "trl"])
+        self.rollouts = as_declared("rollouts", self.rollouts, Literal["auto", "off"])
         choose_bf16(self)
         super().__post_init__()
         if self.enable_predict:
@@ -533,6 +604,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
     _sampler: Any = None
+    _draws: bool | None = None
+    """Whether the model draws random numbers in training, once a run has asked."""
 
     def __init__(self, *args, **kwargs):
         for name in ("probe_dataset", "direction"):
@@ -542,7 +615,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     def own_parts(self) -> list[Part]:
         self.rollouts = Rollouts(self)
-        return [*super().own_parts(), self.rollouts]
+        self.decoding = Decoding(getattr(self.args, "rollouts", "auto") == "off", self.is_world_process_zero)
+        return [*super().own_parts(), self.rollouts, self.decoding]
 
     @property
     def per_generation(self) -> int:
@@ -561,35 +635,148 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     _rows_that_count = staticmethod(rows_that_count)
 
-    # Advantages.
+    # Completions.
 
-    def _calculate_rewards(self, *args, **kwargs):
-        self._rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
-        return self._rewards
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        decoding, completing = self.decoding, contextlib.nullcontext()
+        if not decoding.off and not self._generates_elsewhere():
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            if (why := self._why_plain_rollouts(model)) is None:
+                completing = decoding.completing(model, prompt_ids, counts=self.model.training)
+            else:
+                decoding.tell(why)
+        with completing:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _generates_elsewhere(self) -> bool:
+        """Whether another engine than `generate` completes prompts."""
+        engines = ("use_vllm", "use_transformers_continuous_batching")
+        using = [name for name in engines if getattr(self, name, False)]
+        if using:
+            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself", logging.INFO)
+        return bool(using)
+
+    def _why_plain_rollouts(self, model: Any) -> str | None:
+        """Return why completions are left to TRL, or `None` if they are not."""
+        if (sharding := sharding_of(self.args)) is not None:
+            return f"with `{sharding}` processes generate in step"
+        if (why := why_plain_model(model)) is not None:
+            return why
+        if self.model.training and self._draws_random_numbers():
+            return "a forward pass in training is random (dropout), and fewer rows would draw other numbers"
+        return None
+
+    def _draws_random_numbers(self) -> bool:
+        if self._draws is None:
+            bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._draws = draws_random_numbers(bare, self.args.device)
+        return self._draws
+
+    # Rewards and advantages.
+
+    _scoring: Scoring | None = None
+    _rewards: Tensor
+    """Of all processes, on the host, shape [rows, functions]."""
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        """Return what is needed of the tuple that TRL's `_generate` returns."""
+        raise NotImplementedError
 
     def _total_rewards(self) -> Tensor | None:
         """Return the rewards that are compared within a group, shape [rows]; `None` if others take part."""
         raise NotImplementedError
 
-    def _generate_and_score_completions(self, inputs):
-        found: Batch = super()._generate_and_score_completions(inputs)
+    def _rewarded_alike(self) -> Tensor | None:
+        """
+        Return which rows of all processes are in a group of equal rewards, on the host; `None` if their advantage is
+        not zero.
+        """
         rewards = self._total_rewards() if getattr(self.args, "equal_rewards", "zero") == "zero" else None
-        if rewards is None:
+        group: Any = self.num_generations if self.model.training else self.num_generations_eval
+        return None if rewards is None else rewarded_alike(rewards, group)
+
+    def _own_rows(self, values: Tensor) -> Tensor:
+        """Return the values of this process's rows, of those of all processes."""
+        count = len(values) // self.accelerator.num_processes
+        return values[self.accelerator.process_index * count :][:count]
+
+    def _calculate_rewards(self, *args, **kwargs):
+        scoring = self._scoring
+        if scoring is not None and scoring.rewards is not None:
+            return scoring.rewards
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = rewards.cpu()
+        return rewards
+
+    def _generate(self, prompts):
+        found = super()._generate(prompts)
+        if self._scoring is not None:
+            self._scoring.sampled = self._sampled(prompts, found)
+        return found
+
+    def _generate_and_score_completions(self, inputs):
+        self._scoring = Scoring(inputs, torch.is_grad_enabled()) if self._asks_rewards_first() else None
+        try:
+            found: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._scoring = None
+        if (alike := self._rewarded_alike()) is None:
             return found
-        training = self.model.training
-        group: Any = self.num_generations if training else self.num_generations_eval
-        alike = rewarded_alike(rewards, group)
-        first, advantages = self.accelerator.process_index * len(inputs), found["advantages"]
-        own = alike[first : first + len(inputs)].to(advantages.device)
-        found["advantages"] = advantages.masked_fill(own, 0.0)
-        # One copy: the host waits for the device at each.
-        *zeros, rounded = torch.cat([alike, (own & advantages.ne(0)).sum()[None]]).tolist()
-        if training:
-            self.rollouts.rows_of_rounding += rounded
+        advantages, own = found["advantages"], self._own_rows(alike)
+        if self.model.training:
+            self.rollouts.rows_of_rounding += int(advantages.cpu()[own].ne(0).sum())
+        found["advantages"] = advantages.masked_fill(own.to(advantages.device, non_blocking=True), 0.0)
         logged: Any = self._logs["advantages"]
-        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(zeros)):
+        for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
             logged[place] = 0.0 if zero else logged[place]
         return found
+
+    def _asks_rewards_first(self) -> bool:
+        """Whether log-probabilities of rows without advantage are read by nobody."""
+        own = type(self)._generate_and_score_completions is RolloutTrainerMixin._generate_and_score_completions
+        return own and self.rollouts.leaves_out and self.model.training
+
+    def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
+        """
+        Ask for the rewards. Return the rows of this process that may have an advantage, or `None` for all of them.
+
+        Args:
+            attention_mask (`Tensor`): Of prompts and completions, shape [rows, width].
+            kept (`int`): Width of the completions.
+        """
+        scoring: Any = self._scoring
+        sampled = scoring.sampled
+        sampled.extend(scoring.inputs)
+        with torch.set_grad_enabled(scoring.with_grad):
+            scoring.rewards = self._calculate_rewards(
+                scoring.inputs, sampled.prompts, sampled.completions, sampled.completion_ids
+            )
+        if (alike := self._rewarded_alike()) is None:
+            return None
+        counts = ~self._own_rows(alike)
+        if self.mask_truncated_completions:
+            counts &= attention_mask[:, -kept:].any(dim=1).cpu()
+        return counts.nonzero()[:, 0].tolist()
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        scoring, sampled, chosen = self._scoring, None, None
+        if scoring is not None and scoring.sampled is not None and scoring.rewards is None:
+            sampled, chosen = scoring.sampled, self._old_rows(attention_mask, logits_to_keep)
+        with self.rows.on(self.accelerator.unwrap_model(model)):
+            if sampled is None or chosen is None or len(chosen) == len(input_ids):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                )
+            self.rollouts.log_probs_skipped += len(input_ids) - len(chosen)
+            shape = (len(input_ids), logits_to_keep)
+            found = log_probs_of_sampler(sampled.log_probs, shape, input_ids.device)
+            if chosen:
+                rows = indices(chosen, input_ids.device)
+                computed, *_ = super()._get_per_token_logps_and_entropies(
+                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
+                )
+                found = found.to(computed.dtype).index_copy(0, rows, computed)
+            return found, None, None
 
     def _new_skips(self) -> ExactSkips:
         return ExactSkips(self._mean, self._rows_that_count, self._agree)
@@ -618,8 +805,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return "the router's loss (`router_aux_loss_coef`) counts every row"
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return "batch normalisation mixes rows"
-        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if draws_random_numbers(bare, self.args.device):
+        if self._draws_random_numbers():
             return (
                 "the model draws random numbers in training (set `disable_dropout=True`; if that does not help, set "
                 "`attention_dropout` of the model's config to 0)"
@@ -641,10 +827,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not rollouts.skips.is_planned:
             self.rows.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
         return rollouts.skips.next()
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        with self.rows.on(self.accelerator.unwrap_model(model)):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         if inputs is None:
@@ -670,7 +852,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
         out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
         """
-        inputs = self.generated[(self._step - 1) % self.per_generation]
+        inputs = dict(self.generated[(self._step - 1) % self.per_generation])
+        inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
         with torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
             self._compute_loss(self.model_wrapped, inputs)
 
@@ -715,6 +898,10 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
 
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, _, completions, log_probs, extra, *_ = found
+        return Sampled(prompts, completion_ids, completions, log_probs, extra)
+
     def _total_rewards(self) -> Tensor | None:
         if self.multi_objective_aggregation != "sum_then_normalize":
             return None  # the batch has a part in each advantage
@@ -746,6 +933,10 @@ class HybridRLOOTrainer(RolloutTrainerMixin, RLOOTrainer):  # ty: ignore[incompa
     """
 
     _mean: Mean = "rows"
+
+    def _sampled(self, prompts: list[Any], found: tuple) -> Sampled:
+        _, completion_ids, completions = found
+        return Sampled(prompts, completion_ids, completions)
 
     def _total_rewards(self) -> Tensor | None:
         if self.beta != 0.0 or self.normalize_advantages:

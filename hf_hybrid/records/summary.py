@@ -104,7 +104,8 @@ class HybridSummary(dict):
     _TOTALS = (
         "real steps", "predicted steps", "backward passes", "backward passes avoided", "forward-only passes",
         "skipped batches", "roll-backs", "tokens", "tokens padding", "tokens shared", "micro-batches saved", "rows",
-        "rows skipped", "backward passes avoided exactly",
+        "rows skipped", "backward passes avoided exactly", "log probs skipped", "rows decoded", "rows decoded saved",
+        "prompt tokens shared",
     )  # fmt: skip
 
     _OF_LEAPS = ("predicted steps", "backward passes avoided", "forward-only passes", "roll-backs")
@@ -137,6 +138,8 @@ class HybridSummary(dict):
             rows.append(("recovered from out of memory", f"{len(self['out_of_memory'])} x"))
         if self.get("plain_rows_because"):
             rows.append(("rows were padded", self["plain_rows_because"]))
+        if self.get("plain_rollouts_because"):
+            rows.append(("completions were left to TRL", self["plain_rollouts_because"]))
         if self.get("no_leaps"):
             rows.append(("no leaps", self["no_leaps"]))
         elif "direction" in self and self.get("leaps_made"):

@@ -60,6 +60,8 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/exact_skips.md": [
         ('"Qwen/Qwen3-0.6B"', "TINY"),
         ('load_dataset("trl-lib/ultrafeedback_binarized", split="train")', "preferences"),
+    ],
+    "docs/grpo.md": [
         ('"Qwen/Qwen2-0.5B-Instruct"', "TINY"),
         ('load_dataset("trl-lib/DeepMath-103K", split="train")', "conversations.select([0]).map(lambda _: PROBLEM)"),
         (

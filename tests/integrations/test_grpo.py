@@ -162,6 +162,33 @@ def test_weights_with_a_gradient_scaler(share, tmp_path):
     check_equal(theirs, ours, share)
 
 
+EVERYTHING = {"share_rows": "auto", "num_iterations": 2, "per_device_train_batch_size": 8}
+"""With shared rows, which gives gradients other rounding, and rewards before log-probabilities."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options"),
+    [
+        (GRPOTrainer, HybridGRPOTrainer, {"loss_type": "dapo"}),
+        *(
+            pytest.param(GRPOTrainer, HybridGRPOTrainer, {"loss_type": loss}, marks=pytest.mark.slow)
+            for loss in LOSSES
+            if loss != "dapo"
+        ),
+        pytest.param(RLOOTrainer, HybridRLOOTrainer, {}, marks=pytest.mark.slow),
+        pytest.param(GRPOTrainer, HybridGRPOTrainer, {"peft_config": lora()}, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_with_everything_on(theirs, ours, options, tmp_path):
+    plain = {key: value for key, value in EVERYTHING.items() if key != "share_rows"}
+    theirs = train(theirs, tmp_path / "trl", 0.5, **plain, **options)
+    ours = train(ours, tmp_path / "ours", 0.5, **EVERYTHING, **options)
+    assert largest_difference(weights(theirs.model), weights(ours.model)) <= 1e-6
+    found = ours.hybrid_summary()
+    assert all(found[key] > 0 for key in (*rollouts.COUNTS, "tokens_shared"))
+    assert found["every_row_because"] is found["plain_rollouts_because"] is found["plain_rows_because"] is None
+
+
 def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
     """AdamW divides by its averages of the gradients, so that only exact zeros give the same bits."""
     options = {"optim": "adamw_torch", "optim_args": None, "weight_decay": 0.1, "learning_rate": 1e-2}
@@ -520,7 +547,11 @@ def test_killed_in_the_middle_of_a_generation_batch(tmp_path):
     assert child("HybridGRPOTrainer", tmp_path / "killed", **options).wait() == 0
     found = torch.load(tmp_path / "killed" / "weights.pt")
     assert largest_difference(found, weights(whole.model)) <= 1e-7
-    assert json.loads((tmp_path / "killed" / "summary.json").read_text())["rows"] == 16 * 8
+    counts = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert counts["rows"] == 16 * 8 and counts["rows_decoded_saved"] > 0 and counts["log_probs_skipped"] > 0
+    assert {name: whole.hybrid_summary()[name] for name in rollouts.COUNTS} == {
+        name: counts[name] for name in rollouts.COUNTS
+    }
 
 
 @pytest.mark.processes
@@ -536,6 +567,21 @@ def test_two_processes(loss_type, share, tmp_path):
     assert largest_difference(first, second) <= 1e-7
     found = json.loads((tmp_path / "HybridGRPOTrainer" / "summary.json").read_text())
     assert found["processes"] == 2 and found["rows_skipped"] > 0
+    assert found["log_probs_skipped"] > 0 and found["prompt_tokens_shared"] > 0
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", ["GRPO", "RLOO"])
+def test_two_processes_with_everything_on(trainers, tmp_path):
+    options = {"share": 0.5, "num_iterations": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8}
+    for name in (f"{trainers}Trainer", f"Hybrid{trainers}Trainer"):
+        shared = {"share_rows": "auto"} if name.startswith("Hybrid") else {}
+        assert child(name, tmp_path / name, *TWO, **options, **shared).wait(timeout=300) == 0
+    first, second = (torch.load(tmp_path / name / "weights.pt") for name in (f"{trainers}Trainer", name))
+    assert largest_difference(first, second) <= 1e-6
+    found = json.loads((tmp_path / name / "summary.json").read_text())
+    assert all(found[key] > 0 for key in rollouts.COUNTS)
 
 
 @pytest.mark.processes
@@ -546,7 +592,7 @@ def test_two_processes_resume_in_the_middle_of_a_generation_batch(tmp_path):
     whole = torch.load(tmp_path / "weights.pt")
     for folder in set(tmp_path.glob("checkpoint-*")) - {tmp_path / "checkpoint-3"}:
         shutil.rmtree(folder)
-    assert len(list(tmp_path.glob("checkpoint-3/generation_batch_*.safetensors"))) == 2
+    assert len(list(tmp_path.glob("checkpoint-3/hybrid_state*.safetensors"))) == 2
     assert child("HybridGRPOTrainer", tmp_path, *TWO, share=0.5, **MIDDLE).wait(timeout=300) == 0
     assert_same_weights(whole, torch.load(tmp_path / "weights.pt"))
 
@@ -607,7 +653,7 @@ def test_what_is_used_of_trl_is_there(tmp_path):
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Hooks of TRL")[1]
     named = re.findall(r"`(_\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", text.split("\n## ")[0], re.M)))
     theirs = build(GRPOTrainer, tmp_path)
-    assert len(named) == 8 and all(hasattr(theirs, name) for name in named)
+    assert len(named) == 9 and all(hasattr(theirs, name) for name in named)
     taken = {name: list(inspect.signature(getattr(theirs, name)).parameters) for name in named[:3]}
     assert taken == {
         "_prepare_inputs": ["generation_batch"],
@@ -615,3 +661,4 @@ def test_what_is_used_of_trl_is_there(tmp_path):
         "_get_train_sampler": ["dataset"],
     }
     assert next(iter(inspect.signature(getattr(theirs, named[3])).parameters)) == "model"
+    assert next(iter(inspect.signature(theirs._generate_single_turn).parameters)) == "prompt_ids"

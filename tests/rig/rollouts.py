@@ -41,6 +41,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = make_tokenizer()
+COUNTS = ("rows", "rows_skipped", "log_probs_skipped", "rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
+"""Keys of the summary that the process writes down."""
 
 
 def policy(**overrides):
@@ -63,7 +65,65 @@ def reward(prompts, completions, **_) -> list[float]:
     ]
 
 
-def build(trainer_class, folder, share=0.5, *, model=None, callbacks=None, peft_config=None, **options):
+class CallsTools(PreTrainedTokenizerFast):
+    """A completion with a digit calls the tool [`double`] with it."""
+
+    def parse_response(self, ids, prefix=None, tools=None):
+        text = self.decode(ids, skip_special_tokens=True)
+        digits = [character for character in text if character.isdigit()]
+        calls = [{"type": "function", "function": {"name": "double", "arguments": {"number": int(d)}}} for d in digits]
+        return {"role": "assistant", "content": text, **({"tool_calls": calls[:1]} if calls else {})}
+
+
+def double(number: int) -> int:
+    """
+    Double a number.
+
+    Args:
+        number: The number.
+
+    Returns:
+        Twice the number.
+    """
+    return 2 * number
+
+
+def calls_tools() -> CallsTools:
+    plain = make_tokenizer()
+    tokenizer = CallsTools(tokenizer_object=plain.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.response_template = {"by": "parse_response"}  # TRL wants one
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+        "{% endif %}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return tokenizer
+
+
+def conversations(share: float) -> Dataset:
+    return prompts(share).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
+def reward_of_conversation(prompts, completions, **_) -> list[float]:
+    return reward([prompt[-1]["content"] for prompt in prompts], [str(completion) for completion in completions])
+
+
+WITH_TOOLS = {"tools": [double], "reward_funcs": reward_of_conversation, "data": conversations}
+"""Options of [`build`]; the tokenizer is that of [`calls_tools`]."""
+
+
+def build(
+    trainer_class,
+    folder,
+    share=0.5,
+    *,
+    model=None,
+    callbacks=None,
+    peft_config=None,
+    reward_funcs=None,
+    data=prompts,
+    tools=None,
+    **options,
+):
     """Make a trainer whose optimizer is SGD with momentum and weight decay: AdamW would magnify rounding."""
     model = model or policy()
     values = {
@@ -76,12 +136,14 @@ def build(trainer_class, folder, share=0.5, *, model=None, callbacks=None, peft_
     args = CONFIGS[trainer_class](**config_values(folder, **{**values, **options}))
     return trainer_class(
         model,
-        reward,
+        reward_funcs or reward,
         args,
-        train_dataset=prompts(share),
-        processing_class=TOKENIZER,
+        train_dataset=data(share),
+        eval_dataset=data(share).select(range(8)) if "eval_strategy" in options else None,
+        processing_class=calls_tools() if tools else TOKENIZER,
         callbacks=callbacks,
         peft_config=peft_config,
+        **({"tools": tools} if tools else {}),
     )
 
 
@@ -92,7 +154,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         torch.save(weights(trainer.model), folder / "weights.pt")
         summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
-        found = {key: summary.get(key) for key in ("rows", "rows_skipped")}
+        found = {key: summary.get(key) for key in COUNTS}
         found["processes"] = trainer.accelerator.num_processes
         (folder / "summary.json").write_text(json.dumps(found))
 

@@ -956,7 +956,7 @@ def dpo(place: Place) -> dict[str, Tensor]:
 
 
 def grpo(place: Place, **options) -> dict[str, Tensor]:
-    """TRL's GRPO: rows without advantage are left out, and two completions share a prompt."""
+    """TRL's GRPO: rows without advantage are left out, and two completions share a prompt, also when sampled."""
     import datasets
 
     from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
@@ -965,8 +965,11 @@ def grpo(place: Place, **options) -> dict[str, Tensor]:
         easy = [prompt.startswith("Say 0") for prompt in prompts]
         return [1.0 if e else sum(map(ord, text)) % 7 / 7 for e, text in zip(easy, completions)]
 
-    prompts = [{"prompt": f"Say {n % 4}: {'and again ' * 2}"} for n in range(32)]
-    options = {"bf16": False, "num_generations": 2, "max_completion_length": 4, "disable_dropout": True, **options}
+    prompts = [{"prompt": f"Say {n % 4}: {'and again ' * (n % 3)}"} for n in range(32)]
+    options = {
+        "bf16": False, "num_generations": 2, "max_completion_length": 6, "disable_dropout": True,
+        "generation_kwargs": {"eos_token_id": list(range(1, 60)), "use_cache": True}, **options,
+    }  # fmt: skip
     trainer = HybridGRPOTrainer(
         model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
@@ -974,7 +977,11 @@ def grpo(place: Place, **options) -> dict[str, Tensor]:
     with place.counted(trainer), patched(vars(torch), "multinomial", partial(_drawn_on_host, torch.multinomial)):
         trainer.train()
     place.facts |= told_by(trainer)
+    place.facts["rollouts"] = {key: trainer.hybrid_summary()[key] for key in ROLLOUTS}
     return weights_of(trainer)
+
+
+ROLLOUTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared", "log_probs_skipped", "plain_rollouts_because")
 
 
 def _drawn_on_host(multinomial: Callable, probabilities: Tensor, num_samples: int, **options) -> Tensor:
@@ -982,8 +989,16 @@ def _drawn_on_host(multinomial: Callable, probabilities: Tensor, num_samples: in
     return multinomial(probabilities.cpu(), num_samples, **options).to(probabilities.device)
 
 
-SCENARIOS["grpo"] = Scenario(grpo, keeps_model=True, tolerance=1e-5)
-SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), keeps_model=True, tolerance=1e-5)
+ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 4 + 3 * 6 - 1}
+"""
+The loop of generation stops for each of six tokens but the last, once, as that of transformers does. The others of its
+stops are those of [`_drawn_on_host`].
+"""
+SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
+SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
+SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 24})
+"""Log-probabilities are computed in micro-batches, each of which is copied to the host."""
+SCENARIOS["grpo_sampled_by_trl"] = Scenario(partial(grpo, rollouts="off"), **{**ROLLED, "stops": 4})
 
 
 @scenario(keeps_model=True, simulated_only=True)  # a GPU cannot be told at which allocation memory ends
@@ -1098,8 +1113,9 @@ class Lines(logging.Handler):
 SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "bf16_by_micro_batch", "bf16_copies",
     "bf16_of_a_device_model", "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied",
-    "fast_streamed", "fetched_far_ahead", "grpo_more", "int8_probes_registered", "interrupted_on_the_way_home",
-    "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_ends_streamed",
+    "fast_streamed", "fetched_far_ahead", "grpo_more", "grpo_rewards_first", "grpo_sampled_by_trl",
+    "int8_probes_registered", "interrupted_on_the_way_home", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch",
+    "leaps_ends_streamed",
     "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",

@@ -119,6 +119,21 @@ def test_grpo_stops_the_host_no_oftener_with_more_micro_batches(results):
     assert few == many, results.of("grpo_more")["stop_sites"]
 
 
+@needs("grpo")
+def test_rollouts_on_a_device_save_what_they_save_on_a_cpu(results):
+    here, there = (results.of("grpo", place)["facts"]["rollouts"] for place in ("device", "cpu"))
+    assert here == there and here["plain_rollouts_because"] is None
+    assert here["rows_decoded_saved"] > 0 and here["prompt_tokens_shared"] > 0
+
+
+@pytest.mark.slow
+@needs("grpo", "grpo_sampled_by_trl", "grpo_rewards_first")
+def test_rollouts_stop_the_host_no_oftener_than_those_of_trl(results):
+    ours, theirs = (sum(results.of(n)["facts"]["stops"].values()) for n in ("grpo", "grpo_sampled_by_trl"))
+    assert ours <= theirs, results.of("grpo")["stop_sites"]
+    assert results.of("grpo_rewards_first")["facts"]["rollouts"]["log_probs_skipped"] > 0
+
+
 @needs("by_micro_batch", "by_micro_batch_more", "by_layer", "by_layer_more", "eight_bit", "eight_bit_more")
 def test_steps_stop_the_host_no_oftener_with_more_layers_and_micro_batches(results):
     for name in ("by_micro_batch", "by_layer", "eight_bit"):
@@ -217,6 +232,7 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
+    "integrations/rollouts.py: return 'on MPS transformers draws once more than it has to'": "MPS",
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",
