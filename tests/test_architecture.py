@@ -89,7 +89,7 @@ def test_the_core_never_imports_optional_rooms(path):
 
 def test_the_core_is_small():
     core = [path for path in FILES if room(module_name(path)) not in OPTIONAL]
-    assert sum(len(path.read_text().splitlines()) for path in core) <= 17_100
+    assert sum(len(path.read_text().splitlines()) for path in core) <= 18_000
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
