@@ -36,7 +36,7 @@ class Slow(TrainerCallback):
         def slow_seal(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread():
                 assert self.go_on.wait(60)
-            seal(*args, **kwargs)
+            return seal(*args, **kwargs)
 
         monkeypatch.setattr(manifest, "seal", slow_seal)
 
