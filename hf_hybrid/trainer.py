@@ -51,6 +51,7 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.preemption import agree_on_preemption
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -236,6 +237,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.parts = [*own, *self.own_parts(), *parts]
         check_parts(self.parts)
         self.probe_dataset: Any = probe_dataset
+        self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.enable_predict:
             self._prepare_leaps()
@@ -428,6 +430,8 @@ class HybridTrainerMixin(PublishingMixin):
             raise explained from error
         finally:
             self.saves.end()
+            if self.preemption is not None:
+                self.preemption.give_back()
             for part in self.parts:
                 part.clean_up()
             self.recovery.end()

@@ -16,7 +16,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "words": {"arguments", "part", "files", "optimizers", "machine"},
     "arithmetic": {"run", "leaps", "world_model", "streaming", "phase_memory", "plan"},
-    "engines": {"config", "recovery", "rows", "checkpoints", "setup", "records", "hub", "report", "export", "prints"},
+    "engines": {
+        "config",
+        "recovery",
+        "preemption",
+        "rows",
+        "checkpoints",
+        "setup",
+        "records",
+        "hub",
+        "report",
+        "export",
+        "prints",
+    },
     "Trainer": {"trainer", "integrations", "cli"},
 }
 # Rooms of the arithmetic floor that must not know each other.

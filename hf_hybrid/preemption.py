@@ -1,0 +1,120 @@
+"""
+Preemption: a job that is told to end saves a checkpoint and ends, all of its processes with the same step.
+
+Schedulers send a signal some time before they kill. With one process, `enable_jit_checkpoint` of transformers saves
+when SIGTERM arrives. With several it cannot work: each process gets the signal at a moment of its own, and one that
+saves waits for the others, which compute on and wait for it in the next exchange of gradients. Both wait forever.
+
+So the processes agree. The handler of the signal sets a flag, and nothing else. At the end of every step the flags are
+added up over all processes. A process that sees a sum above zero asks Trainer to save and to stop; all see it at the
+end of the same step, because they all read the sum there. The sum that is read is the one that was begun at the end of
+the step before: by then it has arrived, so that no process and no device waits for it. The answer comes one step late.
+
+    signal        process 0: step 7     process 1: step 8      (skewed)
+    end of step   7: flags 1 + 0 on their way    8: read 1 -> both save step 8 and stop
+
+SIGUSR1 is taken like SIGTERM, also with one process, because Slurm's users send it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+if TYPE_CHECKING:
+    from hf_hybrid.run.typing import TrainerLike
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Preemption(TrainerCallback):
+    """
+    Ends a training with a checkpoint when one of its processes is asked to end.
+
+    Args:
+        trainer (`HybridTrainerMixin`): Its processes agree.
+        signals (`tuple[signal.Signals, ...]`): That ask it.
+
+    Attributes:
+        asked (`bool`): Whether this process was asked.
+        ended (`bool`): Whether the training ended because of that, before its last step.
+    """
+
+    def __init__(self, trainer: TrainerLike, signals: tuple[signal.Signals, ...] = SIGNALS):
+        self.asked = self.ended = False
+        self._trainer, self._signals = trainer, signals
+        self._before: dict[signal.Signals, Any] = {}
+        self._sum: tuple[torch.Tensor, Any] | None = None
+        """Flags of all processes, as they were at the end of the step before, and the work that adds them up."""
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.asked = self.ended = False
+        self._sum = None
+        if threading.current_thread() is threading.main_thread():  # the only one that may
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._all_stop():
+            control.should_save = control.should_training_stop = True
+            self.ended = state.global_step < state.max_steps
+            if self._trainer.is_world_process_zero():
+                logger.warning("The job was asked to end: step %d is saved, and training ends.", state.global_step)
+
+    def _all_stop(self) -> bool:
+        """Whether any process was asked, told by the flags that were sent off a step ago."""
+        if self._trainer.accelerator.num_processes == 1:
+            return self.asked
+        arrived, self._sum = self._sum, None
+        if arrived is not None:
+            flags, work = arrived
+            work.wait()
+            if flags.item():
+                return True
+        flags = torch.tensor([float(self.asked)], device=self._trainer.args.device)
+        self._sum = flags, torch.distributed.all_reduce(flags, async_op=True)
+        return False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.give_back()
+
+    def give_back(self) -> None:
+        """End what is under way: signals have their handlers from before."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+        if self._sum is not None:
+            self._sum[1].wait()
+            self._sum = None
+
+
+def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:
+    """
+    Let the processes of a trainer with `enable_jit_checkpoint=True` agree on when they save and end.
+
+    With several processes this takes the place of transformers' callback. With one it adds SIGUSR1.
+    """
+    if not trainer.args.enable_jit_checkpoint:
+        return None
+    signals = SIGNALS
+    if trainer.accelerator.num_processes > 1:
+        theirs = trainer.pop_callback(JITCheckpointCallback)
+        if theirs is not None:  # it has taken the signal already
+            theirs.on_train_end(trainer.args, trainer.state, trainer.control)
+    else:
+        signals = tuple(number for number in SIGNALS if number != signal.SIGTERM)
+    callback = Preemption(trainer, signals)
+    trainer.add_callback(callback)
+    return callback

@@ -1,0 +1,127 @@
+"""Preemption: processes that are asked to end at different moments save the same step, and go on to the same bits."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ByteText, hybrid_config, tiny_model, weights
+from rig.processes import together
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from hf_hybrid import HybridTrainer
+from hf_hybrid.checkpoints.manifest import is_sealed
+from hf_hybrid.preemption import Preemption
+
+STEPS = 24
+
+
+class Asked(TrainerCallback):
+    """Sends this process a signal some time after a step, and makes steps last long enough for it."""
+
+    def __init__(self, delays, number, step=5, pause=0.02):
+        self.delays, self.number, self.step, self.pause = delays, number, step, pause
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        time.sleep(self.pause)
+        delay = self.delays[args.process_index]
+        if state.global_step == self.step and delay is not None:
+            threading.Timer(delay, os.kill, (os.getpid(), self.number)).start()
+
+
+def trainer_of(folder, callbacks=(), leaps=False, **options):
+    torch.manual_seed(0)
+    options = {"direction": "orthogonal"} | options if leaps else {"enable_predict": False} | options
+    config = hybrid_config(
+        folder, max_steps=STEPS, per_device_train_batch_size=1, save_strategy="steps", save_steps=STEPS,
+        ddp_find_unused_parameters=False, enable_jit_checkpoint=True, **options,
+    )  # fmt: skip
+    model = tiny_model(attention_dropout=0.1)
+    return HybridTrainer(model, config, train_dataset=ByteText(200), callbacks=list(callbacks))
+
+
+def preempted(folder: Path, delays, leaps: bool, number: int = signal.SIGTERM) -> None:
+    """Train on as many processes as there are delays, and go on when they have ended. Leaves the weights in a file."""
+
+    def first() -> None:
+        trainer = trainer_of(folder, [Asked(delays, number)], leaps)
+        assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+        trainer.train()
+        assert trainer.preemption.ended and 5 < trainer.state.global_step < STEPS
+        (folder / f"ended-{trainer.args.process_index}.json").write_text(json.dumps(trainer.state.global_step))
+
+    def second() -> None:
+        trainer = trainer_of(folder, leaps=leaps)
+        trainer.train(resume_from_checkpoint="auto")
+        assert not trainer.preemption.ended
+        torch.save(weights(trainer.model), folder / f"weights-{trainer.args.process_index}.pt")
+
+    folder.mkdir(exist_ok=True)
+    for part in (first, second):
+        assert together(len(delays), part, timeout=120) == [0] * len(delays)
+    steps = {json.loads(path.read_text()) for path in folder.glob("ended-*.json")}
+    assert len(steps) == 1 and is_sealed(folder / f"checkpoint-{steps.pop()}")
+
+
+def undisturbed(folder: Path, processes: int, leaps: bool) -> dict:
+    """Train without a signal, and return the weights."""
+
+    def all_of_it() -> None:
+        trainer = trainer_of(folder, leaps=leaps)
+        trainer.train()
+        if trainer.is_world_process_zero():
+            torch.save(weights(trainer.model), folder / "weights.pt")
+
+    folder.mkdir()
+    assert together(processes, all_of_it, timeout=120) == [0] * processes
+    return torch.load(folder / "weights.pt")
+
+
+def assert_same(folder: Path, expected: dict) -> None:
+    for path in folder.glob("weights-*.pt"):
+        found = torch.load(path)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.processes
+def test_two_processes_that_are_asked_at_different_moments_save_the_same_step(tmp_path):
+    expected = undisturbed(tmp_path / "whole", 2, leaps=False)
+    for number, delays in enumerate([(0.0, 0.1), (None, 0.03)]):
+        preempted(tmp_path / str(number), delays, leaps=False)
+        assert_same(tmp_path / str(number), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaps", [False, True])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_that_are_asked_at_any_skew_go_on_to_the_same_bits(tmp_path, processes, leaps):
+    expected = undisturbed(tmp_path / "whole", processes, leaps)
+    chance = random.Random(f"{processes} {leaps}")
+    for number in range(int(os.environ.get("PREEMPTIONS", "3"))):
+        delays = [chance.choice([None, 0.0, chance.uniform(0, 0.3)]) for _ in range(processes)]
+        delays[chance.randrange(processes)] = chance.uniform(0, 0.2)
+        kind = chance.choice([signal.SIGTERM, signal.SIGUSR1])
+        preempted(tmp_path / str(number), delays, leaps, kind)
+        assert_same(tmp_path / str(number), expected)
+
+
+def test_one_process_ends_with_a_checkpoint_at_sigusr1_and_keeps_transformers_callback(tmp_path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    trainer = trainer_of(tmp_path, [Asked([0.0], signal.SIGUSR1)])
+    assert [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+    trainer.train()
+    step = trainer.state.global_step
+    assert 5 <= step < STEPS and is_sealed(tmp_path / f"checkpoint-{step}") and trainer.preemption.ended
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_without_the_option_nothing_is_added(tmp_path):
+    trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(8))
+    assert trainer.preemption is None
+    assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, Preemption)]
