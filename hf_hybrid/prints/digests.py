@@ -256,6 +256,10 @@ class Digests(Part):
             self._begin_to_hash()
             self.before_seal(step.index + 1)
 
+    def clean_up(self) -> None:
+        """Let go of batches, data and numbers on a device."""
+        self._trail, self._fetched, self._work, self._data = [], None, [], []
+
     # Saves.
 
     def before_save(self) -> None:
@@ -276,7 +280,8 @@ class Digests(Part):
 
     def before_seal(self, step: int) -> None:
         work, self._work = self._work, []
-        entries = [(kind, name, whole, _value(found)) for kind, name, whole, found in work]
+        values = _fetched([found for *_, found in work])
+        entries = [(kind, name, whole, value) for (kind, name, whole, _), value in zip(work, values)]
         own = (
             {}
             if not work
@@ -439,10 +444,11 @@ class Digests(Part):
             self._say(step, None, f"{made} they do not tell which process had drifted. `hf-hybrid replay` may.")
 
 
-def _value(found: Any) -> int:
-    if isinstance(found, Future):
-        return found.result()
-    return int(found) & (1 << 64) - 1
+def _fetched(found: list[Any]) -> list[int]:
+    """Return the hashes: a thread ends, and all that a device made are fetched at once."""
+    on_device = [one for one in found if isinstance(one, Tensor)]
+    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
+    return [one.result() if isinstance(one, Future) else next(fetched) & (1 << 64) - 1 for one in found]
 
 
 def _joined(values: Iterable[int]) -> str:

@@ -409,6 +409,7 @@ training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 # Memory by phase, of a model that stays on the device.
 
 training("plain")
+training("digests", digest_steps=1, expect={"stops": 8})
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_pinned", **LEAPS, **ALONG_GRADIENTS, predict_states="pinned")
