@@ -864,10 +864,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
 class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompatible-method-override]
     """
-    Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero.
+    Drop-in for [`~trl.GRPOTrainer`] that leaves out rows without advantage, whose gradient is exactly zero, and
+    computes a prompt once when it samples its completions.
 
-    Weights, losses and schedule are those of TRL's trainer up to rounding, and completions, rewards and advantages are
-    TRL's code. There are no leaps.
+    Completions, rewards, weights, losses and schedule are those of TRL's trainer up to rounding. docs/grpo.md says
+    what is not. There are no leaps.
 
     Args:
         model, reward_funcs, args, positional, kwargs:
