@@ -73,11 +73,11 @@ def set_template(tokenizer: Any, config: Any) -> None:
     Raises:
         OptionError: If the token or the file does not exist.
     """
-    if config.eos_token is not None:
+    if getattr(config, "eos_token", None) is not None:
         if config.eos_token not in tokenizer.get_vocab():
             raise OptionError(f"`--eos_token {config.eos_token}` is not in the vocabulary of the tokenizer.")
         tokenizer.eos_token = config.eos_token
-    path = config.chat_template_path
+    path = getattr(config, "chat_template_path", None)
     if path is None:
         return
     if path == "plain":
@@ -95,13 +95,16 @@ def set_template(tokenizer: Any, config: Any) -> None:
     config.chat_template_path = None  # done
 
 
-def needs_template(rows: Rows, tokenizer: Any, option: str = "dataset") -> None:
+def needs_template(rows: Rows, tokenizer: Any, option: str, config: Any) -> None:
     """Refuse conversations where the tokenizer has no chat template. Raises [`OptionError`]."""
     if rows.format.chats and not tokenizer.chat_template:
+        ways = " to that of an instruct model, or save a `chat_template.jinja` beside it."
+        if hasattr(config, "chat_template_path"):
+            ways = " to that of an instruct model, `--chat_template_path` to a .jinja file, or `--chat_template_path "
+            ways += "plain` for `User: ... Assistant: ...`."
         raise OptionError(
             f"`--{option} {rows.name}` holds {rows.format.title}, and the tokenizer has no chat template. Set "
-            "`--tokenizer` to that of an instruct model, `--chat_template_path` to a .jinja file, or "
-            "`--chat_template_path plain` for `User: ... Assistant: ...`."
+            f"`--tokenizer`{ways}"
         )
 
 

@@ -92,8 +92,7 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
         config = read_config(named)
         tokenizer = load_tokenizer(named)
     check_vocabulary(config, required("model", model.model), len(tokenizer))
-    if command != "grpo":
-        set_template(tokenizer, args)
+    set_template(tokenizer, args)
     screen.say(line.command.program)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
@@ -101,7 +100,7 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
         evaluated = [_read(command, "eval_dataset", name, data, tokenizer) for name in data.eval_dataset or []]
         for option, rows in (("dataset", parts), ("eval_dataset", evaluated)):
             for part in rows:
-                needs_template(part, tokenizer, option)
+                needs_template(part, tokenizer, option, args)
                 of = "" if part.of is None else f", {screen.plural(part.of, 'row')}"
                 screen.fact("data" if option == "dataset" else "evaluated", f"{part.name}: {part.format.title}{of}")
         sets = _sets(command, options, parts, evaluated, tokenizer)
@@ -218,6 +217,8 @@ def _sets(
         eval_parts, _ = _tokenised(options, evaluated, "eval_dataset", tokenizer)
     else:
         train_parts, eval_parts = [part.data for part in parts], [part.data for part in evaluated]
+    if data.dataset_weights is not None:
+        _tell_of_mixture(data, train_parts)
     train_set = sources.mixed(train_parts, data.dataset_weights, seed)
     eval_set = sources.mixed(eval_parts, None, seed) if eval_parts else None
     share = data.eval_share
@@ -225,14 +226,23 @@ def _sets(
         share = 0.0 if command == "grpo" or data.streaming or eval_set is not None else 0.05
     if share and eval_set is None:
         train_set, eval_set = sources.held_out(train_set, share, seed)
-    if data.dataset_weights is not None and not data.streaming:
-        screen.fact("mixture", f"{screen.plural(len(train_set) + (len(eval_set) if share else 0), 'row')} by shares")
     if eval_set is not None and not data.streaming:
         screen.fact("held out", f"{screen.plural(len(eval_set), 'row')}, {len(train_set):,} to train on")
     if command == "sft":
         train_set = _told_and_bare(train_set, args, chats)
         eval_set = None if eval_set is None else _bare(eval_set)
     return train_set, eval_set
+
+
+def _tell_of_mixture(data: FineTuningData, parts: list[Any]) -> None:
+    names, weights = data.dataset or [], data.dataset_weights or []
+    if data.streaming:
+        told = [f"{weight / sum(weights):.0%} {name}" for name, weight in zip(names, weights, strict=True)]
+    else:
+        counts = [len(part) for part in parts]
+        taken = zip(names, sources.shares(counts, weights), counts, strict=True)
+        told = [f"{some:,} of {count:,} rows of {name}" for name, some, count in taken]
+    screen.fact("mixture", ", ".join(told))
 
 
 def _tokenised(

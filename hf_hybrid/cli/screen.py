@@ -8,9 +8,11 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
+import random
 import shutil
 import signal
 import sys
@@ -130,7 +132,9 @@ _NAMES = {
 """Of a log entry, what a line shows and how, in this order."""
 
 
-def log_line(step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "") -> str:
+def log_line(
+    step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80
+) -> str:
     """
     Return the line for a log entry; empty if it has nothing to show.
 
@@ -139,28 +143,36 @@ def log_line(step: int, steps: int, logs: dict[str, Any], *, rate: float | None 
         logs (`dict`): The entry.
         rate (`float`, *optional*): Tokens per second.
         left (`str`): Time that is left.
+        width (`int`): Columns that it may take.
     """
     number = len(str(steps))
     place = f"step {step:>{number}}/{steps}"
     if "eval_loss" in logs or any(name.startswith("eval_") for name in logs):
         told = outcome(logs)
         return f"{place}  held out: {told}" if told else ""
-    parts = [form.format(logs[name]) for name, form in _NAMES.items() if _is_number(logs.get(name))]
+    names = [name for name in _NAMES if _is_number(logs.get(name))]
+    if "rewards/accuracies" in names:
+        names = [name for name in names if name != "mean_token_accuracy"]
+    parts = [_NAMES[name].format(logs[name]) for name in names]
     if "reward" in logs and logs.get("loss") == 0:
         parts = [part for part in parts if part != "loss 0"]  # of GRPO: always about zero
     if not parts:
         return ""
     if _is_number(logs.get("learning_rate")):
-        scale = logs.get("hybrid/learning_rate_scale", 1.0)
-        parts.append(f"rate {logs['learning_rate'] * scale:.2g}" + (f" ({scale:.2g}x)" if scale != 1 else ""))
+        scale = logs.get("hybrid/learning_rate_scale", 1.0)  # is in the rate
+        parts.append(f"rate {logs['learning_rate']:.2g}" + (f" ({scale:.3g}x)" if scale != 1 else ""))
     if logs.get("hybrid/leaps"):
         leaps, skipped = logs["hybrid/leaps"], logs.get("hybrid/predicted_steps", 0)
         parts.append(f"{plural(leaps, 'leap')}, {plural(skipped, 'step')} skipped")
     if rate:
-        parts.append(f"{count(rate)} tokens/s")
+        parts.append(f"{rate:,.0f} tokens/s")
     if left:
         parts.append(f"{left} left")
-    return f"{place}  {'  '.join(parts)}"
+    # What a narrow terminal has no room for, the least important first.
+    for dropped in (" tokens/s", "grad ", "right ", "equal rewards ", "margin "):
+        if len(place) + sum(len(part) + 2 for part in parts) > width:
+            parts = [part for part in parts if dropped not in part]
+    return "  ".join([place, *parts])
 
 
 def _is_number(value: Any) -> bool:
@@ -254,12 +266,11 @@ def progress_callback(trainer: Any, interrupts: Interrupts, *, chooses_steps: bo
             if not hasattr(self, "begun"):  # an evaluation without a training
                 return
             now, done = time.monotonic(), state.global_step - self.first_step
-            left = duration((now - self.begun) / done * (state.max_steps - state.global_step)) if done else ""
-            if state.global_step == state.max_steps:
-                left = ""
+            seconds = (now - self.begun) / max(done, 1) * (state.max_steps - state.global_step)
+            left = duration(seconds) if seconds >= 1 else ""
             tokens = logs.get("num_tokens") or 0
             rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
-            text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left)
+            text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=_width())
             if "loss" in logs:
                 self.tokens, self.logged = tokens, now
             if text and self.bar is not None:
@@ -373,9 +384,57 @@ def _memory(trainer: Any) -> str | None:
     return told
 
 
+SAMPLED_TOKENS = 100_000
+"""Tokens of windows on which the savings are tried out before a run."""
+
+
 def _sharing(trainer: Any) -> str | None:
-    """What computing every token once would save on some windows of the training set; `None` where it is not known."""
-    return None
+    """
+    Say what computing every token once saves on windows drawn from the training set; `None` where it is not known.
+
+    TRL pads each micro-batch to its longest row. A tree of the rows of a window has each shared beginning once, and
+    nothing behind the last label. Pairs of DPO share within a micro-batch alone.
+    """
+    args, rows = trainer.args, trainer.train_dataset
+    columns = set(getattr(rows, "column_names", None) or ())
+    off = trainer.hybrid_args.share_rows == "off" or not trainer.hybrid_args.enable_predict
+    if not hasattr(rows, "__len__") or off or not ({"labels", "chosen_ids"} & columns) or not len(rows):
+        return None
+    draw = random.Random(args.seed)
+    size = args.per_device_train_batch_size
+    per_window = size * (args.gradient_accumulation_steps if "labels" in columns else 1)
+    padded = computed = 0
+    while padded < SAMPLED_TOKENS:
+        window = [rows[place] for place in draw.sample(range(len(rows)), min(per_window, len(rows)))]
+        found = [row for example in window for row in _as_rows(example, args.max_length)]
+        each = size if "labels" in columns else len(found)
+        batches = [found[start : start + each] for start in range(0, len(found), each)]
+        padded += sum(max(len(ids) for ids, _ in batch) * len(batch) for batch in batches)
+        computed += _computed(found)
+        if len(rows) <= per_window:
+            break
+    saved = 1 - computed / max(padded, 1)
+    if saved < 0.05:
+        return None
+    return f"about {saved:.0%} of the tokens need not be computed: padding, and beginnings that rows share"
+
+
+def _as_rows(example: dict[str, Any], longest: int | None) -> list[tuple[list[int], int]]:
+    """The tokens of an example as the trainer cuts them, a list for each row, with how many of them are computed."""
+    if "labels" in example:
+        ids, labels = example["input_ids"][:longest], example["labels"][:longest]
+        last = max((place for place, label in enumerate(labels) if label >= 0), default=0)
+        return [(ids, last)]
+    both = [(example["prompt_ids"] + example[name])[:longest] for name in ("chosen_ids", "rejected_ids")]
+    return [(ids, len(ids) - 1) for ids in both]
+
+
+def _computed(rows: list[tuple[list[int], int]]) -> int:
+    """Tokens that a tree of the rows holds. Sorted, a row shares most with its neighbour."""
+    from hf_hybrid.rows.tree import common
+
+    fed = sorted(ids[:count] for ids, count in rows)
+    return len(fed[0]) + sum(len(ids) - common(before, ids) for before, ids in itertools.pairwise(fed))
 
 
 def _saving(trainer: Any) -> str:
@@ -423,7 +482,7 @@ def tell_of_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) 
     if told := outcome(metrics):
         fact("held out", told)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
-        fact("rate", f"lr_rescue multiplied it by {scale:.3g} at the end")
+        fact("rate", f"lr_rescue multiplied the scheduled rate by {scale:.3g} at the end")
     if told := _saved_work(summary):
         fact("saved", told)
     if summary.get("leaps_made"):
