@@ -1,8 +1,8 @@
 """
 The data of `hf-hybrid sft | dpo | grpo`: found and checked by its first row, then read, converted and mixed.
 
-[`check_sources`] looks at local files with the standard library alone, before torch is imported, so that a misspelt file
-or column ends the command at once. [`read_rows`] reads every row.
+[`check_sources`] looks at local files with the standard library alone, before torch is imported, so that a misspelt
+file or column ends the command at once. [`read_rows`] reads every row.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from hf_hybrid.cli import screen
 from hf_hybrid.cli.options import CommandLine, ModelOptions, OptionError, required
 from hf_hybrid.cli.tasks import FineTunedModel, FineTuneOptions, FineTuningData, RewardOptions
 
-
 # First looks, with the standard library.
 
 
@@ -107,7 +106,9 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
     if functions:
         _check_answers(functions, options, sets[0])
         weights = args.reward_weights or [1.0] * len(functions)
-        told = [f"{name} (x {weight:g})" if weight != 1 else name for name, weight in zip(_reward_names(options), weights)]
+        told = [
+            f"{name} (x {weight:g})" if weight != 1 else name for name, weight in zip(_reward_names(options), weights)
+        ]
         screen.fact("rewards", ", ".join(told))
     set_seed(args.seed)  # as if the data had taken no random numbers
     trainer = _trainer(command, options, tokenizer, sets, functions)
@@ -132,7 +133,9 @@ def _check_options(options: FineTuneOptions) -> None:
     if data.streaming and args.max_steps <= 0:
         raise OptionError("`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.")
     if data.streaming and data.eval_share and not data.eval_dataset:
-        raise OptionError("`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`.")
+        raise OptionError(
+            "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`."
+        )
     if data.eval_dataset and data.eval_share:
         raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
     if model.load_in_8bit and model.load_in_4bit:
@@ -298,7 +301,9 @@ def _told_and_bare(data: Any, args: Any, learned: str) -> Any:
             "No row has a token to learn. If the chat template hides the answers, set `--assistant_only_loss false`."
         )
     share = found.learned / max(found.tokens, 1)
-    screen.fact("learned", f"{learned}: {screen.count(found.learned)} of {screen.count(found.tokens)} tokens ({share:.0%})")
+    screen.fact(
+        "learned", f"{learned}: {screen.count(found.learned)} of {screen.count(found.tokens)} tokens ({share:.0%})"
+    )
     if found.divided:
         screen.fact(
             "divided",
@@ -329,7 +334,9 @@ def _tell_of_pairs(trainer: Any, before: Any) -> None:
     ]
     prompts = sum(map(len, rows["prompt_ids"][:]))
     tokens = 2 * prompts + sum(len(ids) for name in ("chosen_ids", "rejected_ids") for ids in rows[name][:])
-    screen.fact("tokens", f"{screen.count(tokens)} in {screen.plural(len(rows), 'pair')}, the longest row {max(sizes):,}")
+    screen.fact(
+        "tokens", f"{screen.count(tokens)} in {screen.plural(len(rows), 'pair')}, the longest row {max(sizes):,}"
+    )
     cut, lost = sum(length is not None and size > length for size in sizes), len(before) - len(rows)
     if cut or lost:
         told = f"{screen.plural(cut, 'pair')} cut at --max_length {length:,}"
@@ -368,7 +375,9 @@ def _quantization(model: FineTunedModel, args: Any) -> dict[str, Any]:
     if model.load_in_8bit:
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
-        storage = {} if model.bnb_4bit_quant_storage is None else {"bnb_4bit_quant_storage": model.bnb_4bit_quant_storage}
+        storage = (
+            {} if model.bnb_4bit_quant_storage is None else {"bnb_4bit_quant_storage": model.bnb_4bit_quant_storage}
+        )
         config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=model.bnb_4bit_quant_type,

@@ -333,7 +333,11 @@ class CommandLine:
 
         def words(name: str) -> list[str] | None:
             value = file.get(name) if given[name] is None else given[name]
-            return None if value is None or value == [] else [str(v) for v in (value if isinstance(value, list) else [value])]
+            return (
+                None
+                if value is None or value == []
+                else [str(v) for v in (value if isinstance(value, list) else [value])]
+            )
 
         return {name: words(name) for name in names}
 

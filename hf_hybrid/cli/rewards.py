@@ -123,7 +123,9 @@ def load(name: str, pattern: str | None) -> Reward:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
     except Exception as error:  # whatever a user's module raises
-        raise RewardError(f"`--reward {name}`: `{place}` cannot be imported: {type(error).__name__}: {error}.") from error
+        raise RewardError(
+            f"`--reward {name}`: `{place}` cannot be imported: {type(error).__name__}: {error}."
+        ) from error
     found = getattr(module, function, None)
     if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -72,9 +72,11 @@ def say(text: str = "") -> None:
         sys.stdout.flush()
 
 
-def fact(name: str, text: str) -> None:
-    """Write a fact: its name, and behind it the text, wrapped."""
-    if first_process():
+def fact(name: str, text: str, *, whole: bool = False) -> None:
+    """Write a fact: its name, and behind it the text, wrapped; `whole`: in one line, for commands to copy."""
+    if first_process() and whole:
+        sys.stdout.write(f"{' ' * INDENT}{name:<{NAME}} {text}\n")
+    elif first_process():
         before = " " * INDENT + f"{name:<{NAME}} "
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
         folded = textwrap.fill(text, _width(), initial_indent=before, subsequent_indent=" " * len(before), **options)
@@ -153,9 +155,9 @@ def log_line(
     names = [name for name in _NAMES if _is_number(logs.get(name))]
     if "rewards/accuracies" in names:
         names = [name for name in names if name != "mean_token_accuracy"]
+    if "reward" in names:
+        names = [name for name in names if name != "loss"]  # of GRPO: it says nothing, and is about zero
     parts = [_NAMES[name].format(logs[name]) for name in names]
-    if "reward" in logs and logs.get("loss") == 0:
-        parts = [part for part in parts if part != "loss 0"]  # of GRPO: always about zero
     if not parts:
         return ""
     if _is_number(logs.get("learning_rate")):
@@ -311,7 +313,7 @@ def tell_of_trainer(trainer: Any, undecided: frozenset[str]) -> None:
         fact("memory", memory)
     if (shared := _sharing(trainer)) is not None:
         fact("sharing", shared)
-    fact("output", f"{args.output_dir}{_saving(trainer)}")
+    fact("output", f"{args.output_dir}{_saving(trainer)}", whole=True)
     say()
 
 
@@ -488,12 +490,12 @@ def tell_of_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) 
     if summary.get("leaps_made"):
         fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
     adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
-    fact("model", f"{folder}" + (" (adapters)" if adapters else ""))
+    fact("model", folder + (" (adapters)" if adapters else ""), whole=True)
     chats = bool(getattr(trainer.processing_class, "chat_template", None))
-    fact("next", f"hf-hybrid chat {folder}" if chats else f"hf-hybrid report {folder}")
-    if chats:
-        fact("", f"hf-hybrid report {folder}")
-    fact("", f"hf-hybrid export {folder} --format {'merged' if adapters else 'gguf-q8_0'}")
+    commands = [f"chat {folder}"] if chats else []
+    commands += [f"report {folder}", f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"]
+    for number, command in enumerate(commands):
+        fact("" if number else "next", f"hf-hybrid {command}", whole=True)
 
 
 def _saved_work(summary: dict[str, Any]) -> str:
