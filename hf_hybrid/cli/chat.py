@@ -53,12 +53,15 @@ def run(args: argparse.Namespace) -> int:
     """Chat. Returns 0; 2 after a message if the model or an option cannot be used; 130 after Ctrl-C."""
     try:
         check(args)
-        screen.quiet_dependencies()
-        with screen.quiet_imports():
-            model, tokenizer = load(args)
+        with screen.speaking():
+            return _talk(args)
     except (OptionError, ImportError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
+
+
+def _talk(args: argparse.Namespace) -> int:
+    model, tokenizer = load(args)
     chat = Chat(model, tokenizer, args)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -71,9 +74,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return 130
-    except OptionError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return 2
     return 0
 
 

@@ -42,9 +42,7 @@ def check_early(line: CommandLine) -> None:
     if command == "grpo":
         try:
             for name in required("reward", given["reward"], program):
-                reward_functions.check_name(name)
-            for pattern in given["reward_pattern"] or []:
-                reward_functions.FormatReward(pattern)
+                reward_functions.check_name(name, next(iter(given["reward_pattern"] or []), None))
         except reward_functions.RewardError as error:
             raise OptionError(str(error)) from None
 
@@ -106,9 +104,8 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
     if functions:
         _check_answers(functions, options, sets[0])
         weights = args.reward_weights or [1.0] * len(functions)
-        told = [
-            f"{name} (x {weight:g})" if weight != 1 else name for name, weight in zip(_reward_names(options), weights)
-        ]
+        named = zip(_reward_names(options), weights, strict=True)
+        told = [name if weight == 1 else f"{name} (x {weight:g})" for name, weight in named]
         screen.fact("rewards", ", ".join(told))
     set_seed(args.seed)  # as if the data had taken no random numbers
     trainer = _trainer(command, options, tokenizer, sets, functions)
@@ -186,7 +183,8 @@ def _check_answers(functions: Sequence[Any], options: FineTuneOptions, rows: Any
         first = next(iter(rows))["answer"]
         if first is not None and reward_functions.last_number(str(first)) is None:
             raise OptionError(
-                f"`--reward numeric_answer` compares numbers, and the first `answer` is `{first!r:.60}`. Use exact_match."
+                f"`--reward numeric_answer` compares numbers, and the first `answer` is `{first!r:.60}`. Use "
+                "`exact_match`."
             )
 
 
@@ -305,10 +303,8 @@ def _told_and_bare(data: Any, args: Any, learned: str) -> Any:
         "learned", f"{learned}: {screen.count(found.learned)} of {screen.count(found.tokens)} tokens ({share:.0%})"
     )
     if found.divided:
-        screen.fact(
-            "divided",
-            f"{found.divided:,} rows are one answer each: the chat template renders answers otherwise once others follow",
-        )
+        told = f"{found.divided:,} rows are one answer each: the chat template renders answers otherwise"
+        screen.fact("divided", f"{told} once others follow")
     if packing:
         wrapped = args.packing_strategy == "wrapped"
         told = "rows are glued and cut" if wrapped else "whole rows share a sequence"

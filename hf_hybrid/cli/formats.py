@@ -173,21 +173,27 @@ def _alpaca(chat: bool) -> Callable[[Row], dict[str, Any]]:
     return convert
 
 
+def _chats(column: str, first: Row) -> Format | None:
+    """The format of a column with conversations."""
+    if _is_sharegpt(first.get(column)):
+        title = f"ShareGPT (`{column}` with `from` and `value`)"
+        name, read = "sharegpt", _from_sharegpt
+    elif is_chat(first.get(column)) or column == "messages":
+        name, title, read = "messages", f"chats (`{column}`)", messages_of
+    else:
+        return None
+
+    def convert(row: Row) -> dict[str, Any]:
+        return {"messages": _answered(read(row, column), column)}
+
+    return Format(name, title, (column,), convert, True, _OF_TEMPLATES)
+
+
 def _recognise_sft(columns: set[str], first: Row, template: bool) -> Format | None:
-    for column in ("messages", "conversations", "conversation"):
-        if column not in columns:
-            continue
-        if _is_sharegpt(first.get(column)):
-            title = f"ShareGPT (`{column}` with `from` and `value`)"
-            return Format(
-                "sharegpt", title, (column,), lambda row: {"messages": _answered(_from_sharegpt(row, column), column)},
-                True, _OF_TEMPLATES,
-            )  # fmt: skip
-        if is_chat(first.get(column)) or column == "messages":
-            return Format(
-                "messages", f"chats (`{column}`)", (column,),
-                lambda row: {"messages": _answered(messages_of(row, column), column)}, True, _OF_TEMPLATES,
-            )  # fmt: skip
+    found = (_chats(name, first) for name in ("messages", "conversations", "conversation") if name in columns)
+    chats = next((format for format in found if format is not None), None)
+    if chats is not None:
+        return chats
     if {"prompt", "completion"} <= columns:
         chats = is_chat(first.get("completion"))
         title = f"prompt and completion ({'messages' if chats else 'text'})"

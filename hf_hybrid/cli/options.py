@@ -333,11 +333,8 @@ class CommandLine:
 
         def words(name: str) -> list[str] | None:
             value = file.get(name) if given[name] is None else given[name]
-            return (
-                None
-                if value is None or value == []
-                else [str(v) for v in (value if isinstance(value, list) else [value])]
-            )
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            return [str(value) for value in values] or None
 
         return {name: words(name) for name in names}
 

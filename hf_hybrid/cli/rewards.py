@@ -94,9 +94,13 @@ OWN: dict[str, Reward] = {"exact_match": exact_match, "numeric_answer": numeric_
 NAMES = (*OWN, "format")
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, pattern: str | None) -> None:
     """Refuse what can be no reward function, without importing it."""
     place, colon, function = name.rpartition(":")
+    if name == "format":
+        if pattern is None:
+            raise RewardError("`--reward format` needs `--reward_pattern`, a regular expression of whole completions.")
+        FormatReward(pattern)
     if name in NAMES:
         return
     if not colon or not function.isidentifier():
@@ -110,22 +114,17 @@ def check_name(name: str) -> None:
 
 def load(name: str, pattern: str | None) -> Reward:
     """Return the reward function that a name stands for. Raises [`RewardError`] with what there is."""
-    check_name(name)
+    check_name(name, pattern)
     if name == "format":
-        if pattern is None:
-            raise RewardError(
-                "`--reward format` needs `--reward_pattern`, a regular expression for the whole completion."
-            )
-        return FormatReward(pattern)
+        return FormatReward(pattern or "")
     if name in OWN:
         return OWN[name]
     place, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
     except Exception as error:  # whatever a user's module raises
-        raise RewardError(
-            f"`--reward {name}`: `{place}` cannot be imported: {type(error).__name__}: {error}."
-        ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RewardError(f"`--reward {name}`: `{place}` cannot be imported ({reason}).") from error
     found = getattr(module, function, None)
     if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

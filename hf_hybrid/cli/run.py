@@ -57,11 +57,18 @@ def train(line: CommandLine) -> int:
     Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
     memory for good; 130 after Ctrl-C.
     """
-    screen.quiet_dependencies()
     with screen.quiet_imports():
-        from transformers import TrainerCallback
-
         line.command.config_class()
+    from hf_hybrid.run.run import NO_LEAPS
+
+    # Whoever fine-tunes expects no leaps.
+    with screen.speaking(unsaid=() if line.command is TRAIN else (NO_LEAPS,)):
+        return _train(line)
+
+
+def _train(line: CommandLine) -> int:
+    from transformers import TrainerCallback
+
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
 

@@ -45,19 +45,56 @@ def quiet_imports() -> Iterator[None]:
         logging.disable(before)
 
 
-def quiet_dependencies() -> None:
-    """Let dependencies speak of errors alone, unless the user asked for more (`TRANSFORMERS_VERBOSITY`)."""
+@contextlib.contextmanager
+def speaking(unsaid: tuple[str, ...] = ()) -> Iterator[None]:
+    """
+    Context in which warnings of the package are lines on the terminal, and dependencies speak of errors alone, unless
+    the user asked for more (`TRANSFORMERS_VERBOSITY`).
+
+    Args:
+        unsaid (`tuple[str, ...]`): Messages of the package, without their values, that are left out.
+    """
     with quiet_imports():
         import datasets
         import transformers
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        for name in ("trl", "accelerate", "peft"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module=r"(torch|transformers|trl|peft|accelerate|datasets)\b")
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+    said, own = Said(unsaid), logging.getLogger("hf_hybrid")
+    others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft")]
+    before = transformers.logging.get_verbosity(), [other.level for other in others]
+    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    own.addHandler(said)
+    try:
+        with warnings.catch_warnings():
+            datasets.disable_progress_bars()
+            if "TRANSFORMERS_VERBOSITY" not in os.environ:
+                transformers.logging.set_verbosity_error()
+                transformers.logging.disable_progress_bar()
+                for other in others:
+                    other.setLevel(logging.ERROR)
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        own.removeHandler(said)
+        transformers.logging.set_verbosity(before[0])
+        for other, level in zip(others, before[1], strict=True):
+            other.setLevel(level)
+        if bars[0]:
+            transformers.logging.enable_progress_bar()
+        if not bars[1]:
+            datasets.enable_progress_bars()
+
+
+class Said(logging.Handler):
+    """Writes warnings of the package as lines of their own, past the bar, but those of `unsaid`."""
+
+    def __init__(self, unsaid: tuple[str, ...]):
+        super().__init__(logging.WARNING)
+        self.unsaid = unsaid
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg not in self.unsaid and first_process():
+            from tqdm import tqdm
+
+            tqdm.write(textwrap.fill(record.getMessage(), _width(), subsequent_indent=" " * INDENT), file=sys.stdout)
 
 
 def first_process() -> bool:
@@ -171,7 +208,7 @@ def log_line(
     if left:
         parts.append(f"{left} left")
     # What a narrow terminal has no room for, the least important first.
-    for dropped in (" tokens/s", "grad ", "right ", "equal rewards ", "margin "):
+    for dropped in ("grad ", "right ", " tokens/s", "equal rewards ", "margin "):
         if len(place) + sum(len(part) + 2 for part in parts) > width:
             parts = [part for part in parts if dropped not in part]
     return "  ".join([place, *parts])
@@ -245,6 +282,7 @@ def progress_callback(trainer: Any, interrupts: Interrupts, *, chooses_steps: bo
 
     class Progress(TrainerCallback):
         bar: Any = None
+        scale: float | None = None
 
         def on_train_begin(self, args, state, control, **kwargs):
             if chooses_steps:
@@ -272,6 +310,10 @@ def progress_callback(trainer: Any, interrupts: Interrupts, *, chooses_steps: bo
             left = duration(seconds) if seconds >= 1 else ""
             tokens = logs.get("num_tokens") or 0
             rate = (tokens - self.tokens) / max(now - self.logged, 1e-9) if tokens > self.tokens else None
+            scale = logs.get("hybrid/learning_rate_scale")
+            if scale == self.scale:  # said before
+                logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
+            self.scale = scale or self.scale
             text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=_width())
             if "loss" in logs:
                 self.tokens, self.logged = tokens, now
@@ -363,8 +405,8 @@ def _rate(trainer: Any) -> str:
     if not rescue_is_on(args, options):
         return told
     if any(not p.requires_grad for p in trainer.model.parameters()):
-        return f"{told}; lr_rescue multiplies it by what suits adapters of this shape. --learning_rate decides yourself"
-    return f"{told}; lr_rescue raises it in the first steps while that helps. --learning_rate decides yourself"
+        return f"{told}, times a factor that lr_rescue knows for adapters; --learning_rate turns that off"
+    return f"{told}; lr_rescue raises it in the first steps while that helps; --learning_rate turns that off"
 
 
 def _memory(trainer: Any) -> str | None:

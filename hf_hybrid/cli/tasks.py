@@ -1,8 +1,8 @@
 """
 `hf-hybrid sft | dpo | grpo` and their options, beside those of TRL's configs.
 
-Options of TRL's scripts have the same names here, or are taken under both. The module imports only the standard library,
-so `--help` is fast; a test compares the options of the model with TRL's `ModelConfig`.
+Options of TRL's scripts have the same names here, or are taken under both. The module imports only the standard
+library, so `--help` is fast; a test compares the options of the model with TRL's `ModelConfig`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, what is refused before the model is loaded."""
+"""`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, runs, and what is refused before them."""
 
 import argparse
 import dataclasses
@@ -93,7 +93,7 @@ def run(folder, tmp_path, monkeypatch, capsys):
     def run(command, *words, steps=2, model="model"):
         always = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "2", "--max_steps", str(steps)]
         out = [] if "--output_dir" in words else ["--output_dir", str(tmp_path / "out")]
-        status = main([command, "--model", model, *words, *always, *out])
+        status = main([command, "--model", model, *always, *out, *words])
         written = capsys.readouterr()
         return status, written.out, written.err
 
@@ -418,11 +418,11 @@ WRONG = [
     ("sft", ["--dataset", "odd.jsonl"], "it has `que`, `ans`, and `hf-hybrid sft` takes `messages` (chats)"),
     ("sft", ["--dataset", "pairs.jsonl"], "That is what `hf-hybrid dpo` takes"),
     ("dpo", ["--dataset", "chats.jsonl"], "That is what `hf-hybrid sft` takes"),
-    ("sft", ["--dataset", "roles.jsonl"], "row 1: `from` is `robot` in `conversations`, which is none of human"),
+    ("sft", ["--dataset", "roles.jsonl"], "row 1: `from` is `'robot'` in `conversations`, which is none of human"),
     ("sft", ["--dataset", "late.jsonl"], "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`"),
     ("sft", ["--dataset", "nulls.jsonl"], "row 2: `completion` is `None`, not a text. Correct or remove the row"),
     ("dpo", ["--dataset", "same.jsonl"], "row 1: `chosen` and `rejected` are the same"),
-    ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`: there is"),
+    ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`:"),
     ("sft", ["--dataset", "nobody/nothing"], "`--dataset nobody/nothing` cannot be loaded"),
     ("sft", ["--dataset", "questions.jsonl", "--columns", "prompt"], "`--columns prompt` is not of the form NEW=OLD"),
     ("sft", ["--dataset", "questions.jsonl", "--columns", "prompt=quest"], "Did you mean `question`?"),
@@ -430,7 +430,7 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--model", "."], "`--model .` holds no `config.json`"),
     ("sft", ["--dataset", "chats.jsonl", "--model", "adapters"], "`--model adapters` holds adapters. Merge them first"),
     ("sft", ["--dataset", "chats.jsonl", "--model", "nobody/nothing"], "`--model nobody/nothing` cannot be loaded"),
-    ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/none`"),
+    ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/"),
     # Options.
     ("sft", ["--dataset", "chats.jsonl", "--lora-rank", "4"], "`--lora-rank` is no option. Did you mean"),
     ("sft", ["--dataset", "chats.jsonl", "--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
@@ -502,7 +502,8 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
 
     for name in ("from_pretrained", "from_config"):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, name, load)
-    status, _, err = run(command, *words)
+    more = ["--num_generations", "2"] if command == "grpo" else []
+    status, _, err = run(command, *words, *more)
     assert status == 2
     found = err[err.index(f"hf-hybrid {command}: error: ") :]
     assert message in found and found.count("\n") == 1 and "Traceback" not in err
@@ -556,7 +557,7 @@ def test_what_was_not_given_is_decided_by_the_command():
 def test_a_line_of_losses_fits_the_terminal():
     logs = {"loss": 2.13456, "grad_norm": 1.23456, "learning_rate": 2e-4, "mean_token_accuracy": 0.5}
     line = screen.log_line(5, 10, logs, rate=1234.0, left="1:05")
-    assert line == "step  5/10  loss 2.135  right 50%  grad 1.23  rate 0.0002  1:05 left"
+    assert line == "step  5/10  loss 2.135  right 50%  rate 0.0002  1,234 tokens/s  1:05 left"
     assert len(screen.log_line(5, 10, logs, rate=1234.0, width=80)) <= 80
     assert len(screen.log_line(5, 10, logs, rate=1234.0, left="1:05", width=50)) <= 50
     assert screen.log_line(10, 10, {"eval_loss": 1.0}) == "step 10/10  held out: loss 1, perplexity 2.718"
