@@ -151,6 +151,7 @@ def _check_options(options: FineTuneOptions) -> None:
 
 
 def with_adapters(model: FineTunedModel) -> bool:
+    """Whether adapters are trained in place of all weights."""
     return model.use_peft or model.peft != "none"
 
 

@@ -137,6 +137,7 @@ def count(number: float) -> str:
 
 
 def plural(number: float, name: str) -> str:
+    """Return a number of things, with an s where there is not one."""
     return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
@@ -159,14 +160,14 @@ def logging_steps(max_steps: int) -> int:
 
 
 _NAMES = {
-    "loss": "loss {:.4g}",
-    "reward": "reward {:.3g}",
-    "rewards/accuracies": "accuracy {:.0%}",
-    "rewards/margins": "margin {:.3g}",
-    "mean_token_accuracy": "right {:.0%}",
+    "loss": "loss {:.4f}",
+    "reward": "reward {:.3f}",
+    "rewards/accuracies": "accuracy {:>4.0%}",
+    "rewards/margins": "margin {:.2f}",
+    "mean_token_accuracy": "right {:>3.0%}",
     "completions/mean_length": "length {:.0f}",
-    "frac_reward_zero_std": "equal rewards {:.0%}",
-    "grad_norm": "grad {:.3g}",
+    "frac_reward_zero_std": "equal rewards {:>4.0%}",
+    "grad_norm": "grad {:.2f}",
 }
 """Of a log entry, what a line shows and how, in this order."""
 
@@ -199,7 +200,7 @@ def log_line(
         return ""
     if _is_number(logs.get("learning_rate")):
         scale = logs.get("hybrid/learning_rate_scale", 1.0)  # is in the rate
-        parts.append(f"rate {logs['learning_rate']:.2g}" + (f" ({scale:.3g}x)" if scale != 1 else ""))
+        parts.append(f"rate {logs['learning_rate']:.1e}" + (f" ({scale:.3g}x)" if scale != 1 else ""))
     if logs.get("hybrid/leaps"):
         leaps, skipped = logs["hybrid/leaps"], logs.get("hybrid/predicted_steps", 0)
         parts.append(f"{plural(leaps, 'leap')}, {plural(skipped, 'step')} skipped")
@@ -450,7 +451,7 @@ def _sharing(trainer: Any) -> str | None:
     padded = computed = 0
     while padded < SAMPLED_TOKENS:
         window = [rows[place] for place in draw.sample(range(len(rows)), min(per_window, len(rows)))]
-        found = [row for example in window for row in _as_rows(example, args.max_length)]
+        found = [row for example in window for row in _as_rows(example, getattr(args, "max_length", None))]
         each = size if "labels" in columns else len(found)
         batches = [found[start : start + each] for start in range(0, len(found), each)]
         padded += sum(max(len(ids) for ids, _ in batch) * len(batch) for batch in batches)

@@ -557,13 +557,13 @@ def test_what_was_not_given_is_decided_by_the_command():
 def test_a_line_of_losses_fits_the_terminal():
     logs = {"loss": 2.13456, "grad_norm": 1.23456, "learning_rate": 2e-4, "mean_token_accuracy": 0.5}
     line = screen.log_line(5, 10, logs, rate=1234.0, left="1:05")
-    assert line == "step  5/10  loss 2.135  right 50%  rate 0.0002  1,234 tokens/s  1:05 left"
+    assert line == "step  5/10  loss 2.1346  right 50%  rate 2.0e-04  1,234 tokens/s  1:05 left"
     assert len(screen.log_line(5, 10, logs, rate=1234.0, width=80)) <= 80
     assert len(screen.log_line(5, 10, logs, rate=1234.0, left="1:05", width=50)) <= 50
     assert screen.log_line(10, 10, {"eval_loss": 1.0}) == "step 10/10  held out: loss 1, perplexity 2.718"
     assert screen.log_line(1, 2, {"train_loss": 1.0}) == ""
     reward = screen.log_line(1, 2, {"loss": 0.0, "reward": 0.5, "completions/mean_length": 12.0})
-    assert reward == "step 1/2  reward 0.5  length 12"
+    assert reward == "step 1/2  reward 0.500  length 12"
 
 
 def test_commands_are_in_the_help(capsys):
