@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _talk(args: argparse.Namespace) -> int:
-    model, tokenizer = load(args)
+    with screen.quiet_imports():
+        model, tokenizer = load(args)
     chat = Chat(model, tokenizer, args)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -403,9 +403,12 @@ def _rate(trainer: Any) -> str:
     default = next(f.default for f in dataclasses.fields(type(args)) if f.name == "learning_rate")
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     told = f"{args.learning_rate:g} ({'the default' if args.learning_rate == default else 'as given'}), {schedule}"
-    if not rescue_is_on(args, options):
+    adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
+    if not trainer.has_phases and adapters and args.learning_rate == default:
+        return f"{told} of training all weights; adapters often need ten times as much: set --learning_rate"
+    if not trainer.has_phases or not rescue_is_on(args, options):
         return told
-    if any(not p.requires_grad for p in trainer.model.parameters()):
+    if adapters:
         return f"{told}, times a factor that lr_rescue knows for adapters; --learning_rate turns that off"
     return f"{told}; lr_rescue raises it in the first steps while that helps; --learning_rate turns that off"
 
