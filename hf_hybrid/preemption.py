@@ -13,7 +13,8 @@ the step before: by then it has arrived, so that no process and no device waits 
     signal        process 0: step 7     process 1: step 8      (skewed)
     end of step   7: flags 1 + 0 on their way    8: read 1 -> both save step 8 and stop
 
-SIGUSR1 is taken like SIGTERM, also with one process, because Slurm's users send it.
+SIGUSR1 is taken like SIGTERM, also with one process, because Slurm's users send it. With one process SIGTERM is left to
+transformers, and only noted.
 """
 
 from __future__ import annotations
@@ -43,33 +44,48 @@ class Preemption(TrainerCallback):
     Args:
         trainer (`HybridTrainerMixin`): Its processes agree.
         signals (`tuple[signal.Signals, ...]`): That ask it.
+        noted (`tuple[signal.Signals, ...]`): That are left to the handlers they have.
 
     Attributes:
         asked (`bool`): Whether this process was asked.
         ended (`bool`): Whether the training ended because of that, before its last step.
     """
 
-    def __init__(self, trainer: TrainerLike, signals: tuple[signal.Signals, ...] = SIGNALS):
-        self.asked = self.ended = False
-        self._trainer, self._signals = trainer, signals
+    def __init__(
+        self,
+        trainer: TrainerLike,
+        signals: tuple[signal.Signals, ...] = SIGNALS,
+        noted: tuple[signal.Signals, ...] = (),
+    ):
+        self.asked = self._noted = self._agreed = False
+        self._trainer, self._signals, self._left = trainer, signals, noted
         self._before: dict[signal.Signals, Any] = {}
         self._sum: tuple[torch.Tensor, Any] | None = None
         """Flags of all processes, as they were at the end of the step before, and the work that adds them up."""
 
+    @property
+    def ended(self) -> bool:
+        state = self._trainer.state
+        return (self._agreed or self._noted) and state.global_step < state.max_steps
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if number in self._signals:
+            self.asked = True
+            return
+        self._noted = True
+        if callable(before := self._before.get(signal.Signals(number))):
+            before(number, frame)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.asked = self.ended = False
+        self.asked = self._noted = self._agreed = False
         self._sum = None
         if threading.current_thread() is threading.main_thread():  # the only one that may
-            for number in self._signals:
+            for number in (*self._signals, *self._left):
                 self._before[number] = signal.signal(number, self._ask)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._all_stop():
-            control.should_save = control.should_training_stop = True
-            self.ended = state.global_step < state.max_steps
+            control.should_save = control.should_training_stop = self._agreed = True
             if self._trainer.is_world_process_zero():
                 logger.warning("The job was asked to end: step %d is saved, and training ends.", state.global_step)
 
@@ -93,7 +109,8 @@ class Preemption(TrainerCallback):
     def give_back(self) -> None:
         """End what is under way: signals have their handlers from before."""
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(number) == self._ask:  # nobody has given it back already
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
         if self._sum is not None:
             self._sum[1].wait()
@@ -108,13 +125,13 @@ def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:
     """
     if not trainer.args.enable_jit_checkpoint:
         return None
-    signals = SIGNALS
+    signals, noted = SIGNALS, ()
     if trainer.accelerator.num_processes > 1:
         theirs = trainer.pop_callback(JITCheckpointCallback)
         if theirs is not None:  # it has taken the signal already
             theirs.on_train_end(trainer.args, trainer.state, trainer.control)
     else:
-        signals = tuple(number for number in SIGNALS if number != signal.SIGTERM)
-    callback = Preemption(trainer, signals)
+        signals, noted = tuple(number for number in SIGNALS if number != signal.SIGTERM), (signal.SIGTERM,)
+    callback = Preemption(trainer, signals, noted)
     trainer.add_callback(callback)
     return callback

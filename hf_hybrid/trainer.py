@@ -397,6 +397,11 @@ class HybridTrainerMixin(PublishingMixin):
     # A run begins and ends.
 
     @property
+    def preempted(self) -> bool:
+        """Whether the last training was asked to end before its last step, and did (`enable_jit_checkpoint`)."""
+        return self.preemption is not None and self.preemption.ended
+
+    @property
     def run_folder(self) -> Path:
         """Where the run leaves its files: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
         return Path(super()._get_output_dir(self.trial))

@@ -11,6 +11,10 @@ from hf_hybrid import __version__
 
 COMMANDS = {
     "train": ("hf_hybrid.cli.train", "train a model on texts or conversations, on one process or several"),
+    "sft": ("hf_hybrid.cli.sft", "fine-tune on chats, instructions or texts"),
+    "dpo": ("hf_hybrid.cli.dpo", "train on preference pairs"),
+    "grpo": ("hf_hybrid.cli.grpo", "train by rewards for what the model answers"),
+    "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),
     "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
     "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
     "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model, and measure what that costs"),

@@ -90,7 +90,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 # Adapters.
 
 
-def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more: Any) -> LoraConfig:
+def lora_config(rank: int = 16, targets: str | list[str] | None = "all-linear", **more: Any) -> LoraConfig:
     """A `peft.LoraConfig` for a causal language model; `targets` names modules. Raises `ImportError` without peft."""
     if rank < 1:
         raise ValueError(f"`lora_r` must be at least 1, got {rank}. 8 to 64 is usual.")
@@ -99,7 +99,8 @@ def lora_config(rank: int = 16, targets: str | list[str] = "all-linear", **more:
     except ImportError as error:
         raise ImportError('Adapters need peft. Install it with `pip install "hf-hybrid[peft]"`.') from error
     more.setdefault("lora_alpha", 2 * rank)
-    return LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM", **more)
+    more.setdefault("task_type", "CAUSAL_LM")
+    return LoraConfig(r=rank, target_modules=targets, **more)
 
 
 def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:

@@ -1,5 +1,5 @@
 """
-The options of `hf-hybrid train`. YAML overrides defaults, and the command line overrides YAML.
+The options of the commands that train. YAML overrides defaults, and the command line overrides YAML.
 
 The module imports only the standard library, so `--help` is fast. Parsing imports transformers.
 """
@@ -7,12 +7,14 @@ The module imports only the standard library, so `--help` is fast. Parsing impor
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import functools
+import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
@@ -24,7 +26,6 @@ from hf_hybrid.records.redaction import is_secret_name
 PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
-USAGE = f"{PROGRAM} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
 
 
 class OptionError(ValueError):
@@ -32,7 +33,9 @@ class OptionError(ValueError):
 
 
 @dataclass
-class _Group:
+class OptionGroup:
+    """Options under one heading of `--help`."""
+
     _argument_group_name = ""
 
     def __post_init__(self):
@@ -43,7 +46,7 @@ class _Group:
 
 
 @dataclass
-class ModelOptions(_Group):
+class ModelOptions(OptionGroup):
     """Which model is trained, and how it is loaded."""
 
     _argument_group_name = "Model"
@@ -73,7 +76,7 @@ class ModelOptions(_Group):
 
 
 @dataclass
-class DataOptions(_Group):
+class DataOptions(OptionGroup):
     """What the model is trained on."""
 
     _argument_group_name = "Data"
@@ -106,7 +109,7 @@ class DataOptions(_Group):
 
 
 @dataclass
-class AdapterOptions(_Group):
+class AdapterOptions(OptionGroup):
     """Adapters that are trained in place of all weights."""
 
     _argument_group_name = "Adapters"
@@ -123,7 +126,7 @@ class AdapterOptions(_Group):
 
 
 @dataclass
-class LaunchOptions(_Group):
+class LaunchOptions(OptionGroup):
     """Options of the processes that train. They are read before any process starts."""
 
     _argument_group_name = "Processes"
@@ -142,7 +145,7 @@ class LaunchOptions(_Group):
 OWN_OPTIONS = (ModelOptions, DataOptions, AdapterOptions, LaunchOptions)
 
 _TRAINING_OPTIONS = """\
-Every option of transformers.TrainingArguments is taken as well; --help_all lists them. The usual ones:
+Every option of {kind} is taken as well; --help_all lists them. The usual ones:
   --output_dir --max_steps --num_train_epochs --learning_rate --per_device_train_batch_size
   --gradient_accumulation_steps --bf16 --optim --lr_scheduler_type --warmup_steps --logging_steps --save_steps
   --save_total_limit --eval_strategy --seed --report_to --push_to_hub --hub_model_id --resume_from_checkpoint true
@@ -151,17 +154,62 @@ Names may be written with dashes too: --max-steps. A YAML file has the same name
 docs/cli.md, docs/launch.md and examples/configs/."""
 
 
+@dataclass(frozen=True)
+class Command:
+    """
+    A command that trains, and its options.
+
+    Attributes:
+        name (`str`): Of the command.
+        summary (`str`): What it does, in one sentence.
+        groups (`tuple[type, ...]`): Dataclasses of its own options.
+        config (`str`): Module and name of its training arguments, a class with the options of [`HybridArguments`].
+        kind (`str`): The class that these extend, for people.
+        undecided (`tuple[str, ...]`):
+            Options of the training arguments that the command decides itself unless they are given.
+        aliases (`Mapping[str, str]`): Other names of options.
+    """
+
+    name: str
+    summary: str
+    groups: tuple[type, ...]
+    config: str
+    kind: str
+    undecided: tuple[str, ...] = ("logging_steps",)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def program(self) -> str:
+        return f"hf-hybrid {self.name}"
+
+    @property
+    def usage(self) -> str:
+        return f"{self.program} [--config run.yaml] [--model MODEL] [--dataset DATASET] [option ...]"
+
+    def config_class(self) -> Any:
+        module, _, name = self.config.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+TRAIN = Command(
+    "train",
+    "Train a causal language model on texts or conversations.",
+    OWN_OPTIONS,
+    "hf_hybrid.config:HybridConfig",
+    "transformers.TrainingArguments",
+)
+
+
 # Help.
 
 
-def help_text() -> str:
+def help_text(command: Command = TRAIN) -> str:
     """Return the text of `--help`: the options of this package, in groups."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=USAGE,
-        description="Train a causal language model on texts or conversations. Order of the options: default < YAML < "
-        "command line.",
-        epilog=_TRAINING_OPTIONS,
+        prog=command.program,
+        usage=command.usage,
+        description=f"{command.summary} Order of the options: default < YAML < command line.",
+        epilog=_TRAINING_OPTIONS.format(kind=command.kind),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
@@ -169,9 +217,9 @@ def help_text() -> str:
     text = "YAML file with options, for example one that `plan` wrote; environment variables are under `env`."
     general.add_argument("--config", metavar="FILE", help=text)
     general.add_argument("-h", "--help", action="store_true", help="Show this and exit.")
-    text = "Show these options and all options of TrainingArguments."
+    text = f"Show these options and all options of {command.kind}."
     general.add_argument("--help_all", "--help-all", action="store_true", help=text)
-    for owner in (*OWN_OPTIONS, HybridArguments):
+    for owner in (*command.groups, HybridArguments):
         hints = get_type_hints(owner)
         # The first option of `HybridArguments` has a heading of its own.
         group = general if owner is HybridArguments else parser.add_argument_group(owner._argument_group_name)
@@ -192,34 +240,36 @@ def _metavar(hint: Any) -> str:
     return {bool: "BOOL", int: "INT", float: "FLOAT"}.get(hint, "TEXT")
 
 
-def help_all() -> str:
-    """Return the text of `--help_all`: all options, also those of TrainingArguments."""
-    parser = _parser()
-    parser.usage = USAGE
+def help_all(command: Command = TRAIN) -> str:
+    """Return the text of `--help_all`: all options, also those of the training arguments."""
+    parser = _parser(command)
+    parser.usage = command.usage
     return parser.format_help()
 
 
 # Parsing.
 
 
-def _parser():
+def _parser(command: Command):
     from transformers import HfArgumentParser
-
-    from hf_hybrid.config import HybridConfig
 
     class Parser(HfArgumentParser):
         def error(self, message):
             _refuse(message)
 
     # It is annotated with a `NewType` that no dataclass is.
-    kinds: Any = (*OWN_OPTIONS, HybridConfig)
-    return Parser(kinds, prog=PROGRAM, allow_abbrev=False, add_help=False)
+    kinds: Any = (*command.groups, command.config_class())
+    parser = Parser(kinds, prog=command.program, allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        if action.dest in command.undecided:
+            action.default = None
+    return parser
 
 
-def complain(error: Exception) -> int:
+def complain(error: Exception, program: str = PROGRAM) -> int:
     """Print the error once for all processes, and return the exit status of a wrong use."""
     if int(os.environ.get("RANK", 0)) == 0:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        sys.stderr.write(f"{program}: error: {error}\n")
     return 2
 
 
@@ -236,11 +286,13 @@ class TrainOptions(NamedTuple):
     launch: LaunchOptions
     config: Any
     """A `HybridConfig`."""
+    undecided: frozenset[str] = frozenset()
+    """Options of the config that were not given, and that the command decides."""
 
 
 class CommandLine:
     """
-    A command line of `hf-hybrid train` and the YAML file that it names.
+    A command line of a [`Command`] that trains, and the YAML file that it names.
 
     A training reads it in three stages. [`set_environment`] comes first, before anything imports torch, because torch
     reads some variables at import. [`values`] comes second. It knows every option but builds nothing, so processes can
@@ -250,13 +302,16 @@ class CommandLine:
     Values that cannot be read or are refused raise an [`OptionError`].
     """
 
-    def __init__(self, arguments: Sequence[str]):
+    def __init__(self, arguments: Sequence[str], command: Command = TRAIN):
+        self.command = command
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--config")
         own.error = _refuse
-        given, self._words = own.parse_known_args(list(arguments))
+        given, words = own.parse_known_args(list(arguments))
+        self._words = [self._by_own_name(word) for word in words]
         self.arguments, self.path = list(arguments), given.config
         self._from_file = {} if self.path is None else _read_yaml(self.path)
+        self._from_file = {command.aliases.get(name, name): value for name, value in self._from_file.items()}
         self._variables = self._from_file.pop(ENVIRONMENT, None)
         self._from_file |= _private_options()
 
@@ -279,10 +334,31 @@ class CommandLine:
             config[ENVIRONMENT] = {key: value for key, value in variables.items() if not is_secret_name(str(key))}
         return {"arguments": words, "config": config}
 
+    def _by_own_name(self, word: str) -> str:
+        """Return a word with the name that the command has for an option of another."""
+        name, equals, value = word.partition("=")
+        known = self.command.aliases.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+        return word if known is None else f"--{known}{equals}{value}"
+
     def from_file(self) -> dict[str, Any]:
         """Return the options of the YAML file by name, as it has them, with the variables under `env`."""
         options = {name.replace("-", "_"): value for name, value in self._from_file.items()}
         return options if self._variables is None else {**options, ENVIRONMENT: self._variables}
+
+    def glimpse(self, *names: str) -> dict[str, list[str] | None]:
+        """Return the words of some options, which are checked before torch is imported; `None` where none is given."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in names:
+            parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), nargs="*", dest=name)
+        parser.error = _refuse
+        given, file = vars(parser.parse_known_args(self._words)[0]), self.from_file()
+
+        def words(name: str) -> list[str] | None:
+            value = file.get(name) if given[name] is None else given[name]
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            return [str(value) for value in values] or None
+
+        return {name: words(name) for name in names}
 
     def set_environment(self) -> None:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
@@ -313,7 +389,7 @@ class CommandLine:
         for word in self._words:
             name = word.split("=", 1)[0]
             if name.startswith("--") and name not in names:
-                raise OptionError(f"`{name}` is no option.{_did_you_mean(name, names)}")
+                raise OptionError(f"`{name}` is no option.{self._did_you_mean(name, names)}")
         # The words of the file come first, so that the user's win.
         values, stray = parser.parse_known_args([*self._words_of_file(parser, actions), *self._words])
         if stray:
@@ -323,14 +399,18 @@ class CommandLine:
 
     @functools.cached_property
     def _parser(self):
-        return _parser()
+        return _parser(self.command)
+
+    def _did_you_mean(self, name: str, names: Iterable[str]) -> str:
+        near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
+        return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help_all` lists all."
 
     def _words_of_file(self, parser, actions: dict[str, argparse.Action]) -> list[str]:
         words = []
         for key, value in self._from_file.items():
             name = key.replace("-", "_")
             if name not in actions:
-                raise OptionError(f"`{key}` in `{self.path}` is no option.{_did_you_mean(name, actions)}")
+                raise OptionError(f"`{key}` in `{self.path}` is no option.{self._did_you_mean(name, actions)}")
             takes_list = actions[name].nargs in ("+", "*")
             self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
@@ -357,24 +437,29 @@ class CommandLine:
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data."""
-        required("model", self.values.model)
-        required("dataset", self.values.dataset)
+        required("model", self.values.model, self.command.program)
+        required("dataset", self.values.dataset, self.command.program)
+
+    @property
+    def undecided(self) -> frozenset[str]:
+        """The options that the command decides, as they were not given."""
+        return frozenset(name for name in self.command.undecided if getattr(self.values, name) is None)
+
+    def build(self, **decided: Any) -> tuple[Any, ...]:
+        """Check the options and build each of the command's dataclasses; `decided` overrides what was not given."""
+        values = {name: value for name, value in vars(self.values).items() if name not in self.undecided}
+        return self._parser.parse_dict(values | decided, allow_extra_keys=True)
 
     def options(self) -> TrainOptions:
         """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""
-        return TrainOptions(*self._parser.parse_dict(vars(self.values), allow_extra_keys=True))
+        return TrainOptions(*self.build(), self.undecided)
 
 
-def required(name: str, value: str | None) -> str:
+def required(name: str, value: Any, program: str = PROGRAM) -> Any:
     """Return the value of an option that a run needs. Raises [`OptionError`] if it was not given."""
     if value is None:
-        raise OptionError(f"`--{name}` is missing. `{PROGRAM} --help` says what it takes.")
+        raise OptionError(f"`--{name}` is missing. `{program} --help` says what it takes.")
     return value
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
-    return f" Did you mean `{near[0]}`?" if near else f" `{PROGRAM} --help_all` lists all."
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """
-Every process of `hf-hybrid train` runs this: load model and data, train, evaluate, save, write the card, push.
+Every process of a command that trains runs this: load model and data, train, evaluate, save, write the card, push.
 
-Your own launcher can start it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cli.run --config run.yaml`.
+Your own launcher can start it too: `torchrun --nproc_per_node 8 -m hf_hybrid.cli.run --config run.yaml`. The name of
+another command than `train` comes first: `-m hf_hybrid.cli.run sft --config sft.yaml`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import errno
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid.cli import screen
 from hf_hybrid.cli.options import (
-    PROGRAM,
+    TRAIN,
     AdapterOptions,
     CommandLine,
     DataOptions,
@@ -29,6 +32,7 @@ from hf_hybrid.cli.options import (
     complain,
     required,
 )
+from hf_hybrid.cli.tasks import FINE_TUNING
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +48,13 @@ _OFFLINE = "an id on the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids 
 
 def main() -> int:
     """Train in this process. Returns the exit status, as [`train`]."""
+    words = sys.argv[1:]
+    command = FINE_TUNING.get(words[0], TRAIN) if words else TRAIN
     try:
-        line = CommandLine(sys.argv[1:])
+        line = CommandLine(words[command is not TRAIN :], command)
         line.set_environment()
     except OptionError as error:
-        return complain(error)
+        return complain(error, command.program)
     return train(line)
 
 
@@ -57,18 +63,25 @@ def train(line: CommandLine) -> int:
     Train as the command line says.
 
     Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
-    memory for good, or if the disk is full.
+    memory for good, or if the disk is full; 130 after Ctrl-C, and 143 if the job was asked to end before its last step.
     """
     from hf_hybrid.files import is_disk_full
 
-    try:
-        return _train(line)
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        logger.debug("The error in full:", exc_info=True)
-        sys.stderr.write(f"{PROGRAM}: error: {getattr(error, 'strerror', None) or error}\n")  # of any process
-        return 1
+    with screen.quiet_imports():
+        line.command.config_class()
+    from hf_hybrid.run.run import NO_LEAPS
+
+    # Whoever fine-tunes expects no leaps.
+    with screen.speaking(unsaid=() if line.command is TRAIN else (NO_LEAPS,)):
+        try:
+            return _train(line)
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            logger.debug("The error in full:", exc_info=True)
+            reason = getattr(error, "strerror", None) or error
+            sys.stderr.write(f"{line.command.program}: error: {reason}\n")  # of any process
+            return 1
 
 
 def _train(line: CommandLine) -> int:
@@ -84,32 +97,41 @@ def _train(line: CommandLine) -> int:
         def on_step_begin(self, args, state, control, **kwargs):
             self.begun = True
 
-    first_step = FirstStep()
+    first_step, program = FirstStep(), line.command.program
+    trainer: Any = None
     try:
         line.check_required()
-        options = line.options()
-        # Names on the Hub, or local paths.
-        names = {
-            "finetuned_from": required("model", options.model.model),
-            "dataset_tags": required("dataset", options.data.dataset),
-        }
-        check_output(options.config.output_dir)
-        note_command(line, options)
-        trainer = make_trainer(options)
+        trainer, names, undecided = _prepared(line)
         trainer.add_callback(first_step)
         # `true` resumes from the last checkpoint, `false` from none.
         words = {None: None, "": None, "none": None, "false": None, "true": True}
         resume = trainer.args.resume_from_checkpoint
-        result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
+        with screen.Interrupts(alone=trainer.args.world_size == 1) as interrupts:
+            trainer.add_callback(
+                screen.progress_callback(trainer, interrupts, chooses_steps="logging_steps" in undecided)
+            )
+            result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     except (ValueError, TypeError, ImportError) as error:
         # Before the first step HybridConfig, HybridTrainer and Trainer refuse options and checkpoints with these.
         if first_step.begun:
             raise
         logger.debug("The error in full:", exc_info=True)
-        return complain(error)
+        return complain(error, program)
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
-        complain(error)
+        complain(error, program)
         return 1
+    except KeyboardInterrupt:
+        if trainer is not None:
+            screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if interrupts.asked and trainer.state.global_step < trainer.state.max_steps:
+        screen.tell_of_interruption(trainer)
+        return 128 + signal.SIGINT
+    if trainer.preempted:
+        screen.tell_of_interruption(trainer)
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.end_training()
+        return 128 + signal.SIGTERM
     try:
         _save(trainer, result.metrics, names)
     except Exception as error:
@@ -117,30 +139,30 @@ def _train(line: CommandLine) -> int:
             raise
         raise OSError(
             errno.ENOSPC,
-            f"The disk is full, or a limit on it is reached: the run is trained, and `{options.config.output_dir}` "
+            f"The disk is full, or a limit on it is reached: the run is trained, and `{trainer.args.output_dir}` "
             f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
         ) from error
     return 0
 
 
-def _save(trainer: Any, metrics: dict[str, Any], names: dict[str, str]) -> None:
+def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str]) -> None:
     """Save the model, evaluate it, and write its card; push what was asked for."""
     if trainer.is_world_process_zero():
         _remove_links(Path(trainer.args.output_dir))
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
+    trainer.save_metrics("train", trained)
     trainer.save_state()
     trainer.save_model()
+    metrics = {}
     if trainer.eval_dataset is not None:
-        evaluated = trainer.evaluate()
-        trainer.log_metrics("eval", evaluated)
-        trainer.save_metrics("eval", evaluated)
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
     # What only the command line knows: names on the Hub, no local paths.
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
     if trainer.args.push_to_hub:
         trainer.push_to_hub(**card)
     elif trainer.is_world_process_zero():
         trainer.create_model_card(**card)
+    screen.tell_of_end(trainer, trained, metrics)
     # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
@@ -167,6 +189,29 @@ def note_command(line: CommandLine, options: TrainOptions) -> None:
         write_note(Path(options.config.output_dir, COMMAND_NAME), command)
 
 
+def _prepared(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
+    """
+    Return the trainer of a command, the names of model and data for the card, and the options that were not given.
+
+    The banner is written on the way, as soon as each fact is known.
+    """
+    if line.command is not TRAIN:
+        from hf_hybrid.cli.fine_tune import prepare
+
+        return prepare(line)
+    options = line.options()
+    # Names on the Hub, or local paths.
+    names = {
+        "finetuned_from": required("model", options.model.model),
+        "dataset_tags": required("dataset", options.data.dataset),
+    }
+    check_output(options.config.output_dir)
+    note_command(line, options)
+    trainer = make_trainer(options)
+    screen.tell_of_trainer(trainer, options.undecided)
+    return trainer, names, options.undecided
+
+
 def check_output(folder: str) -> None:
     """Refuse an `output_dir` that cannot be written to, before the work that would be lost with it."""
     try:
@@ -187,21 +232,21 @@ def make_trainer(options: TrainOptions):
 
     args = options.config
     set_seed(args.seed)
-    with args.main_process_first(desc="loading the model's files"):
+    with args.main_process_first(desc="loading the tokenizer"):
+        config = read_config(options.model)
         tokenizer = load_tokenizer(options.model)
+    _check_fit(config, options, len(tokenizer))
+    screen.say(f"{TRAIN.program}")
+    with args.main_process_first(desc="tokenising"):
+        seed = args.data_seed or args.seed
+        train_set, eval_set = training_data(options.data, tokenizer, seed)
+    _tell_of_sequences(options.data, train_set, eval_set)
+    set_seed(args.seed)  # as if the data had taken no random numbers
+    with args.main_process_first(desc="loading the model's files"):
         on_host = args.memory != "off"
         model = load_model(options.model, options.adapters, len(tokenizer), bf16=args.bf16, on_host=on_host)
         if options.model.qat == "bitnet":
             model = _to_bitnet(model, options)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    if 0 < longest < options.data.sequence_length:
-        raise OptionError(
-            f"`sequence_length={options.data.sequence_length}` is over the {longest} positions of the model "
-            "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
-        )
-    with args.main_process_first(desc="tokenising"):
-        seed = args.data_seed or args.seed
-        train_set, eval_set = training_data(options.data, tokenizer, seed)
     if args.should_save:
         write_note(Path(args.output_dir) / DATA_NAME, {**_with_whole_paths(options.data), "seed": seed})
     # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
@@ -213,6 +258,24 @@ def make_trainer(options: TrainOptions):
         eval_dataset=eval_set,
         processing_class=tokenizer,
     )
+
+
+def _check_fit(config: Any, options: TrainOptions, vocabulary: int) -> None:
+    """Refuse data and options that the model cannot take, as far as its config tells."""
+    check_vocabulary(config, required("model", options.model.model), vocabulary)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if 0 < longest < options.data.sequence_length:
+        raise OptionError(
+            f"`sequence_length={options.data.sequence_length}` is over the {longest} positions of the model "
+            "(`max_position_embeddings`). Lower it, or raise that number in the config of the model."
+        )
+
+
+def _tell_of_sequences(options: DataOptions, train_set: Any, eval_set: Any) -> None:
+    length = options.sequence_length
+    told = f"{options.dataset}: {screen.plural(len(train_set), 'sequence')} of {length} tokens, all of them learned"
+    told += f"; {len(eval_set):,} more to evaluate on" if eval_set is not None else "; no evaluation"
+    screen.fact("data", told)
 
 
 def _to_bitnet(model: Any, options: TrainOptions):
@@ -251,7 +314,7 @@ def load_model(
     options: ModelOptions, adapters: AdapterOptions, vocabulary: int, *, bf16: bool = False, on_host: bool = False
 ) -> Any:
     """
-    The model that `options` name, ready to train. The caller has set the seed that random weights are drawn with.
+    The model that `options` name, ready to train, with its adapters. See [`load_base`].
 
     A 4-bit base computes in bf16 if training does (`bf16`). With `on_host` it is packed in host memory, from where its
     layers are streamed, and not on the GPU.
@@ -261,31 +324,41 @@ def load_model(
         ImportError: If adapters need a package that is not installed; with the command that installs it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_hybrid.cli.models import check_depth
+    adapted = adapters.peft != "none"
+    dtype: Any = options.dtype
+    if dtype == "auto" and not adapted:
+        dtype = torch.float32
+    given = _four_bit(bf16, on_host) if adapters.peft == "qlora" else {}
+    model = load_base(options, vocabulary, adapted=adapted, dtype=dtype, **given)
+    return _add_adapters(model, adapters) if adapted else model
+
+
+def load_base(options: ModelOptions, vocabulary: int, *, adapted: bool, dtype: Any, **given: Any) -> Any:
+    """
+    The model that `options` name, without adapters. The caller has set the seed that random weights are drawn with.
+
+    Args:
+        options (`ModelOptions`): All but the dtype is read.
+        vocabulary (`int`): Tokens of the tokenizer.
+        adapted (`bool`): Whether adapters will be trained, which takes weights that were trained.
+        dtype: Of the weights; `"auto"`: as the checkpoint has them, float32 for random ones.
+        given: More that `from_pretrained` takes.
+
+    Raises:
+        OptionError: If the model cannot be loaded, or does not go with the tokenizer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     from hf_hybrid.export.source import shard_names
 
-    name = required("model", options.model)
-    common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    name, config = required("model", options.model), read_config(options)
+    common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "dtype": dtype}
     revision = options.model_revision or "main"
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, **common)
-    except Exception as error:  # whatever a broken file leads to
-        raise OptionError(
-            f"`--model {name}` cannot be loaded: {_reason(error)} It must be a folder, a config.json, or {_OFFLINE}"
-        ) from error
-    embedded = config.get_text_config().vocab_size
-    check_depth(config)
-    if embedded is not None and vocabulary > embedded:
-        raise OptionError(
-            f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
-            "`--tokenizer` to the one that belongs to the model."
-        )
+    check_vocabulary(config, name, vocabulary)
     if options.attn_implementation is not None:
         common["attn_implementation"] = options.attn_implementation
-    with_adapters = adapters.peft != "none"
-    common["dtype"] = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
     path = Path(name)
     for index in path.glob("*.index.json") if path.is_dir() else ():
         try:
@@ -294,8 +367,9 @@ def load_model(
             raise OptionError(f"`--model {name}` cannot be loaded: `{index.name}` {error}.") from None
     without_weights = path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     if options.from_scratch or path.suffix == ".json" or without_weights:
-        if with_adapters:
-            raise OptionError(f"`--peft {adapters.peft}` adapts trained weights, and `{name}` has none.")
+        if adapted:
+            raise OptionError(f"`--peft lora` adapts trained weights, and `{name}` has none.")
+        common["dtype"] = torch.float32 if dtype == "auto" else dtype
         try:
             model = AutoModelForCausalLM.from_config(config, **common)
         except Exception as error:  # whatever absurd sizes lead to
@@ -305,21 +379,57 @@ def load_model(
         if empty:
             raise OptionError(f"`--model {name}`: `{empty[0]}` has no elements. Correct the sizes in the config.")
         return model
-    if with_adapters and options.dtype == "auto":
-        common["dtype"] = "auto"
-    if adapters.peft == "qlora":
-        common |= _four_bit(bf16, on_host)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, revision=revision, **common)
+        return AutoModelForCausalLM.from_pretrained(name, config=config, revision=revision, **common, **given)
     except Exception as error:  # whatever a broken file leads to
         raise OptionError(f"`--model {name}` cannot be loaded: {_reason(error)}") from error
-    return _add_adapters(model, adapters) if with_adapters else model
+
+
+def read_config(options: ModelOptions) -> Any:
+    """Return the config of the model that `options` name. Raises [`OptionError`] if it cannot be read."""
+    from transformers import AutoConfig
+
+    from hf_hybrid.cli.models import check_depth
+
+    name = required("model", options.model)
+    revision = options.model_revision or "main"
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # whatever a broken file leads to
+        raise OptionError(
+            f"`--model {name}` cannot be loaded: {_reason(error)} It must be a folder, a config.json, or {_OFFLINE}"
+        ) from error
+    check_depth(config)
+    return config
+
+
+def check_vocabulary(config: Any, name: str, vocabulary: int) -> None:
+    """Refuse a tokenizer with more tokens than the model embeds. Raises [`OptionError`]."""
+    embedded = config.get_text_config().vocab_size
+    if embedded is not None and vocabulary > embedded:
+        raise OptionError(
+            f"The tokenizer has {vocabulary} tokens, and the model `{name}` embeds {embedded}. Set "
+            "`--tokenizer` to the one that belongs to the model."
+        )
 
 
 def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
     import torch
-    from accelerate import PartialState
     from transformers import BitsAndBytesConfig
+
+    placement = quantized_placement(on_host)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+    return {"quantization_config": quantization, **placement}
+
+
+def quantized_placement(on_host: bool) -> dict[str, Any]:
+    """Return where a quantised base is loaded. Raises `ImportError` without bitsandbytes."""
+    from accelerate import PartialState
 
     try:
         import bitsandbytes  # noqa: F401
@@ -327,13 +437,7 @@ def _four_bit(bf16: bool, on_host: bool) -> dict[str, Any]:
         raise ImportError(
             '`--peft qlora` needs bitsandbytes. Install it: pip install "hf-hybrid[peft,quantization]"'
         ) from None
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-    )
-    return {"quantization_config": quantization, "device_map": {"": "cpu" if on_host else PartialState().device}}
+    return {"device_map": {"": "cpu" if on_host else PartialState().device}}
 
 
 def _add_adapters(model: Any, options: AdapterOptions) -> Any:

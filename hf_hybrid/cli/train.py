@@ -1,5 +1,6 @@
 """
-`hf-hybrid train`: check the options, then train in this process, or on several that accelerate launches.
+`hf-hybrid train | sft | dpo | grpo`: check the options, then train in this process, or on several that accelerate
+launches.
 
 Several GPUs need several processes. A single process trains right here: it starts sooner, and Ctrl-C and debuggers
 reach it. In both cases `cli/run.py` does the work.
@@ -14,19 +15,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_hybrid.cli.options import PROGRAM, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
+from hf_hybrid.cli.options import TRAIN, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
+from hf_hybrid.cli.screen import quiet_imports
+from hf_hybrid.cli.tasks import FINE_TUNING
 from hf_hybrid.cli.yaml_file import read_options
 
 MODULE = "hf_hybrid.cli.run"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 
 
-def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
-    """Register the subcommand. Its options are left to the parser that knows TrainingArguments."""
+def add_parser(subparsers, summary: str, name: str = TRAIN.name) -> argparse.ArgumentParser:
+    """Register a subcommand. Its options are left to the parser that knows TrainingArguments."""
     # No option begins with this prefix, so that argparse hands every word on.
-    parser = subparsers.add_parser("train", help=summary, add_help=False, prefix_chars="\0")
+    parser = subparsers.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, training=FINE_TUNING.get(name, TRAIN))
     return parser
 
 
@@ -37,16 +40,20 @@ def run(args: argparse.Namespace) -> int:
     Returns 0; 2 for options that cannot work; 1 for a training that diverged or ran out of memory; 130 after Ctrl-C;
     else the exit status of the process that failed.
     """
-    arguments = args.arguments
+    arguments, command = args.arguments, args.training
     if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(help_text())
+        sys.stdout.write(help_text(command))
         return 0
     if {"--help_all", "--help-all"} & set(arguments):
-        sys.stdout.write(help_all())
+        with quiet_imports():
+            sys.stdout.write(help_all(command))
         return 0
     try:
-        line = CommandLine(arguments)
+        line = CommandLine(arguments, command)
         line.set_environment()
+        check_early(line)
+        with quiet_imports():
+            line.values  # noqa: B018  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
         if "LOCAL_RANK" not in os.environ:
             line.check_required()
@@ -59,9 +66,27 @@ def run(args: argparse.Namespace) -> int:
 
         return train(line)
     except OptionError as error:
-        return complain(error)
+        return complain(error, command.program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def check_early(line: CommandLine) -> None:
+    """Refuse what can be seen to be missing without torch, whose import takes seconds. Raises [`OptionError`]."""
+    if line.command is not TRAIN:
+        from hf_hybrid.cli.fine_tune import check_early as check
+
+        check(line)
+        return
+    from hf_hybrid.cli.data import check_path
+    from hf_hybrid.cli.fine_tune import check_model
+
+    given = line.glimpse("model", "dataset", "eval_dataset")
+    for name in given["model"] or []:
+        check_model(name)
+    for option in ("dataset", "eval_dataset"):
+        for name in given[option] or []:
+            check_path(option, name)
 
 
 def processes(values: argparse.Namespace) -> int:
@@ -99,7 +124,7 @@ def launch(line: CommandLine, module: str = MODULE, words: Sequence[str] | None 
             launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sys.stderr.write(f"{PROGRAM}: process {rank} ended with exit status {failure.exitcode}.\n")
+        sys.stderr.write(f"{line.command.program}: process {rank} ended with exit status {failure.exitcode}.\n")
         return _as_shell(failure.exitcode)
     except CalledProcessError as error:
         return _as_shell(error.returncode)
@@ -127,7 +152,9 @@ def launch_arguments(line: CommandLine, module: str = MODULE, words: Sequence[st
         # Port 0 is a free one, so that two runs on one machine do not meet.
         command = ["--config_file", str(packaged), "--num_processes", str(processes(values))]
         command += ["--main_process_port", "0"]
-    return [*command, "--module", module, *(line.arguments if words is None else words)]
+    if words is None:
+        words = [*([] if line.command is TRAIN else [line.command.name]), *line.arguments]
+    return [*command, "--module", module, *words]
 
 
 def _check_config(name: str) -> None:

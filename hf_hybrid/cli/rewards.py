@@ -1,0 +1,148 @@
+"""
+Reward functions for `hf-hybrid grpo`: three of our own, and those that a user names by an import path.
+
+A reward function of TRL gets `completions` and the columns of the data set as lists, and returns a number for each
+completion; `None` where it has no opinion.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import string
+import sys
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+Reward = Callable[..., list[float | None]]
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+class RewardError(ValueError):
+    """A reward function does not exist, or needs what the data set lacks."""
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion, which TRL gives as a text or as messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def normalised(text: str) -> str:
+    """Return a text in lower case, without punctuation, articles and repeated spaces (as SQuAD compares answers)."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def last_number(text: str) -> Decimal | None:
+    r"""
+    Return the number that a text answers with, `None` if there is none.
+
+    It is the one behind the last `####`, or in the last `\boxed{}`, or else the last one of the text. Commas between
+    thousands are read, and fractions like `3/4`.
+    """
+    marked = text.rsplit("####", 1)[1] if "####" in text else (_BOXED.findall(text) or [text])[-1]
+    found = [match for match in _NUMBER.findall(marked) if any(letter.isdigit() for letter in match)]
+    if not found:
+        return None
+    numerator, _, denominator = found[-1].replace(",", "").partition("/")
+    try:
+        return Decimal(numerator) / Decimal(denominator) if denominator else Decimal(numerator)
+    except (InvalidOperation, ZeroDivisionError):
+        return None
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Give 1 where the completion is the answer, apart from case, punctuation and articles, and 0 elsewhere."""
+    pairs = zip(completions, answer, strict=True)
+    return [
+        None if right is None else float(normalised(text_of(given)) == normalised(str(right))) for given, right in pairs
+    ]
+
+
+def numeric_answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Give 1 where the completion answers with the number of the answer (see [`last_number`]), and 0 elsewhere."""
+    wanted = [None if right is None else last_number(str(right)) for right in answer]
+    given = [last_number(text_of(completion)) for completion in completions]
+    return [
+        None if right is None else float(number is not None and number == right)
+        for number, right in zip(given, wanted, strict=True)
+    ]
+
+
+class FormatReward:
+    """Give 1 where the whole completion matches a regular expression, in which a dot is also a line break, else 0."""
+
+    def __init__(self, pattern: str):
+        try:
+            self.pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise RewardError(f"`--reward_pattern {pattern}` is no regular expression: {error}.") from None
+        self.__name__ = "format"  # the name in TRL's log
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [float(self.pattern.fullmatch(text_of(given).strip()) is not None) for given in completions]
+
+
+OWN: dict[str, Reward] = {"exact_match": exact_match, "numeric_answer": numeric_answer}
+NAMES = (*OWN, "format")
+
+
+def check_name(name: str, pattern: str | None) -> None:
+    """Refuse what can be no reward function, without importing it."""
+    place, colon, function = name.rpartition(":")
+    if name == "format":
+        if pattern is None:
+            raise RewardError("`--reward format` needs `--reward_pattern`, a regular expression of whole completions.")
+        FormatReward(pattern)
+    if name in NAMES:
+        return
+    if not colon or not function.isidentifier():
+        raise RewardError(
+            f"`--reward {name}` is none of {', '.join(NAMES)}, and no import path. Write `module:function` or "
+            "`file.py:function`."
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise RewardError(f"`--reward {name}`: there is no file `{place}`.")
+
+
+def load(name: str, pattern: str | None) -> Reward:
+    """Return the reward function that a name stands for. Raises [`RewardError`] with what there is."""
+    check_name(name, pattern)
+    if name == "format":
+        return FormatReward(pattern or "")
+    if name in OWN:
+        return OWN[name]
+    place, _, function = name.rpartition(":")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
+    except Exception as error:  # whatever a user's module raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RewardError(f"`--reward {name}`: `{place}` cannot be imported ({reason}).") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"`--reward {name}`: `{place}` has {', '.join(there) or 'no functions'}, not `{function}`.")
+    return found
+
+
+def _from_path(name: str) -> Any:
+    sys.path.insert(0, "")  # the folder in which the command was started
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove("")
+
+
+def _from_file(path: Path) -> Any:
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # so that processes can pickle what it holds
+    spec.loader.exec_module(module)
+    return module

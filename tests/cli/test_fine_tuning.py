@@ -1,0 +1,573 @@
+"""`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, runs, and what is refused before them."""
+
+import argparse
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.test_cli import byte_tokenizer
+
+from hf_hybrid.cli import chat, formats, rewards, screen
+from hf_hybrid.cli.data import mixed, read_rows, shares
+from hf_hybrid.cli.formats import FormatError, recognise
+from hf_hybrid.cli.main import main
+from hf_hybrid.cli.options import CommandLine
+from hf_hybrid.cli.tasks import FINE_TUNING, GRPO, SFT, FineTunedModel
+
+trl = pytest.importorskip("trl")
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORGETFUL = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}")
+"""A template that leaves what stands before a bar out of earlier turns, as reasoning models do."""
+MARKED = TEMPLATE.replace(
+    "{{ m['content'] }}{{ eos_token }}",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}"
+    "{{ m['content'] + eos_token }}{% endif %}",
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+ROWS = {
+    "chats": [
+        {"messages": [user(f"Say {i}"), assistant(f"{i}!"), user("again"), assistant(f"{i} {i}")]} for i in range(12)
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": f"Say {i}"}, {"from": "gpt", "value": f"{i}"}]} for i in range(12)
+    ],
+    "completions": [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(12)],
+    "alpaca": [{"instruction": f"Add {i}", "input": "1" * (i % 2), "output": f"{i + 1}"} for i in range(12)],
+    "texts": [{"text": f"number {i}"} for i in range(12)],
+    "pairs": [{"prompt": f"Say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(12)],
+    "chat_pairs": [
+        {"chosen": [user(f"Say {i}"), assistant("yes")], "rejected": [user(f"Say {i}"), assistant("no")]}
+        for i in range(12)
+    ],
+    "questions": [{"question": f"What is {i} + 1?", "answer": f"So it is #### {i + 1}"} for i in range(12)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a chat template, and a file of each format."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.save_pretrained(folder / "base")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=256, pad_token_id=256,
+    )  # fmt: skip
+    for name in ("model", "base"):
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "pairs.json").write_text(json.dumps(ROWS["pairs"], indent=1), encoding="utf-8")
+    (folder / "table.csv").write_text('instruction,output\n"Add, please",2\n', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch, capsys):
+    """Run a command on a file: its exit status, and what it wrote to stdout and stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(command, *words, steps=2, model="model"):
+        always = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "2", "--max_steps", str(steps)]
+        out = [] if "--output_dir" in words else ["--output_dir", str(tmp_path / "out")]
+        status = main([command, "--model", model, *always, *out, *words])
+        written = capsys.readouterr()
+        return status, written.out, written.err
+
+    return run
+
+
+# Formats.
+
+
+@pytest.mark.parametrize(
+    "command, name, title, first",
+    [
+        ("sft", "chats", "chats (`messages`)", ROWS["chats"][0]),
+        ("sft", "sharegpt", "ShareGPT", {"messages": [user("Say 0"), assistant("0")]}),
+        ("sft", "completions", "prompt and completion (text)", ROWS["completions"][0]),
+        ("sft", "alpaca", "through the chat template", {"prompt": [user("Add 0")], "completion": [assistant("1")]}),
+        ("sft", "texts", "plain text", ROWS["texts"][0]),
+        ("dpo", "pairs", "preference pairs with prompt (text)", ROWS["pairs"][0]),
+        ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
+        ("grpo", "questions", "`question` with `answer`",
+         {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
+        ("grpo", "chats", "their last answer is the reference",
+         {"prompt": ROWS["chats"][0]["messages"][:-1], "answer": "0 0"}),
+    ],
+)  # fmt: skip
+def test_formats_are_recognised_and_named(command, name, title, first):
+    row = ROWS[name][0]
+    found = recognise(command, list(row), row)
+    assert title in found.title and found.convert(row) == first
+
+
+def test_alpaca_without_a_chat_template_has_alpacas_prompt():
+    made = recognise("sft", ["instruction", "input", "output"], ROWS["alpaca"][1], template=False).convert(
+        ROWS["alpaca"][1]
+    )
+    assert made["prompt"].endswith("### Instruction:\nAdd 1\n\n### Input:\n1\n\n### Response:\n")
+    assert made["completion"] == "2"
+
+
+def test_roles_of_sharegpt_and_a_system_message():
+    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    made = recognise("sft", list(row), row).convert(row)
+    assert [message["role"] for message in made["messages"]] == ["system", "user", "assistant"]
+    assert formats.with_system({"messages": [user("a")]}, "Be kind.")["messages"][0]["content"] == "Be kind."
+    assert formats.with_system(made, "Be kind.") == made  # it has one
+
+
+def test_prompts_of_ultrafeedback_are_taken_from_the_pairs():
+    row = {"prompt": "Say", "chosen": [user("Say"), assistant("a")], "rejected": [user("Say"), assistant("b")]}
+    assert recognise("dpo", list(row), row).convert(row).keys() == {"chosen", "rejected"}
+    with pytest.raises(FormatError, match="are the same"):
+        recognise("dpo", list(row), row).convert({**row, "rejected": row["chosen"]})
+
+
+def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    given = {"split": "train", "config": None, "template": True, "system": None}
+    renamed = {"question": "prompt", "answer": "completion"}
+    for streaming in (False, True):
+        rows = read_rows("sft", "dataset", "questions.jsonl", streaming=streaming, limit=3, renamed=renamed, **given)
+        assert list(rows.data)[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
+        assert len(list(rows.data)) == 3
+
+
+def test_shares_of_a_mixture_repeat_no_row():
+    assert shares([100, 30], [0.5, 0.5]) == [30, 30]
+    assert shares([100, 30], [3, 1]) == [90, 30]
+    assert shares([100, 30], [1, 0]) == [100, 0]
+    datasets = pytest.importorskip("datasets")
+    parts = [datasets.Dataset.from_dict({"number": list(numbers)}) for numbers in (range(100), range(100, 130))]
+    numbers = mixed(parts, [3, 1], seed=1)["number"][:]
+    assert len(set(numbers)) == 120 and sum(number < 100 for number in numbers) == 90
+
+
+# Which tokens are learned.
+
+
+def tokens_of(name, template=TEMPLATE, answers_only=True):
+    """The tokens and labels of a format, and the tokenizer."""
+    from hf_hybrid.cli.answers import Answers
+
+    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = template
+    made = Answers(tokenizer, answers_only=answers_only, completions_only=True)
+    rows = read_rows(
+        "sft", "dataset", name, split="train", config=None, streaming=False, limit=None, renamed={}, template=True,
+        system=None,
+    )  # fmt: skip
+    return made.tokenise(rows, "dataset"), tokenizer, made.way
+
+
+def learned(row, tokenizer):
+    return tokenizer.decode([label for label in row["labels"] if label >= 0])
+
+
+@pytest.mark.parametrize("template, way", [(TEMPLATE, "rendering"), (MARKED, "marks")])
+def test_only_answers_are_learned_with_any_template(folder, monkeypatch, template, way):
+    monkeypatch.chdir(folder)
+    rows, tokenizer, found = tokens_of("chats.jsonl", template)
+    assert found == way
+    assert tokenizer.decode(rows[3]["input_ids"]).startswith("user: Say 3<|end|>assistant: 3!<|end|>user: again")
+    assert learned(rows[3], tokenizer) == "3!<|end|>3 3<|end|>"
+    whole, _, _ = tokens_of("chats.jsonl", template, answers_only=False)
+    assert whole[3]["labels"] == whole[3]["input_ids"] == rows[3]["input_ids"]
+
+
+def test_a_template_that_forgets_makes_a_row_of_each_answer(tmp_path):
+    messages = [user("Say"), assistant("think|one"), user("again"), assistant("think|two")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    rows, tokenizer, _ = tokens_of(str(tmp_path / "chats.jsonl"), FORGETFUL)
+    assert [learned(row, tokenizer) for row in rows] == ["think|one<|end|>", "think|two<|end|>"]
+    assert tokenizer.decode(rows[1]["input_ids"]).startswith("user: Say<|end|>assistant: one<|end|>user: again")
+    assert rows["divided"][:] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["chats", "completions", pytest.param("texts", marks=pytest.mark.slow)])
+def test_tokens_and_labels_are_those_of_trl(folder, tmp_path, monkeypatch, name):
+    from datasets import load_dataset
+
+    monkeypatch.chdir(folder)
+    ours, tokenizer, _ = tokens_of(f"{name}.jsonl", MARKED)
+    args = trl.SFTConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", assistant_only_loss=name == "chats", max_length=None
+    )
+    data = load_dataset("json", data_files=f"{name}.jsonl", split="train")
+    theirs = trl.SFTTrainer("model", args, train_dataset=data, processing_class=tokenizer).train_dataset
+    for column in ("input_ids", "labels"):
+        assert ours[column][:] == theirs[column][:]
+
+
+# Rewards.
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("It is 1,234.50.", "1234.50"), ("so #### -7 apples", "-7"), (r"\boxed{3/4} of 9", "0.75"), ("none", None),
+        ("1 then 2", "2"), ("2e3", "2000"), ("1/0", None),
+    ],
+)  # fmt: skip
+def test_the_number_that_a_text_answers_with(text, number):
+    assert rewards.last_number(text) == (None if number is None else rewards.Decimal(number))
+
+
+def test_rewards_of_our_own():
+    texts = ["The answer!", [assistant("answer")], "other"]
+    assert rewards.exact_match(texts, answer=["Answer", "an answer", None]) == [1, 1, None]
+    assert rewards.numeric_answer(["4.0", "5"], answer=["#### 4", "4"]) == [1, 0]
+    form = rewards.load("format", "<a>.*</a>")
+    assert form(["<a>1\n2</a>\n", "x<a>1</a>"]) == [1, 0]
+
+
+def test_rewards_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def short(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    assert rewards.load(f"{tmp_path / 'mine.py'}:short", None)(["a", "b"]) == [1, 1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert rewards.load("mine:short", None)(["a"]) == [1]
+    monkeypatch.delitem(sys.modules, "mine")
+
+
+# Runs.
+
+
+def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
+    status, out, err = run(
+        "sft", "--dataset", "chats.jsonl", "--max_length", "50", "--use_peft", "true", "--lora_r", "2", "--limit", "9"
+    )
+    assert status == 0, err
+    for told in (
+        "chats.jsonl: chats (`messages`), 9 rows",
+        "held out   1 row, 8 to train on",
+        "the answers of the assistant, found by rendering",
+        "8 rows of 8 cut at --max_length 50 (the longest has",
+        "in adapters",
+        "steps      2, 2 rows each",
+        "lr_rescue",
+        "step 1/2  loss",
+        "held out   loss",
+        "perplexity",
+        "hf-hybrid chat",
+    ):
+        assert told in out, told
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)  # a path is not broken
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
+    adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
+
+
+def test_dpo_ranks_pairs(run):
+    status, out, err = run("dpo", "--dataset", "pairs.jsonl", "--eval_strategy", "steps", "--eval_steps", "1")
+    assert status == 0, err
+    assert "preference pairs with prompt (text)" in out and "tokens" in out and "in 11 pairs" in out
+    assert "of the pairs ranked right" in out and "step 1/2  held out: loss" in out
+
+
+@pytest.mark.parametrize(
+    "command, file",
+    [
+        pytest.param("sft", name, marks=pytest.mark.slow)
+        for name in ("sharegpt.jsonl", "completions.jsonl", "alpaca.jsonl", "texts.jsonl", "table.csv")
+    ]
+    + [pytest.param("dpo", name, marks=pytest.mark.slow) for name in ("pairs.json", "chat_pairs.jsonl")],
+)
+def test_every_format_trains(run, command, file):
+    more = ["--eval_share", "0"] if file == "table.csv" else []
+    status, out, err = run(command, "--dataset", file, *more)
+    assert status == 0 and "Done: 2 steps" in out, err
+
+
+def test_data_sets_are_mixed_as_streams_too(run):
+    files = ["--dataset", "chats.jsonl", "completions.jsonl", "--dataset_weights", "2", "1"]
+    status, out, err = run("sft", *files, "--dataset_streaming", "true")
+    assert status == 0, err
+    assert "67% chats.jsonl, 33% completions.jsonl" in out and "is not known in a stream" in " ".join(out.split())
+    status, out, err = run("sft", *files, "--max_grad_norm", "0.5")
+    assert status == 0 and "12 of 12 rows of chats.jsonl, 6 of 12 rows of completions.jsonl" in " ".join(out.split())
+
+
+def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, tmp_path):
+    (folder / "stopping.py").write_text(
+        "import os, signal\n\n"
+        "def stop(completions, answer, log_metric, **columns):\n"
+        "    if not os.path.exists('stopped'):\n"
+        "        open('stopped', 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return [float(number) for number, _ in enumerate(completions)]\n"
+    )
+    words = ["--dataset", "questions.jsonl", "--reward", "stopping.py:stop", "numeric_answer", "--num_generations", "2"]
+    words += ["--max_completion_length", "4", "--learning_rate", "1e-4"]
+    status, out, err = run("grpo", *words, steps=3)
+    assert status == 130, err
+    assert "Ctrl-C: the step ends" in err
+    assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
+    assert "rewards    stopping.py:stop, numeric_answer" in out and "lr_rescue" not in out  # GRPO has none
+    status, out, err = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
+    assert status == 0 and "step 3/3  reward" in out and "step 1/3" not in out, err
+
+
+def test_a_base_model_gets_the_plain_template(run, tmp_path):
+    status, _, err = run("sft", "--dataset", "chats.jsonl", model="base")
+    assert status == 2 and "has no chat template. Set `--tokenizer`" in err
+    status, out, err = run("sft", "--dataset", "chats.jsonl", "--chat_template_path", "plain", model="base")
+    assert status == 0 and "found by marks" in out, err
+    saved = byte_tokenizer().from_pretrained(tmp_path / "out")
+    assert (
+        saved.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True) == "User: a\n\nAssistant: "
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_processes_fine_tune(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    words = ["--model", "model", "--dataset", "chats.jsonl", "--max_steps", "2", "--per_device_train_batch_size", "2"]
+    words += ["--report_to", "none", "--output_dir", str(tmp_path / "two"), "--num_processes", "2", "--cpu"]
+    assert main(["sft", *words]) == 0
+    assert (tmp_path / "two" / "model.safetensors").is_file()
+
+
+# Chat.
+
+
+def talk(monkeypatch, capsys, *words, lines):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    status = main(["chat", *words, "--cpu", "--max_new_tokens", "4"])
+    return status, capsys.readouterr()
+
+
+def test_chat_answers_each_line_of_a_pipe(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    status, written = talk(monkeypatch, capsys, "model", "--temperature", "0", lines="hi\n\n/reset\nhi\n/exit\nhi\n")
+    answers = written.out.splitlines()
+    assert status == 0 and len(answers) == 2 and answers[0] == answers[1]  # the conversation was forgotten
+    status, written = talk(monkeypatch, capsys, "base", lines="hi\n")
+    assert status == 2 and "has no chat template" in written.err
+
+
+def test_chat_keeps_the_conversation_and_the_system_message(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    given = {"model": "model", "dtype": "auto", "cpu": True, "trust_remote_code": False, "seed": 0}
+    args = argparse.Namespace(**given, system="Be brief.", max_new_tokens=2, temperature=None, top_p=0.9)
+    conversation, written = chat.Chat(*chat.load(args), args), []
+    conversation.take("one", written.append)
+    conversation.take("two", written.append)
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    assert conversation.messages[2] == user("two") and written
+    conversation.take("/system Be long.", written.append)
+    assert conversation.messages == [] and conversation.system == "Be long."
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["model", "--max_new_tokens", "0"], "`--max_new_tokens` must be at least 1, got 0"),
+        (["model", "--temperature", "-1"], "`--temperature` must be between 0 and 100, got -1.0"),
+        (["./nowhere"], "`./nowhere`: there is no such folder"),
+        (["."], "`.` holds no model"),
+    ],
+)
+def test_chat_refuses(folder, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(folder)
+    assert main(["chat", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+# Wrong inputs: one sentence and status 2, before the model is loaded.
+
+WRONG = [
+    # Files, the model and columns.
+    ("sft", [], "`--dataset` is missing"),
+    ("sft", ["--dataset", "chat.jsonl"], "there is no such file. Did you mean `chats.jsonl`?"),
+    ("sft", ["--dataset", "gone/chats.jsonl"], "The folder `gone` does not exist"),
+    ("sft", ["--dataset", "chats.xlsx"], "`--dataset chats.xlsx` ends in `.xlsx`, and these files are read"),
+    ("sft", ["--dataset", "empty.jsonl"], "`--dataset empty.jsonl` holds no rows"),
+    ("sft", ["--dataset", "broken.jsonl"], "`--dataset broken.jsonl` cannot be read as json"),
+    ("sft", ["--dataset", "latin.csv"], "`--dataset latin.csv` cannot be read as csv"),
+    ("sft", ["--dataset", "broken.parquet"], "`--dataset broken.parquet` cannot be read as parquet"),
+    ("sft", ["--dataset", "numbers.jsonl"], "its first row is `1`, not an object with columns"),
+    ("sft", ["--dataset", "odd.jsonl"], "it has `que`, `ans`, and `hf-hybrid sft` takes `messages` (chats)"),
+    ("sft", ["--dataset", "pairs.jsonl"], "That is what `hf-hybrid dpo` takes"),
+    ("dpo", ["--dataset", "chats.jsonl"], "That is what `hf-hybrid sft` takes"),
+    ("sft", ["--dataset", "roles.jsonl"], "row 1: `from` is `'robot'` in `conversations`, which is none of human"),
+    ("sft", ["--dataset", "late.jsonl"], "`--dataset late.jsonl`, row 2: `messages` has no message of `assistant`"),
+    ("sft", ["--dataset", "nulls.jsonl"], "row 2: `completion` is `None`, not a text. Correct or remove the row"),
+    ("dpo", ["--dataset", "same.jsonl"], "row 1: `chosen` and `rejected` are the same"),
+    ("sft", ["--dataset", "chats.jsonl", "--eval_dataset", "nowhere.jsonl"], "`--eval_dataset nowhere.jsonl`:"),
+    ("sft", ["--dataset", "nobody/nothing"], "`--dataset nobody/nothing` cannot be loaded"),
+    ("sft", ["--dataset", "questions.jsonl", "--columns", "prompt"], "`--columns prompt` is not of the form NEW=OLD"),
+    ("sft", ["--dataset", "questions.jsonl", "--columns", "prompt=quest"], "Did you mean `question`?"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "./gone"], "`--model ./gone`: there is no such file or folder"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "."], "`--model .` holds no `config.json`"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "adapters"], "`--model adapters` holds adapters. Merge them first"),
+    ("sft", ["--dataset", "chats.jsonl", "--model", "nobody/nothing"], "`--model nobody/nothing` cannot be loaded"),
+    ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/"),
+    # Options.
+    ("sft", ["--dataset", "chats.jsonl", "--lora-rank", "4"], "`--lora-rank` is no option. Did you mean"),
+    ("sft", ["--dataset", "chats.jsonl", "--lora_r", "0"], "`lora_r` must be at least 1, got 0"),
+    ("sft", ["--dataset", "chats.jsonl", "--lora_r", "many"], "invalid int value: 'many'"),
+    ("sft", ["--dataset", "chats.jsonl", "--limit", "0"], "`limit` must be at least 1, got 0"),
+    ("sft", ["--dataset", "chats.jsonl", "--learning_rate", "-1"], "`learning_rate` must be between 0 and 1000"),
+    ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "1", "2"], "has 2 numbers, and `--dataset` names 1"),
+    ("sft", ["--dataset", "chats.jsonl", "--dataset_weights", "0"], "must be at least 0, and one greater"),
+    ("sft", ["--dataset", "chats.jsonl", "--streaming", "true", "--max_steps", "-1"], "so it needs `--max_steps`"),
+    ("sft", ["--dataset", "chats.jsonl", "--streaming", "true", "--eval_share", "0.1"], "While streaming set"),
+    ("sft", ["--dataset", "chats.jsonl", "--load_in_4bit", "true"], "Add `--use_peft true`"),
+    ("sft", ["--dataset", "chats.jsonl", "--eval_strategy", "steps", "--eval_share", "0"], "nothing to evaluate on"),
+    ("sft", ["--dataset", "texts.jsonl", "--assistant_only_loss", "true"], "needs chats, and `--dataset texts.jsonl`"),
+    ("sft", ["--dataset", "chats.jsonl", "--chat_template_path", "gone.jinja"], "is neither a file nor `plain`"),
+    ("sft", ["--dataset", "chats.jsonl", "--eos_token", "<nope>"], "`--eos_token <nope>` is not in the vocabulary"),
+    ("sft", ["--dataset", "chats.jsonl", "--max_length", "3"], "`--max_length 3` cuts every row before its answer"),
+    ("sft", ["--dataset", "chats.jsonl", "--config", "gone.yaml"], "`--config gone.yaml` cannot be read"),
+    ("sft", ["--dataset", "chats.jsonl", "--output_dir", "texts.jsonl/out"], "cannot be written to: Not a directory"),
+    ("dpo", ["--dataset", "pairs.jsonl", "--memory", "stream"], "`memory=stream` streams the layers of one model"),
+    # Rewards.
+    ("grpo", ["--dataset", "questions.jsonl"], "`--reward` is missing"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "exact"], "is none of exact_match, numeric_answer, format"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "gone.py:f"], "there is no file `gone.py`"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "no_module_x:f"], "`no_module_x` cannot be imported"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:shrt"], "`mine.py` has short, not `shrt`"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "format"], "needs `--reward_pattern`"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "format", "--reward_pattern", "("], "is no regular expr"),
+    ("grpo", ["--dataset", "bare.jsonl", "--reward", "exact_match"], "compares with a column `answer`"),
+    ("grpo", ["--dataset", "words.jsonl", "--reward", "numeric_answer"], "compares numbers, and the first `answer`"),
+    ("grpo", ["--dataset", "texts.jsonl", "--reward", "exact_match"], "`hf-hybrid grpo` takes `prompt`"),
+    ("grpo", ["--dataset", "questions.jsonl", "--reward", "mine.py:short", "--reward_weights", "1", "2"],
+     "`--reward_weights` has 2 numbers, and `--reward` 1"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wrong_files(folder):
+    def rows(name, *values):
+        (folder / name).write_text("\n".join(map(json.dumps, values)))
+
+    (folder / "chats.xlsx").write_text("")
+    (folder / "empty.jsonl").write_text("\n\n")
+    (folder / "broken.jsonl").write_text('{"messages": [}\n')
+    (folder / "latin.csv").write_bytes(b"prompt,completion\ncaf\xe9,x\n")
+    (folder / "broken.parquet").write_bytes(b"PAR1 nothing")
+    rows("numbers.jsonl", 1, 2)
+    rows("odd.jsonl", {"que": "a", "ans": "b"})
+    rows("roles.jsonl", {"conversations": [{"from": "robot", "value": "beep"}]})
+    rows("late.jsonl", ROWS["chats"][0], {"messages": [user("hello")]})
+    rows("nulls.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None})
+    rows("same.jsonl", {"chosen": "a", "rejected": "a"})
+    rows("bare.jsonl", {"prompt": "a"})
+    rows("words.jsonl", {"prompt": "a", "answer": "yes"})
+    (folder / "mine.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    (folder / "adapters").mkdir()
+    (folder / "adapters" / "adapter_config.json").write_text("{}")
+
+
+def test_there_are_enough_wrong_inputs():
+    assert len(WRONG) >= 40
+
+
+@pytest.mark.parametrize("command, words, message", WRONG, ids=lambda value: str(value)[:50])
+def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatch, command, words, message):
+    import transformers
+
+    def load(*args, **kwargs):
+        pytest.fail("the model was loaded")
+
+    for name in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, load)
+    more = ["--num_generations", "2"] if command == "grpo" else []
+    status, _, err = run(command, *words, *more)
+    assert status == 2
+    found = err[err.index(f"hf-hybrid {command}: error: ") :]
+    assert message in found and found.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.processes
+def test_a_misspelt_file_is_refused_without_torch(folder):
+    code = (
+        "import sys\nfrom hf_hybrid.cli.main import main\n"
+        "assert main(['sft', '--model', 'model', '--dataset', 'chat.jsonl']) == 2\n"
+        "assert main(['dpo', '--model', 'model', '--dataset', 'chats.jsonl']) == 2\n"
+        "assert main(['grpo', '--help']) == 0\n"
+        "assert not {'torch', 'transformers', 'datasets', 'trl'} & set(sys.modules)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": root}
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "usage: hf-hybrid grpo" in ended.stdout and "--reward_pattern" in ended.stdout
+
+
+# Options and words.
+
+
+def test_the_options_of_the_model_are_trls():
+    ours = {field.name for field in dataclasses.fields(FineTunedModel)}
+    theirs = {field.name for field in dataclasses.fields(trl.ModelConfig)}
+    assert theirs - ours == {"model_name_or_path"}  # `model`; both names are taken
+
+
+@pytest.mark.parametrize("command", FINE_TUNING.values(), ids=lambda command: command.name)
+def test_every_option_of_trl_is_taken(command, tmp_path):
+    config = getattr(trl, command.kind.removeprefix("trl."))
+    line = CommandLine(["--model_name_or_path", "m", "--dataset_name", "d", "--dataset-train-split", "t"], command)
+    values = vars(line.values)
+    assert {field.name for field in dataclasses.fields(config) if field.init} <= values.keys()
+    assert (values["model"], values["dataset"], values["dataset_split"]) == ("m", ["d"], "t")
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\ndataset: [a, b]\nlora_target_modules: [q_proj]\nlr_rescue: off\n")
+    values = CommandLine(["--config", str(file)], command).values
+    assert values.model == "m" and values.dataset == ["a", "b"] and values.lr_rescue == "off"
+
+
+def test_what_was_not_given_is_decided_by_the_command():
+    assert CommandLine([], SFT).undecided == {"logging_steps", "assistant_only_loss"}
+    assert CommandLine(["--logging_steps", "7"], GRPO).undecided == set()
+    assert [screen.logging_steps(steps) for steps in (1, 10, 100, 400, 10**5)] == [1, 1, 5, 20, 50]
+
+
+def test_a_line_of_losses_fits_the_terminal():
+    logs = {"loss": 2.13456, "grad_norm": 1.23456, "learning_rate": 2e-4, "mean_token_accuracy": 0.5}
+    line = screen.log_line(5, 10, logs, rate=1234.0, left="1:05")
+    assert line == "step  5/10  loss 2.1346  right 50%  rate 2.0e-04  1,234 tokens/s  1:05 left"
+    assert len(screen.log_line(5, 10, logs, rate=1234.0, width=80)) <= 80
+    assert len(screen.log_line(5, 10, logs, rate=1234.0, left="1:05", width=50)) <= 50
+    assert screen.log_line(10, 10, {"eval_loss": 1.0}) == "step 10/10  held out: loss 1, perplexity 2.718"
+    assert screen.log_line(1, 2, {"train_loss": 1.0}) == ""
+    reward = screen.log_line(1, 2, {"loss": 0.0, "reward": 0.5, "completions/mean_length": 12.0})
+    assert reward == "step 1/2  reward 0.500  length 12"
+
+
+def test_commands_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name} ", out, re.M) for name in ("sft", "dpo", "grpo", "chat"))
