@@ -76,12 +76,11 @@ def run(args: argparse.Namespace) -> int:
     except (OptionError, ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 2
-    from optuna.exceptions import OptunaError
-    from sqlalchemy.exc import SQLAlchemyError
+    from optuna.exceptions import OptunaError  # it wraps what the database says
 
     try:
         return sweep.run()
-    except (OSError, OptionError, OptunaError, SQLAlchemyError) as error:
+    except (OSError, OptionError, OptunaError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         sys.stderr.write(f"{PROGRAM}: error: {reason:.300} The same command goes on when that is put right.\n")
         return 1
