@@ -24,7 +24,8 @@ Who drifted? Of three and more processes, those that differ from the majority. T
 one of them holds proves it wrong. But the steps made again do, since every resume computes the same bits. So the
 checkpoint is discarded, the digests of both are written to the log, and the run ends. The same command, started again,
 goes on from the last checkpoint in which the processes agreed. It makes the steps again, and then names the process
-that had drifted: the first whose losses were others. (Later ones differ on all, because gradients are shared.)
+that had drifted: the one whose values in the places where the processes differed are much farther from those that come
+out now. They need not be the same on the other: gradients are shared, so that each wrong weight soon changes all a bit.
 `hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on with a warning:
 some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
 
@@ -67,6 +68,11 @@ _ODD = -7046029254386353131
 """2**64 over the golden ratio, as a signed number."""
 MOST_PRINTS, MOST_VALUES = 8, 1 << 24
 """Processes whose batches and losses have prints of their own; values of a parameter that are compared one by one."""
+MOST_PLACES, FARTHER = 64, 8
+"""
+Places of a tensor whose values are kept where processes differ; how much farther from those of the steps made again the
+values of a process must be than those of another to be the wrong ones.
+"""
 WIDTH = 8
 """Characters of a print."""
 NO_PRINT = "0" * WIDTH
@@ -376,7 +382,8 @@ class Digests(Part):
         most, count = Counter(digests).most_common(1)[0]
         drifted = [process for process, digest in enumerate(digests) if digest != most]
         kind = {"weights": "weights", "optimizer": "states of the optimizer"}[name.split()[0]]
-        what = f"Processes hold different {kind} after step {step}: `{name.split()[1]}` {self._where(name)}."
+        where, values = self._where(name)
+        what = f"Processes hold different {kind} after step {step}: `{name.split()[1]}` {where}."
         if 2 * count > len(digests):
             plural = "es" if len(drifted) > 1 else ""
             who = f"Process{plural} {', '.join(map(str, drifted))} drifted from the {count} others."
@@ -389,25 +396,34 @@ class Digests(Part):
             if saved
             else "There is no checkpoint yet, so start the run anew, and have the memory of the machines tested."
         )
-        self.run.write({"step": step, "drift": {**line, "what": what}})
+        self.run.write({"step": step, "drift": {**line, "what": what, "name": name, **values}})
         if self._agreed and self._trainer.has_phases:
             raise RanksDriftedError(f"{what} {who} This checkpoint is not saved. {again}")
         if self._trainer.is_world_process_zero():
             logger.error("%s %s %s", what, who, again)
 
-    def _where(self, name: str) -> str:
-        """Return which values of a tensor differ, between the processes that hold the first two versions of it."""
-        tensor = next(value for kind, own, value, _ in self._state() if f"{kind} {own}" == name)
+    def _where(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Return which values of a tensor differ, in words; and the first of these places with the values of each."""
+        tensor = self._tensor(name)
         if tensor.numel() > MOST_VALUES:
-            return "differs"
-        everyone = gather_object([tensor.detach().cpu()])
-        other = next(p for p, values in enumerate(everyone) if not torch.equal(words(values), words(everyone[0])))
-        places = (words(everyone[0]) != words(everyone[other])).nonzero().flatten()
-        first, second = (values.reshape(-1)[places[0]].item() for values in (everyone[0], everyone[other]))
-        return (
+            return "differs", {}
+        everyone = gather_object([tensor.detach().cpu().reshape(-1)])
+        bits = [words(values) for values in everyone]
+        other = next(process for process, of_process in enumerate(bits) if not torch.equal(of_process, bits[0]))
+        places = (bits[0] != bits[other]).nonzero().flatten()
+        kept = places[:MOST_PLACES]
+        first, second = everyone[0][places[0]].item(), everyone[other][places[0]].item()
+        text = (
             f"differs in {len(places):,} of {tensor.numel():,} values; value {places[0].item():,} is {first:g} on "
             f"process 0 and {second:g} on process {other}"
         )
+        return text, {
+            "places": kept.tolist(),
+            "values": [of_process[kept].double().tolist() for of_process in everyone],
+        }
+
+    def _tensor(self, name: str) -> Tensor:
+        return next(value for kind, own, value, _ in self._state() if f"{kind} {own}" == name)
 
     # The process that had drifted, once its steps were made again.
 
@@ -427,21 +443,17 @@ class Digests(Part):
         if before is None or before["step"] > step:
             return
         self._drifted = None
-        then, wrong = before["drift"], set()
-        if before["step"] == step and then.get("from") == line.get("from"):
-            found = first_who_differ(then.get("losses", []), line.get("losses", []))
-            if found is not None:
-                wrong = set(found[1])
-            else:  # in the update of the last step
-                for kind in {"weights", "optimizer"} & then.keys() & line.keys():
-                    if isinstance(then[kind], list) and isinstance(line[kind], str):
-                        wrong |= {process for process, digest in enumerate(then[kind]) if digest != line[kind]}
+        then, wrong = before["drift"], []
+        if before["step"] == step and then.get("values"):
+            now = self._tensor(then["name"]).detach().cpu().reshape(-1)[torch.tensor(then["places"])].double().numpy()
+            distances = [float(numpy.abs(numpy.array(values) - now).sum()) for values in then["values"]]
+            wrong = [process for process, far in enumerate(distances) if not far <= FARTHER * min(distances)]
         made = f"The steps up to {step} were made again:"
         if 0 < len(wrong) < self._trainer.accelerator.num_processes:
-            names = ", ".join(map(str, sorted(wrong)))
-            self._say(step, min(wrong), f"{made} process {names} had drifted. Have the memory of its machine tested.")
+            names = ", ".join(map(str, wrong))
+            self._say(step, wrong[0], f"{made} process {names} had drifted. Have the memory of its machine tested.")
         else:
-            self._say(step, None, f"{made} they do not tell which process had drifted. `hf-hybrid replay` may.")
+            self._say(step, None, f"{made} they do not tell which process had drifted, so little did it change.")
 
 
 def _fetched(found: list[Any]) -> list[int]:
@@ -493,14 +505,3 @@ def _of_all(prints: list[list[str]]) -> list[str]:
     if len(prints) <= MOST_PRINTS:
         return ["".join(of_process) for of_process in prints]
     return ["".join(text_of(*(int(text, 16) for text in of_step)) for of_step in zip(*prints))]
-
-
-def first_who_differ(one: list[str], other: list[str]) -> tuple[int, list[int]] | None:
-    """Return the first step in which the prints of processes differ, counted from 0, and in which processes."""
-    if len(one) != len(other):
-        return None
-    steps = [[text[i : i + WIDTH] for i in range(0, len(text), WIDTH)] for text in (*one, *other)]
-    for step, (first, second) in enumerate(zip(zip(*steps[: len(one)]), zip(*steps[len(one) :]))):
-        if first != second:
-            return step, [process for process, pair in enumerate(zip(first, second)) if pair[0] != pair[1]]
-    return None

@@ -277,6 +277,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
             again.processes,
         )
     of = f" of process {', '.join(map(str, found.processes))}" if found.processes else ""
+    seen = f" (first seen on process {', '.join(map(str, found.processes))})" if found.processes else ""
     twice = "twice the same " if len(courses) > 1 else ""
     if found.what == "batches":
         verdict = "other data"
@@ -287,7 +288,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
     else:
         verdict = "corrupted"
         text = (
-            f"Step {found.step} is the first that differs: {_named(found.what)}{of} of the run are not what the step "
+            f"Step {found.step} is the first that differs: {_named(found.what)} of the run{seen} are not what the step "
             f"gives, made again {twice}from the same batches."
         )
         if found.what in ("losses", "gradients") and found.step - 1 not in {*run.states, *run.files}:

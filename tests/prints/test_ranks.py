@@ -176,4 +176,7 @@ def test_a_replay_on_two_processes_names_the_one_whose_batch_was_another(tmp_pat
     assert together(2, work) == [0, 0]
     first, second = (json.loads((tmp_path / f"found-{process}.json").read_text()) for process in (0, 1))
     assert first == second and first["step"] == FAULT + 1 and first["processes"] == [1]
-    assert "losses of process 1 of the run are not what the step gives, made again twice the same" in first["text"]
+    assert (
+        "losses of the run (first seen on process 1) are not what the step gives, made again twice the same"
+        in first["text"]
+    )
