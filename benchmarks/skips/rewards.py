@@ -13,7 +13,8 @@ The parts of a step are generation, rewards, log-probabilities before the update
 (the rest of `training_step`). Half of the prompts are so easy that all of their completions get the same reward: 1, or
 0.7 where rewards are graded. The others get 0 or 1 by the completion's characters, or tenths. Both trainers start from
 the same weights and seeds, draw the same completions, and train in turn, so that a machine whose speed drifts does it
-to both. With several iterations, each generation batch is trained on as often.
+to both. With several iterations, each generation batch is trained on as often. SmolLM2 is trained with LoRA, the small
+one too if `--beta` is not zero: the reference is the model without adapters then.
 
 `--learn`: SmolLM2-135M with LoRA says what functions of Python's standard library do. A completion has the reward 1 if
 its first line is a sentence of three words or more that ends with a full stop, and else 0. The pretrained model mostly
@@ -48,7 +49,7 @@ from benchmarks.texts import language_reference
 PARTS = ("generation", "rewards", "log-probabilities", "reference", "update")
 EASY = {"binary": 1.0, "graded": 0.7}
 KEPT = (
-    "rows", "rows_skipped", "log_probs_skipped", "rows_decoded", "rows_decoded_saved", "prompt_tokens_shared", "tokens",
+    "rows", "rows_skipped", "log_probs_skipped", "rows_decoded", "rows_decoded_saved", "prompt_tokens_shared",
     "tokens_shared", "every_row_because", "plain_rollouts_because",
 )  # fmt: skip
 
@@ -158,7 +159,7 @@ def whole_run(arm: str, args: argparse.Namespace, kind: str, iterations: int, ge
         )  # fmt: skip
         trainer = trainer_class(
             model, reward(kind), config, train_dataset=data, processing_class=tokenizer,
-            peft_config=None if args.model == "small" else adapters,
+            peft_config=None if args.model == "small" and args.beta == 0 else adapters,
         )  # fmt: skip
         clock = Clock(trainer)
         trainer.train()
