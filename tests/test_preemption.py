@@ -90,7 +90,7 @@ def undisturbed(folder: Path, processes: int, leaps: bool) -> dict:
 
 
 def assert_same(folder: Path, expected: dict, processes: int = 2) -> None:
-    """With three processes DDP adds gradients in another order in the first step of a process, also in plain Trainer."""
+    """With three processes DDP adds gradients in another order in the first step, also in plain Trainer."""
     for path in folder.glob("weights-*.pt"):
         found = torch.load(path)
         for name, tensor in expected.items():
