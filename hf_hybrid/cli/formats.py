@@ -134,6 +134,8 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
     value = row.get(column)
     if value is None and may_be_empty:
         return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # a column of a table without any letter
+        return str(value)
     if not isinstance(value, str) or not (value or may_be_empty):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a text")
     return value
