@@ -166,14 +166,14 @@ def _reward_functions(options: RewardOptions, args: Any) -> list[Any]:
 
 
 def _reward_names(options: FineTuneOptions) -> list[str]:
-    names = (options.rewards and options.rewards.reward) or []
-    return [f"format {options.rewards.reward_pattern}" if n == "format" and options.rewards else n for n in names]
+    rewards = options.rewards or RewardOptions()
+    return [f"format {rewards.reward_pattern}" if name == "format" else name for name in rewards.reward or []]
 
 
 def _check_answers(functions: Sequence[Any], options: FineTuneOptions, rows: Any) -> None:
     """Refuse rewards that compare with answers where the data has none."""
-    named = (options.rewards and options.rewards.reward) or []
-    needing = [name for name in named if name in reward_functions.OWN]
+    named = options.rewards or RewardOptions()
+    needing = [name for name in named.reward or [] if name in reward_functions.OWN]
     columns = sources.columns_of(rows)
     if needing and "answer" not in columns:
         raise OptionError(

@@ -94,7 +94,7 @@ def _is_sharegpt(value: Any) -> bool:
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     """Return the messages of a column. Raises [`FormatError`] if they are none."""
-    value = row.get(column)
+    value: Any = row.get(column)
     if not is_chat(value):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `role` and `content`")
     messages = [{key: given for key, given in message.items() if given is not None} for message in value]
@@ -113,7 +113,8 @@ def _answered(messages: list[dict[str, Any]], column: str) -> list[dict[str, Any
 
 
 def _from_sharegpt(row: Row, column: str) -> list[dict[str, Any]]:
-    value, messages = row.get(column), []
+    value: Any = row.get(column)
+    messages: list[dict[str, Any]] = []
     if not _is_sharegpt(value):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a list of messages with `from` and `value`")
     for message in value:
@@ -133,6 +134,8 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
     value = row.get(column)
     if value is None and may_be_empty:
         return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # a column of a table without any letter
+        return str(value)
     if not isinstance(value, str) or not (value or may_be_empty):
         raise FormatError(f"`{column}` is `{value!r:.80}`, not a text")
     return value

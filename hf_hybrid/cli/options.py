@@ -162,7 +162,7 @@ class Command:
     Attributes:
         name (`str`): Of the command.
         summary (`str`): What it does, in one sentence.
-        groups (`tuple[type, ...]`): Dataclasses of its own options.
+        groups (`tuple[type[OptionGroup], ...]`): Dataclasses of its own options.
         config (`str`): Module and name of its training arguments, a class with the options of [`HybridArguments`].
         kind (`str`): The class that these extend, for people.
         undecided (`tuple[str, ...]`):
@@ -172,7 +172,7 @@ class Command:
 
     name: str
     summary: str
-    groups: tuple[type, ...]
+    groups: tuple[type[OptionGroup], ...]
     config: str
     kind: str
     undecided: tuple[str, ...] = ("logging_steps",)

@@ -20,7 +20,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ MOST_STEPS = 50
 
 
 @contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
+def quiet_imports() -> Generator[None]:
     """Context in which dependencies warn of nothing, for their import: they speak before the first line of ours."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -46,7 +46,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def speaking(unsaid: tuple[str, ...] = ()) -> Iterator[None]:
+def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
     """
     Context in which warnings of the package are lines on the terminal, and dependencies speak of errors alone, unless
     the user asked for more (`TRANSFORMERS_VERBOSITY`).
@@ -221,7 +221,8 @@ def _is_number(value: Any) -> bool:
 
 def outcome(metrics: dict[str, Any], prefix: str = "eval_") -> str:
     """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
-    parts, loss = [], metrics.get(f"{prefix}loss")
+    parts: list[str] = []
+    loss: Any = metrics.get(f"{prefix}loss")
     accuracy, reward = metrics.get(f"{prefix}rewards/accuracies"), metrics.get(f"{prefix}reward")
     if _is_number(reward):
         parts.append(f"reward {reward:.3g}")

@@ -133,6 +133,11 @@ def test_alpaca_without_a_chat_template_has_alpacas_prompt():
     assert made["completion"] == "2"
 
 
+def test_numbers_of_a_table_are_text():
+    row = {"prompt": 2, "completion": 2.5}
+    assert recognise("sft", list(row), row).convert(row) == {"prompt": "2", "completion": "2.5"}
+
+
 def test_roles_of_sharegpt_and_a_system_message():
     row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     made = recognise("sft", list(row), row).convert(row)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer, __version__
 from hf_hybrid.cli import options
 from hf_hybrid.cli.main import COMMANDS, build_parser
+from hf_hybrid.cli.tasks import FINE_TUNING
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,6 +56,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/sweeps.md": [("max_steps=200", "max_steps=20"), ("n_trials=10", "n_trials=2")],
     "README.md": [(QWEN, "TINY")],
     "docs/sft.md": [(QWEN, "TINY")],
+    "docs/dpo.md": [('"Qwen/Qwen2.5-0.5B-Instruct"', "TINY")],
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
     "docs/coming_from.md": [(QWEN, "TINY")],
     "docs/exact_skips.md": [
@@ -204,13 +206,14 @@ def check_pip(words: list[str]) -> None:
 def check_hf_hybrid(words: list[str], folder: Path) -> None:
     command, *rest = words
     assert command in COMMANDS, f"hf-hybrid has no command `{command}`"
-    if command != "train":
+    if command != "train" and command not in FINE_TUNING:
         return build_parser(command).parse_args([command, *rest])
     (folder / "run.yaml").write_text("max_steps: 3\n")
     (folder / "hybrid_config.json").write_text('{"max_steps": 3}')
     stand_in = {"run.yaml": "run.yaml", "out/gpt2-sweep/best.yaml": "run.yaml"}
     stand_in["out/gpt2/hybrid_config.json"] = "hybrid_config.json"
-    line = options.CommandLine([str(folder / stand_in[word]) if word in stand_in else word for word in rest])
+    rest = [str(folder / stand_in[word]) if word in stand_in else word for word in rest]
+    line = options.CommandLine(rest, FINE_TUNING.get(command, options.TRAIN))
     assert line.values
 
 
