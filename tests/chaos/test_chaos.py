@@ -8,9 +8,20 @@ import pytest
 from chaos import run
 
 pytestmark = pytest.mark.processes
-PARTS = "kills damages signals disk clock anew finished reports constructions command-lines"
-FEW = {"kills": 2, "damages": 3}
-MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
+PARTS = "kills power collisions damages signals disk clock anew finished reports constructions command-lines"
+FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1}
+MORE = {
+    "kills": 140,
+    "power": 70,
+    "collisions": 70,
+    "damages": 120,
+    "signals": 40,
+    "disk": 40,
+    "clock": 20,
+    "anew": 40,
+    "finished": 36,
+    "reports": 60,
+}
 MORE |= {"constructions": 200, "command-lines": 40}
 
 
