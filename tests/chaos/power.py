@@ -1,15 +1,15 @@
 """
 Loss of power at a random moment, and resume: of a simulated disk that keeps what was flushed and forgets the rest.
 
-A process that is killed leaves all that it wrote, because the system has it. A loss of power leaves what is on the disk.
-POSIX promises little about that. `fsync` of a file makes its content durable, but not its name. `fsync` of a folder makes
-its entries durable, so what was created, renamed or deleted in it. Everything else may be on the disk or not, in any
-order.
+A process that is killed leaves all that it wrote, because the system has it. A loss of power leaves what is on the
+disk. POSIX promises little about that. `fsync` of a file makes its content durable, but not its name. `fsync` of a
+folder makes its entries durable, so what was created, renamed or deleted in it. Everything else may be on the disk or
+not, in any order.
 
 [`Disk`] replaces `os.fsync` in the process that trains. At each call it records the content of the file, or the entries
 of the folder, outside of the folder that is lost. Files and folders are known by their inodes, so that a rename takes
-along what was flushed before it. The process holds every inode that it recorded: a deleted file's number is not given to
-another one.
+along what was flushed before it. The process holds every inode that it recorded, so that the number of a deleted file
+is not given to another one.
 
 When the process was killed, [`lose`] replaces the folder by what the disk has. Half of the losses are strict: nothing
 survives but what was flushed. In the other half chance decides for each entry and each file whether the newer state
@@ -98,19 +98,19 @@ def _entries(folder: int | Path) -> dict[str, list]:
         return {entry.name: [entry.stat(follow_symlinks=False).st_ino, entry.is_dir()] for entry in found}
 
 
-def _train(mode: str, out: Path, resume: bool | str, record: Path) -> dict:
+def train(mode: str, out: Path, resume: bool | str, record: Path, **values) -> dict:
     """Train on a simulated disk, and record the step of each save that has come to its end."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.fsync = Disk(out.parent, record).fsync
     seal = manifest.seal
 
-    def noted(folder: Path, step: int, *arguments, **values) -> None:
-        seal(folder, step, *arguments, **values)
+    def noted(folder: Path, step: int, *arguments, **options) -> None:
+        seal(folder, step, *arguments, **options)
         (record / SAVED_NAME).write_bytes(bytes(step))
 
     manifest.seal = noted
-    return trainings.train(mode, out, resume)
+    return trainings.train(mode, out, resume, **values)
 
 
 def lose(root: Path, record: Path, chance: random.Random | None) -> None:
@@ -185,11 +185,11 @@ def loss(case: str, seed: int, folder: Path, expected: Ended) -> Result:
         record = folder / f"durable-{number}"
         moment = kills.moment(chance, expected) if losses == 0 or chance.random() < kills.AGAIN else None
         resume = "auto" if resumes_itself else trainings.has_checkpoint(out)
-        ended = run(_train, mode, out, resume, record, log=log, watched=out.parent, moment=moment)
+        ended = run(train, mode, out, resume, record, log=log, watched=out.parent, moment=moment)
         if ended.how == "died" and ended.interrupted:
             losses += 1
             lose(out.parent, record, None if chance.random() < STRICT else chance)
-            saved, newest = max(saved, _saved(record)), _newest(out)
+            saved, newest = max(saved, saved_step(record)), newest_step(out)
             if newest < saved:
                 return Result(case, "not durable", f"step {saved} was saved, and {newest} is left", losses)
         elif losses > 0 or ended.how != "returned":
@@ -199,13 +199,13 @@ def loss(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     return Result(case, "lost", f"not at its end after {kills.ATTEMPTS} attempts", losses)
 
 
-def _saved(record: Path) -> int:
+def saved_step(record: Path) -> int:
     """Return the step of the last save that came to its end; 0 without one."""
     path = record / SAVED_NAME
     return path.stat().st_size if path.is_file() else 0
 
 
-def _newest(out: Path) -> int:
+def newest_step(out: Path) -> int:
     """Return the step of the newest whole checkpoint; 0 without one."""
     steps = [0]
     for path in out.glob("checkpoint-*"):
