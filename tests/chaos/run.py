@@ -1,7 +1,7 @@
 """
 The chaos suite in one command, with a table at the end; the exit status is 1 if anything is lost, differs or is silent.
 
-    python tests/chaos/run.py                                          # everything; about an hour on two cores
+    python tests/chaos/run.py                                          # everything; more than an hour on two cores
     python tests/chaos/run.py --modes leaps plain                      # with two kinds of training
     python tests/chaos/run.py --case kills/leaps/17                    # one case again
 
