@@ -231,6 +231,10 @@ def _put_in_place(sealed: Path, folder: Path) -> None:
             _flush(path)
         _delete(sealed)
     _flush(folder.parent)
+    if len(_checkpoints(folder.parent)) == 1:  # the folder of the run may be new too, and those above it
+        for above in folder.parent.absolute().parents:
+            with contextlib.suppress(OSError):  # it may not be readable
+                _flush(above)
 
 
 def _is_own(folder: Path, sealed: Path) -> bool:

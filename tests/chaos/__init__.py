@@ -9,7 +9,9 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `trainings.py` | the trainings that are interrupted: tiny, with every phase, one for each mode of the trainer |
 | `children.py` | a forked process that can be interrupted at a chosen moment |
 | `kills.py` | `kill -9` at random moments and inside saves, then resume |
-| `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints, two processes |
+| `power.py` | loss of power: a simulated disk that keeps only what was flushed, then resume |
+| `collisions.py` | two processes that train in one folder |
+| `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints |
 | `damages.py` | damaged and swapped files of a checkpoint |
 | `folders.py` | `hf-hybrid report` and `hf-hybrid export` on damaged run folders |
 | `sweeps.py` | `hf-hybrid sweep` that is killed or damaged, and started again |

@@ -72,7 +72,11 @@ def run(
         patience (`float`): Seconds after which the process hangs.
         values: Further arguments of the function.
     """
-    begun = time.monotonic()
+    return begin(function, *arguments, log=log, watched=watched, **values).end(moment, number, patience)
+
+
+def begin(function: Callable, *arguments, log: Path, watched: Path | None = None, **values) -> Process:
+    """Call a function in a forked process, as [`run`] does, and return the process."""
     changed, changes = os.pipe()
     found, result = os.pipe()
     pid = os.fork()
@@ -80,58 +84,59 @@ def run(
         _call(functools.partial(function, *arguments, **values), log, watched, changes, result)
     os.close(changes)
     os.close(result)
-    process = _Process(pid, changed)
-    try:
-        interrupted = moment is not None and process.reaches(moment)
-        if interrupted:
-            os.kill(pid, number)
-        in_time = process.ends_by(begun + patience)
-        said = _read(found) if in_time else b""
-    finally:
-        # Loaders' workers outlive a process that is killed, for some seconds.
-        _kill_group(pid)
-        os.waitpid(pid, 0)
-        process.close()
-        os.close(found)
-    counted = {"changes": process.changes, "seconds": time.monotonic() - begun, "interrupted": interrupted}
-    if not in_time:
-        return Ended("hang", **counted)
-    if not said:
-        return Ended("died", **counted)
-    how, value, trace = pickle.loads(said)
-    return Ended(how, value, trace, **counted)
+    return Process(pid, changed, found)
 
 
-class _Process:
-    """The parent's view: the end of the process, and a byte in a pipe for each change of a file."""
+class Process:
+    """The parent's view: the end of the process, what it says, and a byte in a pipe for each change of a file."""
 
-    def __init__(self, pid: int, changed: int):
-        self.changed, self.end, self.changes = changed, os.pidfd_open(pid), 0
+    def __init__(self, pid: int, changed: int, found: int):
+        self.pid, self.changed, self.found = pid, changed, found
+        self.ended, self.changes, self.begun = os.pidfd_open(pid), 0, time.monotonic()
 
-    def reaches(self, moment: Moment) -> bool:
+    def end(self, moment: Moment | None = None, number: int = signal.SIGKILL, patience: float = PATIENCE) -> Ended:
+        """Send a signal at a moment, if there is one, and wait for the end. Can be called once."""
+        try:
+            interrupted = moment is not None and self._reaches(moment)
+            if interrupted:
+                os.kill(self.pid, number)
+            in_time = self._ends_by(self.begun + patience)
+            said = _read(self.found) if in_time else b""
+        finally:
+            # Loaders' workers outlive a process that is killed, for some seconds.
+            _kill_group(self.pid)
+            os.waitpid(self.pid, 0)
+            for handle in (self.changed, self.ended, self.found):
+                os.close(handle)
+        counted = {"changes": self.changes, "seconds": time.monotonic() - self.begun, "interrupted": interrupted}
+        if not in_time:
+            return Ended("hang", **counted)
+        if not said:
+            return Ended("died", **counted)
+        how, value, trace = pickle.loads(said)
+        return Ended(how, value, trace, **counted)
+
+    def _reaches(self, moment: Moment) -> bool:
         """Wait for the moment. False: the process ended before, or hangs."""
         while self.changes < moment.changes:
-            ready, _, _ = select.select([self.changed, self.end], [], [], PATIENCE)
+            ready, _, _ = select.select([self.changed, self.ended], [], [], PATIENCE)
             if self.changed in ready:
                 self.changes += len(os.read(self.changed, moment.changes - self.changes))
-            if self.end in ready or not ready:
+            if self.ended in ready or not ready:
                 return False
-        ended, _, _ = select.select([self.end], [], [], moment.seconds)
+        ended, _, _ = select.select([self.ended], [], [], moment.seconds)
         return not ended
 
-    def ends_by(self, deadline: float) -> bool:
+    def _ends_by(self, deadline: float) -> bool:
         """Wait for the end; count what changes meanwhile."""
-        while (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([self.changed, self.end], [], [], left)
+        while True:
+            ready, _, _ = select.select([self.changed, self.ended], [], [], max(0.0, deadline - time.monotonic()))
             read = os.read(self.changed, 4096) if self.changed in ready else b""
             self.changes += len(read)
-            if self.end in ready and not read:
+            if self.ended in ready and not read:
                 return True
-        return False
-
-    def close(self) -> None:
-        os.close(self.changed)
-        os.close(self.end)
+            if not ready:
+                return False
 
 
 def _read(found: int) -> bytes:

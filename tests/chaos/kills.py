@@ -47,8 +47,8 @@ def kill(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     mode, chance = case.split("/")[1], generator(seed, case)
     out, log, kills = folder / "out", folder / "log", 0
     for _ in range(ATTEMPTS):
-        moment = _moment(chance, expected) if kills == 0 or chance.random() < AGAIN else None
-        ended = attempt(mode, out, log, moment=moment)
+        at = moment(chance, expected) if kills == 0 or chance.random() < AGAIN else None
+        ended = attempt(mode, out, log, moment=at)
         kills += ended.how == "died" and ended.interrupted
         if ended.how == "died" and ended.interrupted:
             continue
@@ -63,7 +63,8 @@ def attempt(mode: str, out: Path, log: Path, train: Callable = trainings.train, 
     return run(train, mode, out, trainings.has_checkpoint(out), log=log, watched=out.parent, **values)
 
 
-def _moment(chance: random.Random, expected: Ended) -> Moment:
+def moment(chance: random.Random, expected: Ended) -> Moment:
+    """Return when to interrupt a training that takes as long as the reference."""
     if chance.random() < INSIDE_A_SAVE:
         delay = 0.0 if chance.random() < 0.3 else chance.expovariate(1 / 0.003)
         return Moment(changes=chance.randint(1, expected.changes), seconds=delay)

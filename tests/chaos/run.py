@@ -1,7 +1,7 @@
 """
 The chaos suite in one command, with a table at the end; the exit status is 1 if anything is lost, differs or is silent.
 
-    python tests/chaos/run.py                                          # everything; about an hour on two cores
+    python tests/chaos/run.py                                          # everything; more than an hour on two cores
     python tests/chaos/run.py --modes leaps plain                      # with two kinds of training
     python tests/chaos/run.py --case kills/leaps/17                    # one case again
 
@@ -29,13 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, damages, faults, folders, fuzz, kills, sweeps, trainings
+from chaos import Result, collisions, damages, faults, folders, fuzz, kills, power, sweeps, trainings
 from chaos.children import Ended
 
-GOOD = {"same bits", "same losses", "repaired", "refused", "harmless", "trained", "reported", "exported"}
+GOOD = {"same bits", "same losses", "repaired", "refused", "waited", "harmless", "trained", "reported", "exported"}
 """Every other outcome is a fault."""
 PARTS: dict[str, tuple[str, int]] = {
     "kills": ("trainings killed at a random moment or inside a save, and resumed", 1000),
+    "power": ("loss of power: only what was flushed to the disk survives", 200),
+    "collisions": ("two processes that train in one folder", 200),
     "damages": ("damaged or swapped files of checkpoints", 500),
     "signals": ("SIGINT and SIGTERM", 120),
     "disk": ("a full disk, or a limit on the size of a file", 80),
@@ -51,6 +53,7 @@ PARTS: dict[str, tuple[str, int]] = {
 """What each does, and how often by default."""
 INTERRUPTED: dict[str, Callable[[str, int, Path, Ended], Result]] = {
     "kills": kills.kill,
+    "power": power.loss,
     "signals": faults.interrupted_by_signal,
     "disk": faults.on_a_full_disk,
     "clock": faults.with_a_clock_set_back,
@@ -120,10 +123,14 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
 def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]:
     """Train the references, then run the cases, each in a folder of its own that is kept if there is a fault."""
     folder.mkdir(parents=True, exist_ok=True)
-    modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in (*INTERRUPTED, "damages")})
-    damaged = sorted({name.split("/")[1] for name in names if name.startswith("damages/")})
+    compared = (*INTERRUPTED, "collisions", "damages")
+    modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in compared})
+    damaged, collided = (
+        {name.split("/")[1] for name in names if name.startswith(part)} for part in ("damages/", "collisions/")
+    )
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        prepared = pool.map(_prepare, [folder] * len(modes), modes, [mode in damaged for mode in modes])
+        needs = [[mode in some for mode in modes] for some in (damaged, collided)]
+        prepared = pool.map(_prepare, [folder] * len(modes), modes, *needs)
         references = dict(zip(modes, prepared))
         for part, prepare in PREPARED.items():
             if any(name.startswith(f"{part}/") for name in names):
@@ -142,12 +149,14 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
     return found
 
 
-def _prepare(folder: Path, mode: str, damaged: bool) -> tuple[Ended, Result]:
+def _prepare(folder: Path, mode: str, damaged: bool, collided: bool) -> tuple[Ended, Result]:
     made = folder / "references" / mode
     made.mkdir(parents=True)
     reference = kills.reference(mode, made)
     if damaged and reference[0].how == "returned":
         damages.prepare(mode, made)
+    if collided and reference[0].how == "returned":
+        collisions.prepare(mode, made)
     return reference
 
 
@@ -159,6 +168,8 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
     try:
         if part == "damages":
             result = damages.damage(case, seed, own, expected, folder / "references" / kind)
+        elif part == "collisions":
+            result = collisions.collide(case, seed, own, expected, folder / "references" / kind)
         elif part in DAMAGED:
             result = DAMAGED[part](case, seed, own, folder / "references" / part)
         elif part in INTERRUPTED:

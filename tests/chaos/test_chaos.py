@@ -1,17 +1,24 @@
 """The chaos suite, a little of it; `python tests/chaos/run.py` is all of it."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from conftest import mostly_slow
 
-from chaos import run
+from chaos import children, power, run
+from hf_hybrid import files
+from hf_hybrid.checkpoints import manifest
 
 pytestmark = pytest.mark.processes
-PARTS = "kills damages signals disk clock anew finished reports exports sweeps constructions command-lines"
-FEW = {"kills": 2, "damages": 3}
+PARTS = (
+    "kills power collisions damages signals disk clock anew finished reports exports sweeps constructions command-lines"
+)
+FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1}
 MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
-MORE |= {"exports": 30, "sweeps": 30, "constructions": 200, "command-lines": 40}
+MORE |= {"power": 70, "collisions": 70, "exports": 30, "sweeps": 30, "constructions": 200, "command-lines": 40}
 
 
 def options(folder, counts):
@@ -32,3 +39,43 @@ def test_nor_in_any_other_mode(tmp_path):
     command = [sys.executable, run.__file__, *options(tmp_path, MORE), "--seed", "1"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, f"{ended.stdout[-8000:]}\n{ended.stderr[-2000:]}"
+
+
+def without_flushes_of(folder, what):
+    """Return `manifest._flush` that leaves some out."""
+    flush = manifest._flush
+    left_out = {
+        "files": lambda path: path.is_file(),
+        "folders": lambda path: path.is_dir(),
+        "a checkpoint's entries": lambda path: path.name.startswith("checkpoint-"),
+        "the name of a checkpoint": lambda path: path == folder / "machine" / "out",
+        "the name of a new output folder": lambda path: path == folder / "machine",
+    }[what]
+    return lambda path: None if left_out(path) else flush(path)
+
+
+FLUSHES = ["files", "folders", "a checkpoint's entries", "the name of a checkpoint", "the name of a new output folder"]
+
+
+@pytest.mark.parametrize("left_out", mostly_slow([None, *FLUSHES, "the manifest"], [None, "files", FLUSHES[3]]))
+def test_what_was_saved_survives_a_loss_of_power_only_with_every_flush(tmp_path, monkeypatch, left_out):
+    """Of the saves after steps 3, 6 and 9 two have come to their end when the third one waits for the second."""
+    if left_out == "the manifest":
+        monkeypatch.setattr(files, "os", SimpleNamespace(replace=os.replace, fsync=lambda handle: None))
+    elif left_out is not None:
+        monkeypatch.setattr(manifest, "_flush", without_flushes_of(tmp_path, left_out))
+    out, record = tmp_path / "machine" / "out", tmp_path / "durable"
+    out.parent.mkdir()
+    log = tmp_path / "log"
+    ended = children.run(power.train, "leaps", out, False, record, log=log, stop_after=10)
+    assert ended.how == "died" and power.saved_step(record) >= 6, f"{ended}\n{log.read_text()}"
+    power.lose(out.parent, record, None)
+    assert (power.newest_step(out) >= power.saved_step(record)) == (left_out is None)
+
+
+@pytest.mark.slow
+def test_the_part_reports_a_flush_that_is_left_out(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(manifest, "_flush", without_flushes_of(tmp_path, "files"))
+    monkeypatch.setattr(sys, "argv", ["run.py", *options(tmp_path, {"power": 8}), "--modes", "plain"])
+    assert run.main() == 1
+    assert "not durable" in capfd.readouterr().out

@@ -219,8 +219,25 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
     return can, cannot
 
 
-def build(name: str, folder: Path, seed: int = 0, width: int = 16, stop_after: int | None = None, **options):
-    """Make the trainer of a mode; another `seed` is another run on other data, another `width` another model."""
+def build(
+    name: str,
+    folder: Path,
+    seed: int = 0,
+    width: int = 16,
+    stop_after: int | None = None,
+    wait: float | None = None,
+    **options,
+):
+    """
+    Make the trainer of a mode.
+
+    Args:
+        seed (`int`): Another one is another run on other data.
+        width (`int`): Another one is another model.
+        stop_after (`int`, *optional*): Step after which the process ends without a word.
+        wait (`float`, *optional*): Seconds to wait for another training in the folder, if not as long as the default.
+        options: Of the configuration.
+    """
     mode = MODES[name]
     torch.manual_seed(seed)
     callbacks = [made() for made in mode.callbacks] + [Steps(stop_after)]
@@ -228,6 +245,8 @@ def build(name: str, folder: Path, seed: int = 0, width: int = 16, stop_after: i
     trainer = mode.build(mode.model(seed, width), folder, rows, mode, callbacks, seed=seed, **options)
     for callback in callbacks:
         callback.trainer = trainer
+    if wait is not None:
+        trainer.folder_lock.wait = wait
     return trainer
 
 
