@@ -514,6 +514,13 @@ def test_wrong_inputs_are_one_sentence_and_status_2(run, wrong_files, monkeypatc
     assert message in found and found.count("\n") == 1 and "Traceback" not in err
 
 
+def test_without_trl_the_command_says_how_to_install_it(run, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hf_hybrid.integrations.trl")
+    monkeypatch.setitem(sys.modules, "trl", None)
+    status, _, err = run("sft", "--dataset", "chats.jsonl")
+    assert status == 2 and 'pip install "hf-hybrid[trl]"' in err and "Traceback" not in err
+
+
 @pytest.mark.processes
 def test_a_misspelt_file_is_refused_without_torch(folder):
     code = (
