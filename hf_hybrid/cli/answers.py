@@ -24,12 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trl.chat_template_utils import (
-    get_training_chat_template,
-    has_generation_markers,
-    is_chat_template_stop_token_trained,
-)
-
 from hf_hybrid.cli.data import Rows
 from hf_hybrid.cli.formats import messages_of
 from hf_hybrid.cli.options import OptionError
@@ -226,6 +220,12 @@ class Answers:
 
 def _way(tokenizer: Any) -> tuple[str, str | None]:
     """How answers are found, and the template for it."""
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
     if has_generation_markers(tokenizer.chat_template):
         return ("marks", None) if is_chat_template_stop_token_trained(tokenizer) else ("rendering", None)
     try:

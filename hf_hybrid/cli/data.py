@@ -122,15 +122,14 @@ def first_row(option: str, name: str) -> dict[str, Any]:
     return first
 
 
-def _first_of_parquet(path: Path) -> dict[str, Any]:
-    from pyarrow import ArrowException, parquet
+def _first_of_parquet(path: Path) -> dict[str, Any] | None:
+    from datasets import load_dataset  # without torch
 
     try:
-        with parquet.ParquetFile(path) as file:
-            batch = next(file.iter_batches(batch_size=1), None)
-            return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
-    except ArrowException as error:
-        raise ValueError(str(error)) from None
+        rows: Any = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        return next(iter(rows), None)
+    except Exception as error:  # whatever a broken file leads to
+        raise ValueError(_sentence(error)) from None
 
 
 def _first_of_text(file: Any) -> dict[str, Any] | None:

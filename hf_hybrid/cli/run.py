@@ -53,9 +53,9 @@ def main() -> int:
     try:
         line = CommandLine(words[command is not TRAIN :], command)
         line.set_environment()
-    except OptionError as error:
+        return train(line)
+    except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)
-    return train(line)
 
 
 def train(line: CommandLine) -> int:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from hf_hybrid.cli.run import train
 
         return train(line)
-    except OptionError as error:
+    except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
         return complain(error, command.program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
