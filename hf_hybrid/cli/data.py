@@ -110,9 +110,10 @@ def first_row(option: str, name: str) -> dict[str, Any]:
     kind = KINDS[path.suffix.lower()]
     try:
         if kind == "parquet":
-            return _first_of_parquet(path)
-        with path.open(encoding="utf-8", newline="" if kind == "csv" else None) as file:
-            first = {"text": _first_of_text, "csv": _first_of_csv, "json": _first_of_json}[kind](file)
+            first = _first_of_parquet(path)
+        else:
+            with path.open(encoding="utf-8", newline="" if kind == "csv" else None) as file:
+                first = {"text": _first_of_text, "csv": _first_of_csv, "json": _first_of_json}[kind](file)
     except (OSError, ValueError, csv.Error) as error:  # a ValueError: of JSON, UTF-8 or Parquet
         raise OptionError(f"`--{option} {name}` cannot be read as {kind}: {_sentence(error)}") from None
     if first is None:
