@@ -10,6 +10,7 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `children.py` | a forked process that can be interrupted at a chosen moment |
 | `kills.py` | `kill -9` at random moments and inside saves, then resume |
 | `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints, two processes |
+| `ranks.py` | signals on the processes of one training, up to a second apart |
 | `damages.py` | damaged and swapped files of a checkpoint |
 | `folders.py` | `hf-hybrid report` and `hf-hybrid export` on damaged run folders |
 | `sweeps.py` | `hf-hybrid sweep` that is killed or damaged, and started again |

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, damages, faults, folders, fuzz, kills, sweeps, trainings
+from chaos import Result, damages, faults, folders, fuzz, kills, ranks, sweeps, trainings
 from chaos.children import Ended
 
 GOOD = {"same bits", "same losses", "repaired", "refused", "harmless", "trained", "reported", "exported"}
@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, int]] = {
     "kills": ("trainings killed at a random moment or inside a save, and resumed", 1000),
     "damages": ("damaged or swapped files of checkpoints", 500),
     "signals": ("SIGINT and SIGTERM", 120),
+    "ranks": ("signals on ranks: SIGTERM and SIGUSR1 on two and three processes, up to a second apart", 200),
     "disk": ("a full disk, or a limit on the size of a file", 80),
     "clock": ("a clock set back, with save_total_limit", 40),
     "anew": ("a run begun anew over the checkpoints of another", 80),
@@ -107,6 +108,7 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
     kinds = {
         "damages": [mode for mode in damages.MODES if mode in modes],
         "signals": [mode for mode in modes if mode != "two processes"],  # a launcher would tell both
+        "ranks": [kind for kind, (_, _, mode) in ranks.KINDS.items() if mode in modes],
         "disk": [mode for mode in modes if mode != "workers"],  # which send batches through files, and would hang
         "reports": ["hybrid", "logged", "plain"],
         "exports": ["whole", "sharded"],
@@ -120,7 +122,7 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
 def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]:
     """Train the references, then run the cases, each in a folder of its own that is kept if there is a fault."""
     folder.mkdir(parents=True, exist_ok=True)
-    modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in (*INTERRUPTED, "damages")})
+    modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in (*INTERRUPTED, "damages", "ranks")})
     damaged = sorted({name.split("/")[1] for name in names if name.startswith("damages/")})
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         prepared = pool.map(_prepare, [folder] * len(modes), modes, [mode in damaged for mode in modes])
@@ -145,7 +147,7 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
 def _prepare(folder: Path, mode: str, damaged: bool) -> tuple[Ended, Result]:
     made = folder / "references" / mode
     made.mkdir(parents=True)
-    reference = kills.reference(mode, made)
+    reference = (ranks if mode in ranks.KINDS else kills).reference(mode, made)
     if damaged and reference[0].how == "returned":
         damages.prepare(mode, made)
     return reference
@@ -161,6 +163,8 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
             result = damages.damage(case, seed, own, expected, folder / "references" / kind)
         elif part in DAMAGED:
             result = DAMAGED[part](case, seed, own, folder / "references" / part)
+        elif part == "ranks":
+            result = ranks.told_to_end(case, seed, own, expected)
         elif part in INTERRUPTED:
             result = INTERRUPTED[part](case, seed, own, expected)
         else:

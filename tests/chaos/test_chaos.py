@@ -8,10 +8,10 @@ import pytest
 from chaos import run
 
 pytestmark = pytest.mark.processes
-PARTS = "kills damages signals disk clock anew finished reports exports sweeps constructions command-lines"
+PARTS = "kills damages signals ranks disk clock anew finished reports exports sweeps constructions command-lines"
 FEW = {"kills": 2, "damages": 3}
-MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
-MORE |= {"exports": 30, "sweeps": 30, "constructions": 200, "command-lines": 40}
+MORE = {"kills": 140, "damages": 120, "signals": 40, "ranks": 16, "disk": 40, "clock": 20, "anew": 40, "finished": 36}
+MORE |= {"reports": 60, "exports": 30, "sweeps": 30, "constructions": 200, "command-lines": 40}
 
 
 def options(folder, counts):
