@@ -60,6 +60,7 @@ class Preemption(TrainerCallback):
         self.asked = self._noted = self._agreed = False
         self._trainer, self._signals, self._left = trainer, signals, noted
         self._before: dict[signal.Signals, Any] = {}
+        self._saved: int | None = None
         self._sum: tuple[torch.Tensor, Any] | None = None
         """Flags of all processes, as they were at the end of the step before, and the work that adds them up."""
 
@@ -78,7 +79,7 @@ class Preemption(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.asked = self._noted = self._agreed = False
-        self._sum = None
+        self._saved = self._sum = None
         if threading.current_thread() is threading.main_thread():  # the only one that may
             for number in (*self._signals, *self._left):
                 self._before[number] = signal.signal(number, self._ask)
@@ -88,6 +89,14 @@ class Preemption(TrainerCallback):
             control.should_save = control.should_training_stop = self._agreed = True
             if self._trainer.is_world_process_zero():
                 logger.warning("The job was asked to end: step %d is saved, and training ends.", state.global_step)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # An evaluation at that step decides about saves with `save_strategy="best"`, and may have decided against it.
+        if self._agreed and self._saved != state.global_step:
+            control.should_save, control.should_evaluate = True, False
 
     def _all_stop(self) -> bool:
         """Whether any process was asked, told by the flags that were sent off a step ago."""
@@ -104,6 +113,8 @@ class Preemption(TrainerCallback):
         return False
 
     def on_train_end(self, args, state, control, **kwargs):
+        if self._sum is not None:  # all processes come here
+            self._sum[1].wait()
         self.give_back()
 
     def give_back(self) -> None:
@@ -112,9 +123,7 @@ class Preemption(TrainerCallback):
             if signal.getsignal(number) == self._ask:  # nobody has given it back already
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
-        if self._sum is not None:
-            self._sum[1].wait()
-            self._sum = None
+        self._sum = None  # after an error others may never send theirs: waiting for them would hide it
 
 
 def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:

@@ -136,3 +136,21 @@ def test_without_the_option_nothing_is_added(tmp_path):
     trainer = HybridTrainer(tiny_model(), hybrid_config(tmp_path), train_dataset=ByteText(8))
     assert trainer.preemption is None
     assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, Preemption)]
+
+
+def test_an_evaluation_that_is_no_best_one_does_not_keep_the_checkpoint_from_being_saved(tmp_path):
+    class Worse(HybridTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            found = super().evaluation_loop(*args, **kwargs)
+            found.metrics["eval_loss"] = 1.0 + self.state.global_step
+            return found
+
+    config = hybrid_config(
+        tmp_path, max_steps=STEPS, per_device_train_batch_size=1, enable_predict=False, enable_jit_checkpoint=True,
+        eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    asked = Asked([0.0], signal.SIGUSR1)
+    trainer = Worse(tiny_model(), config, train_dataset=ByteText(200), eval_dataset=ByteText(2), callbacks=[asked])
+    trainer.train()
+    step = trainer.state.global_step
+    assert 5 <= step < STEPS and is_sealed(tmp_path / f"checkpoint-{step}")

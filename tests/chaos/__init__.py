@@ -12,6 +12,7 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `power.py` | loss of power: a simulated disk that keeps only what was flushed, then resume |
 | `collisions.py` | two processes that train in one folder |
 | `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints |
+| `ranks.py` | signals on the processes of one training, up to a second apart |
 | `damages.py` | damaged and swapped files of a checkpoint |
 | `folders.py` | `hf-hybrid report` and `hf-hybrid export` on damaged run folders |
 | `sweeps.py` | `hf-hybrid sweep` that is killed or damaged, and started again |

@@ -14,11 +14,13 @@ from hf_hybrid.checkpoints import manifest
 
 pytestmark = pytest.mark.processes
 PARTS = (
-    "kills power collisions damages signals disk clock anew finished reports exports sweeps constructions command-lines"
+    "kills power collisions damages signals ranks disk clock anew finished reports exports sweeps constructions "
+    "command-lines"
 )
 FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1}
 MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
-MORE |= {"power": 70, "collisions": 70, "exports": 30, "sweeps": 30, "constructions": 200, "command-lines": 40}
+MORE |= {"power": 70, "collisions": 70, "ranks": 16, "exports": 30, "sweeps": 30, "constructions": 200}
+MORE |= {"command-lines": 40}
 
 
 def options(folder, counts):

@@ -1,0 +1,133 @@
+"""
+Signals on ranks: the processes of one training are told to end at moments that differ by up to a second.
+
+Each process gets SIGTERM or SIGUSR1 at a moment of its own, or none; some get a second one. All must save the same step
+and end. The run then goes on without signals and must end at the bits of a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+from rig import fsdp2_on_cpu
+from rig.processes import together
+from transformers import TrainerCallback
+
+from chaos import Result, generator, trainings
+from chaos.children import Ended, run
+from hf_hybrid.checkpoints.manifest import is_sealed
+
+PAUSE = 0.05
+"""Seconds that each step takes at least, so that a run lasts as long as signals are apart."""
+SKEW = 1.0
+PATIENCE = 150.0
+KINDS = {
+    f"{sharding}, {count} processes, {'leaps' if mode == 'leaps' else 'no leaps'}": (sharding, count, mode)
+    for sharding in ("DDP", "FSDP2")
+    for count in (2, 3)
+    for mode in ("leaps", "plain")
+}
+OPTIONS = {"enable_jit_checkpoint": True, "eval_strategy": "steps", "eval_steps": 4, "per_device_train_batch_size": 1}
+SHARDED = {
+    "DDP": {"ddp_backend": "gloo"},
+    "FSDP2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+}
+
+
+class Signals(TrainerCallback):
+    """Sends this process signals so many seconds after training begins."""
+
+    def __init__(self, sent: list[tuple[float, int]]):
+        self.sent = sent
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for delay, number in self.sent:
+            timer = threading.Timer(delay, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            timer.start()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.sent:
+            time.sleep(PAUSE)
+
+
+def train(kind: str, out: Path, resume: bool | str, plan: list[list[tuple[float, int]]]) -> list[int]:
+    """Train on several processes, and return how each ended."""
+    sharding, count, mode = KINDS[kind]
+
+    def rank() -> None:
+        if sharding == "FSDP2":
+            fsdp2_on_cpu.enable()
+        number = int(os.environ["RANK"])
+        trainer = trainings.build(mode, out, **OPTIONS, **SHARDED[sharding])
+        trainer.add_callback(Signals(plan[number] if plan else []))
+        trainer.train(resume_from_checkpoint=resume)
+        name = f"ended-{'first' if plan else 'last'}-{number}.json"
+        (out.parent / name).write_text(json.dumps([trainer.state.global_step, trainer.state.max_steps]))
+
+    return together(count, rank, timeout=PATIENCE - 30)
+
+
+def planned(chance: random.Random, count: int) -> list[list[tuple[float, int]]]:
+    """Return what each process gets, as seconds after training begins and signals; the first of all comes at random."""
+    first, number = chance.uniform(0, 1.2), chance.choice([signal.SIGTERM, signal.SIGUSR1])
+    skews = [0.0] + [chance.choice([None, 0.0, 0.02, 0.1, chance.uniform(0, SKEW), SKEW]) for _ in range(count - 1)]
+    chance.shuffle(skews)
+    plan = [[] if skew is None else [(first + skew, number)] for skew in skews]
+    if chance.random() < 0.3:
+        told = chance.choice([sent for sent in plan if sent])
+        told.append((told[0][0] + chance.uniform(0, 0.1), signal.SIGTERM))
+    return plan
+
+
+def reference(kind: str, folder: Path) -> tuple[Ended, Result]:
+    """Train twice without a signal."""
+    ends = [
+        run(partial(train, kind, folder / name / "out", False, []), log=folder / f"{name}.log", patience=PATIENCE)
+        for name in ("first", "second")
+    ]
+    bits = [final(folder / name / "out") for name in ("first", "second")]
+    made = all(ended.how == "returned" and not any(ended.value) for ended in ends)
+    outcome = "cannot train" if not made else "same bits" if len(set(bits)) == 1 and bits[0] else "other bits"
+    return Ended("returned", bits[0]), Result(f"references/{kind}/0", outcome, str(ends))
+
+
+def final(out: Path) -> str | None:
+    """Return a digest of the weights of the last step."""
+    files = sorted((out / f"checkpoint-{trainings.STEPS}").glob("*.safetensors"))
+    weights = [path for path in files if not path.name.startswith("hybrid_")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest() if weights else None
+
+
+def told_to_end(case: str, seed: int, folder: Path, expected: Ended) -> Result:
+    """One case: signals, the end of all processes, and a run that goes on."""
+    kind, chance = case.split("/")[1], generator(seed, case)
+    out, log = folder / "out", folder / "log"
+    plan = planned(chance, KINDS[kind][1])
+    sent = sum(map(len, plan))
+    ended = run(partial(train, kind, out, False, plan), log=log, patience=PATIENCE)
+    said = f"signals {plan}; {ended.how} {ended.value}"
+    if ended.how == "hang" or (ended.how == "returned" and -signal.SIGKILL in ended.value):
+        return Result(case, "hang", said, sent)
+    if ended.how != "returned" or any(status not in (0, -signal.SIGTERM, -signal.SIGUSR1) for status in ended.value):
+        return Result(case, "lost", f"{said} {ended.trace}", sent)  # a signal may meet a process that has trained
+    steps = {tuple(json.loads(path.read_text())) for path in folder.glob("ended-first-*.json")}
+    count = len(list(folder.glob("ended-first-*.json")))
+    if len(steps) != 1 or count != KINDS[kind][1]:
+        return Result(case, "lost", f"{said}; {count} processes trained, and ended at {steps}", sent)
+    step = steps.pop()[0]
+    if not is_sealed(out / f"checkpoint-{step}"):
+        return Result(case, "lost", f"{said}; no checkpoint of step {step}: {sorted(os.listdir(out))}", sent)
+    again = run(partial(train, kind, out, True, []), log=log, patience=PATIENCE)
+    if again.how != "returned" or any(again.value):
+        return Result(case, "lost", f"{said}; ended at {step}; again: {again.how} {again.value} {again.trace}", sent)
+    same = final(out) == expected.value
+    return Result(case, "same bits" if same else "other bits", f"{said}; ended at {step}", sent)
