@@ -35,6 +35,7 @@ from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.behind import Saves, why_at_once
 from hf_hybrid.checkpoints.lock import FolderLock
+from hf_hybrid.checkpoints.preemption import agree_on_preemption
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
@@ -51,7 +52,6 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
-from hf_hybrid.preemption import agree_on_preemption
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use

@@ -17,7 +17,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoints.manifest import is_sealed
-from hf_hybrid.preemption import Preemption
+from hf_hybrid.checkpoints.preemption import Preemption
 
 STEPS = 24
 
