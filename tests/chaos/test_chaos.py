@@ -11,6 +11,7 @@ from conftest import mostly_slow
 from chaos import children, power, run
 from hf_hybrid import files
 from hf_hybrid.checkpoints import manifest
+from hf_hybrid.checkpoints.lock import FolderLock
 
 pytestmark = pytest.mark.processes
 PARTS = (
@@ -81,3 +82,11 @@ def test_the_part_reports_a_flush_that_is_left_out(tmp_path, monkeypatch, capfd)
     monkeypatch.setattr(sys, "argv", ["run.py", *options(tmp_path, {"power": 8}), "--modes", "plain"])
     assert run.main() == 1
     assert "not durable" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_part_reports_trainings_that_take_no_lock(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(FolderLock, "take", lambda self, folder: None)
+    command = ["run.py", *options(tmp_path, {"collisions": 10}), "--modes", "every step, last two kept"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert run.main() == 1, capfd.readouterr().out
