@@ -5,7 +5,7 @@ A clock for the simulated device: how long a step takes, what it waits for, and 
     python tests/simulated_gpu/clock.py --only "full 4" --timeline FOLDER
 
 The simulated device (device.py) sees every kernel, copy, event, wait and host stop in the order in which the package
-enqueues them. Here each gets a duration from the rates of a card and a host (`hf_hybrid/plan/cards.py`), which makes
+enqueues them. Here each gets a duration from the rates of a card and a host (cards.py), which makes
 the simulator a discrete-event model of a step. All seconds are estimates from data sheets. What can be trusted more is
 the *ratio* of a step to its floor, the busiest resource if everything overlapped perfectly.
 
@@ -45,7 +45,7 @@ from simulated_gpu import device as sim  # noqa: E402, I001 - before torch
 
 import torch  # noqa: E402
 
-from hf_hybrid.plan.cards import CARDS, HOSTS, LAUNCH_SECONDS, Card, Host  # noqa: E402
+from simulated_gpu.cards import CARDS, HOSTS, LAUNCH_SECONDS, Card, Host  # noqa: E402
 from simulated_gpu.resources import MAIN, UPDATE, Cache, HostMemory, Turns  # noqa: E402
 
 HOST_CALL = 10e-6

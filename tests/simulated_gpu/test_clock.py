@@ -90,7 +90,7 @@ import json
 from simulated_gpu import device as sim
 from simulated_gpu.clock import Clock, HOST_CALL, KERNEL
 import torch
-from hf_hybrid.plan.cards import Card, Host
+from simulated_gpu.cards import Card, Host
 
 class Plain(Card):  # rates as they are given
     products = property(lambda self: self.peak_products)
