@@ -76,6 +76,7 @@ EVENTS = {
     "on_train_begin": "model optimizer lr_scheduler",
     "on_train_end": "",
     "on_epoch_begin": "",
+    "on_epoch_end": "",
     "on_step_begin": "",
     "on_pre_optimizer_step": "model optimizer",
     "on_optimizer_step": "",
