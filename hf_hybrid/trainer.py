@@ -457,7 +457,8 @@ class HybridTrainerMixin(PublishingMixin):
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
-                self.folder_lock.take(self.run_folder)
+                if self.trial is None:  # the folder of a trial has no name yet
+                    self.folder_lock.take(str(self.args.output_dir))
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
             except manifest.CheckpointError as error:
                 found[1] = error

@@ -101,10 +101,10 @@ def processes(values: argparse.Namespace) -> int:
     return max(torch.accelerator.device_count(), 1)
 
 
-def launch(line: CommandLine, module: str = MODULE, words: Sequence[str] | None = None) -> int:
+def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | None = None) -> int:
     """
     Train on several processes of this machine through `accelerate launch`. Each runs `module` with `words`, by default
-    those of the command line.
+    [`MODULE`] with those of the command line.
 
     Returns:
         `int`: Exit status of the process that failed first, as a shell gives it; 0 if none failed.
@@ -118,7 +118,7 @@ def launch(line: CommandLine, module: str = MODULE, words: Sequence[str] | None 
 
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
-    command = launch_arguments(line, module, words)
+    command = launch_arguments(line, module or MODULE, words)
     try:
         with patch_environment(**on_cpu):
             launch_command(launch_command_parser().parse_args(command))

@@ -105,9 +105,10 @@ def train(mode: str, out: Path, resume: bool | str, record: Path, **values) -> d
     os.fsync = Disk(out.parent, record).fsync
     seal = manifest.seal
 
-    def noted(folder: Path, step: int, *arguments, **options) -> None:
-        seal(folder, step, *arguments, **options)
+    def noted(folder: Path, step: int, *arguments, **options) -> dict[str, dict]:
+        files = seal(folder, step, *arguments, **options)
         (record / SAVED_NAME).write_bytes(bytes(step))
+        return files
 
     manifest.seal = noted
     return trainings.train(mode, out, resume, **values)
