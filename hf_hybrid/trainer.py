@@ -666,7 +666,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _end_step(self) -> None:
         """Close the step under way, once, if Trainer has counted it."""
-        self.saves.check()
+        if self.saves.error is not None:
+            self.saves.wait()
         if self._begun in (None, self.state.global_step):
             return
         put_off = self._save_put_off

@@ -150,6 +150,7 @@ class Saves:
     Attributes:
         training (`bool`): Whether a training is under way, so that steps may follow a save.
         behind (`bool`): Whether the save under way is written behind the step.
+        error (`Exception`, *optional*): Of a save behind the step that failed; [`wait`] raises it.
     """
 
     def __init__(self, staging: Staging | None = None) -> None:
@@ -157,7 +158,7 @@ class Saves:
         self._staging = Staging() if staging is None else staging
         self._writes: list[Callable[[], Any]] = []
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._told: set[str] = set()
 
     def begin(self, why_not: str | None) -> None:
@@ -212,7 +213,7 @@ class Saves:
                     for write in writes:
                         write()
             except Exception as error:  # raised where the run trains
-                self._error = error
+                self.error = error
 
         self._thread = threading.Thread(target=work, name="hf_hybrid-save")
         self._thread.start()
@@ -220,11 +221,6 @@ class Saves:
     def abandon(self) -> None:
         """Forget the save under way, if an error ended it."""
         self._writes, self.behind = [], False
-
-    def check(self) -> None:
-        """Raise the error of a save behind the step, if one failed."""
-        if self._error is not None:
-            self.wait()
 
     def join(self) -> None:
         """Wait for the save in flight."""
@@ -240,8 +236,8 @@ class Saves:
             OSError: If it failed, because the disk is full for example.
         """
         self.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             raise error
 
     def end(self) -> None:
@@ -249,9 +245,9 @@ class Saves:
         self.training = False
         self.abandon()
         self.join()
-        if self._error is not None:
-            logger.error("A checkpoint could not be written: %s", self._error)
-            self._error = None
+        if self.error is not None:
+            logger.error("A checkpoint could not be written: %s", self.error)
+            self.error = None
         self._staging.free_copies()
 
 
