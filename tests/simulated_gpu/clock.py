@@ -1,7 +1,7 @@
 """
 A clock for the simulated device: how long a step takes, what it waits for, and how far that is from the floor.
 
-    python tests/simulated_gpu/clock.py                      # the table in docs/memory.md; some minutes
+    python tests/simulated_gpu/clock.py                      # every row; some minutes
     python tests/simulated_gpu/clock.py --only "full 4" --timeline FOLDER
 
 The simulated device (device.py) sees every kernel, copy, event, wait and host stop in the order in which the package
