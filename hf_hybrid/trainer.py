@@ -829,7 +829,8 @@ class HybridTrainerMixin(PublishingMixin):
         finally:
             self._hides_checkpoints = False
         best = self.state.best_model_checkpoint
-        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+        limited = self.args.should_save and self.args.save_total_limit == 1
+        if limited and best is not None and not self.preempted:  # which goes on from its last checkpoint
             manifest.rotate(self.run_folder, 1, run=self._start.run, newest=Path(best), best=best)
         return output
 
@@ -883,7 +884,9 @@ class HybridTrainerMixin(PublishingMixin):
     def _note_best(self, folder: str) -> None:
         """Note which checkpoint is the best. Trainer looks for it where it writes, and only the new one is there."""
         best = os.path.join(os.path.dirname(folder), f"checkpoint-{self.state.best_global_step}")
-        is_there = bool(self.state.best_global_step) and (best == folder or os.path.isdir(best))
+        is_there = bool(self.state.best_global_step) and (
+            best == folder or manifest.is_of_run(Path(best), self._start.run)
+        )
         if is_there and self.state.best_model_checkpoint != best:
             self.state.best_model_checkpoint = best
             if self.args.should_save:

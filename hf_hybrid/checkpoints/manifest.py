@@ -256,6 +256,8 @@ def _move_aside(path: Path) -> None:
     place.mkdir(exist_ok=True)
     moved = next(to for number in itertools.count(1) if not os.path.lexists(to := place / f"{path.name}-{number}"))
     shutil.move(path, moved)  # in one stroke, or where folders are not renamed by a copy
+    for folder in (place, path.parent):
+        _flush(folder)
     logger.warning("`%s` was not saved by this run: it is `%s` now.", path, moved)
 
 
@@ -286,6 +288,15 @@ def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best:
     surplus = len(own) - max(limit, len(kept))
     for _, _, folder in [one for one in sorted(own) if one[2].resolve() not in kept][: max(surplus, 0)]:
         _delete(folder)
+
+
+def is_of_run(folder: Path, run: Run) -> bool:
+    """Whether a folder is a sealed checkpoint that this run has saved."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return False
+    return manifest is not None and is_same_run(manifest.run, run)
 
 
 def holds_a_run(output_dir: str | Path) -> bool:

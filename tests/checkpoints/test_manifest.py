@@ -503,6 +503,15 @@ def test_the_best_checkpoint_alone_is_kept_of_this_run_alone(folder):
     assert files_in(folder / "checkpoint-6") == earlier
 
 
+def test_the_best_step_of_a_run_is_no_checkpoint_of_another_one(folder):
+    losses = itertools.chain([5.0, 3.0], itertools.repeat(4.0))  # best at step 2, which the run before has saved
+    options = {"save_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+    trainer = build(folder, max_steps=3, **options)
+    trainer._evaluate = lambda trial, ignored: {"eval_loss": next(losses)}
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.state.best_model_checkpoint is None
+
+
 # One command for the first start and for every restart.
 
 

@@ -154,3 +154,21 @@ def test_an_evaluation_that_is_no_best_one_does_not_keep_the_checkpoint_from_bei
     trainer.train()
     step = trainer.state.global_step
     assert 5 <= step < STEPS and is_sealed(tmp_path / f"checkpoint-{step}")
+
+
+def test_the_last_checkpoint_stays_though_another_is_the_best(tmp_path):
+    """`Trainer` deletes it with `save_total_limit=1` at the end of a training."""
+    torch.manual_seed(0)
+    config = hybrid_config(
+        tmp_path, max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="loss", enable_predict=False,
+        enable_jit_checkpoint=True,
+    )  # fmt: skip
+    data = {"train_dataset": ByteText(100), "eval_dataset": ByteText(4)}
+    trainer = HybridTrainer(tiny_model(), config, callbacks=[Asked([0.0], signal.SIGUSR1, step=4, pause=0.1)], **data)
+    losses = iter(range(1, 20))
+    trainer._evaluate = lambda trial, ignored: {"eval_loss": float(next(losses))}
+    trainer.train()
+    last = trainer.state.global_step
+    assert trainer.preempted and trainer.state.best_global_step == 2
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", f"checkpoint-{last}"}
