@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_weights, tiny_model, weights
+from conftest import assert_same_weights, mostly_slow, tiny_model, weights
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,7 +23,7 @@ from accelerate.utils import AutocastKwargs  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts  # noqa: E402
 from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
-from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
@@ -387,14 +387,30 @@ def test_gradient_of_a_window_is_that_of_trl(loss_type, trl):
 # Where leaving rows out would change the update.
 
 
-def mixtral():
+def experts(config_class=MixtralConfig):
+    """A mixture of experts whose router has a loss of its own."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, output_router_logits=True,
-        router_aux_loss_coef=0.1, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    count = {"num_local_experts" if config_class is MixtralConfig else "num_experts": 4}
+    config = config_class(
+        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1,
+        moe_intermediate_size=16, head_dim=8, eos_token_id=1, pad_token_id=0, bos_token_id=None, **count,
     )  # fmt: skip
-    return MixtralForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = [1, *range(30, 45)]
+    return model
+
+
+@pytest.mark.parametrize("config_class", mostly_slow((MixtralConfig, Qwen3MoeConfig), [MixtralConfig]))
+@pytest.mark.parametrize("trainer", mostly_slow((HybridGRPOTrainer, HybridRLOOTrainer), [HybridGRPOTrainer]))
+def test_experts_without_a_router_loss_skip_rows(trainer, config_class, tmp_path):
+    options = {"router_aux_loss_coef": 0.0, "num_iterations": 2}
+    classes = (GRPOTrainer if trainer is HybridGRPOTrainer else RLOOTrainer, trainer)
+    theirs, ours = (train(cls, tmp_path, 0.7, model=experts(config_class), **options) for cls in classes)
+    check_equal(theirs, ours, 0.7)
+    found = ours.hybrid_summary()
+    assert found["rows_decoded_saved"] > 0
+    assert found["plain_rollouts_because"] is None
 
 
 class OwnLoss(HybridGRPOTrainer):
@@ -409,7 +425,7 @@ EVERY_ROW = {
     "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`"),
     "dropout": ({"model": lambda: policy(attention_dropout=0.1)}, "random numbers"),
     "dropout of an adapter": ({"peft_config": lambda: lora(lora_dropout=0.1)}, "random numbers"),
-    "router": ({"model": mixtral}, "router"),
+    "router": ({"model": experts}, "router"),
     "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own"),
 }
 
