@@ -1,14 +1,26 @@
 """
 Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer.
 
+Muon (Jordan et al., 2024) replaces the averaged gradient `U S V^T` of a matrix by `U V^T`, the nearest orthogonal
+matrix. Newton-Schulz computes it without an SVD: with the matrix scaled so that no singular value exceeds 1, repeat
+`X <- a X + b (X X^T) X + c (X X^T)^2 X`. The polynomial acts on each singular value alone, `s <- a s + b s^3 + c s^5`.
+Muon's coefficients are not those that converge to 1: they are steep at 0, so that five rounds lift even small singular
+values to somewhere between 0.7 and 1.2, which is as good for training and much faster.
+
+A mixture of experts keeps the weights of all experts of a layer in one 3-D parameter, a stack of matrices. Each expert
+is a layer of its own, so each matrix of the stack is orthogonalised by itself, many of them in one batched product.
+`torch.optim.Muon` takes matrices alone and steps those; the stacks are stepped here, by the same rule.
+
 Where processes share the weights (FSDP2), AdamW steps the rows that each holds. Muon needs whole matrices. Torch's
 Muon works on rows too, through a collective for each of its matrix products. [`MuonAdamW.share`] makes it cheaper: each
-process gets some matrices whole, orthogonalises them and sends the rows back.
+process gets some matrices whole, orthogonalises them and sends the rows back. A stack is cut between experts, so that
+each process orthogonalises those that it holds and sends nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -88,6 +100,85 @@ def is_adam(optimizer: torch.optim.Optimizer | type | str) -> bool:
     return kind.__name__ in _ADAM.get(kind.__module__.partition(".")[0], ())
 
 
+# Newton-Schulz.
+
+MUON_COEFFICIENTS, MUON_STEPS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+"""Muon's Newton-Schulz iteration (Jordan et al., 2024), where a parameter group does not say otherwise."""
+SMALL_MATRIX = 2**18
+"""Elements of a matrix that a GPU orthogonalises in fp32 as fast as in bf16, since launches take most of the time."""
+AT_ONCE = 2**24
+"""Elements of a stack that are orthogonalised in one batched product, if one of its matrices does not have more."""
+
+
+def orthogonalise(
+    matrix: Tensor,
+    *,
+    steps: int = MUON_STEPS,
+    coefficients: tuple[float, float, float] = MUON_COEFFICIENTS,
+    eps: float = MUON_EPS,
+) -> Tensor:
+    """
+    Muon's quintic Newton-Schulz iteration on `[rows, columns]`, or on each matrix of `[experts, rows, columns]`: moves
+    all singular values near 1.
+
+    It computes in bf16, as `torch.optim.Muon` does; in fp32 on a CPU, where bf16 is several times slower, and for
+    matrices that are too small to keep a GPU busy.
+    """
+    a, b, c = coefficients
+    x = (
+        matrix.float()
+        if matrix.device.type == "cpu" or math.prod(matrix.shape[-2:]) <= SMALL_MATRIX
+        else matrix.bfloat16()
+    )
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    # Frobenius, so that no singular value exceeds 1.
+    x = x / (x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)).clamp(min=eps)
+    multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def orthogonalisation_flops(shape: torch.Size, steps: int = MUON_STEPS) -> float:
+    """Floating-point operations of [`orthogonalise`] on a matrix, or a stack of them, of this shape."""
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * steps * (4.0 * short**2 * long + 2.0 * short**3)
+
+
+def elements_at_once(shape: torch.Size) -> int:
+    """Return how many elements of a matrix or stack are orthogonalised at a time."""
+    matrix = math.prod(shape[-2:])
+    return matrix * _matrices_at_once(shape)
+
+
+def at_once(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return views of as many matrices of some stacks as are orthogonalised at a time; a matrix as it is."""
+    if tensors[0].ndim == 2:
+        return iter([tensors])
+    return zip(*(tensor.split(_matrices_at_once(tensor.shape)) for tensor in tensors), strict=True)
+
+
+def _matrices_at_once(shape: torch.Size) -> int:
+    return 1 if len(shape) == 2 else max(1, min(shape[0], AT_ONCE // max(1, math.prod(shape[-2:]))))
+
+
+def muon_scale(shape: torch.Size, adjust_lr_fn: str | None) -> float:
+    """
+    Return what `torch.optim.Muon` multiplies an orthogonalised matrix with: `"original"` and `None`
+    `sqrt(max(1, rows / columns))`, `"match_rms_adamw"` `0.2 sqrt(max(rows, columns))`, which gives its entries the root
+    mean square of an Adam step (Liu et al., 2025, arXiv 2502.16982).
+    """
+    rows, columns = shape[-2:]
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+# The optimizer.
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
     `torch.optim.Muon` (Jordan et al., 2024) and `torch.optim.AdamW` over the same groups and the same state.
@@ -107,8 +198,8 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum (`float`): Decay rate of Muon's average of the gradients, which steps look ahead along (Nesterov).
 
     Raises:
-        ValueError: If `algorithm` is neither, if a group of Muon's holds anything but matrices, if a parameter is in
-            two groups, or if a number is out of range.
+        ValueError: If `algorithm` is neither, if a group of Muon's holds anything but matrices, or but stacks of them
+            (3-D), if a parameter is in two groups, or if a number is out of range.
     """
 
     _in_rounds: InRounds | None = None
@@ -150,14 +241,20 @@ class MuonAdamW(torch.optim.Optimizer):
         param_group.setdefault("rate_scale", 1.0)
         if algorithm not in self._inner:
             raise ValueError(f"`algorithm` must be one of {', '.join(self._inner)}, got `{algorithm}`.")
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        stacks = algorithm == "muon" and bool(parameters) and all(p.ndim == 3 for p in parameters)
         self._link()
-        self._inner[algorithm].add_param_group(param_group)  # fills in what the algorithm needs
-        parameters = param_group["params"]
+        # It fills in what the algorithm needs. torch's Muon does not take stacks, and gets a group without them.
+        filled = {**param_group, "params": [] if stacks else parameters}
+        self._inner[algorithm].add_param_group(filled)
+        param_group.update({**filled, "params": parameters})
         odd = [tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2]
-        if algorithm == "muon" and odd:
+        if algorithm == "muon" and odd and not stacks:
             raise ValueError(
                 f"`params` of a group with `algorithm=muon` holds a parameter of shape {odd[0]}, and Muon "
-                "orthogonalises matrices. Move it to a group with `algorithm=adamw`."
+                "orthogonalises matrices, or stacks of them in a group of their own. Move it to a group with "
+                "`algorithm=adamw`."
             )
         if algorithm == "adamw" and param_group["fused"] is None and param_group["foreach"] is None:
             param_group["fused"] = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
@@ -166,7 +263,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def _link(self) -> Iterable[torch.optim.Optimizer]:
         """Return both optimizers over the current groups and state, which other code may have replaced."""
         for algorithm, inner in self._inner.items():
-            inner.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            inner.param_groups = [
+                group for group in self.param_groups if group["algorithm"] == algorithm and not _holds_stacks(group)
+            ]
             inner.state = self.state
         return self._inner.values()
 
@@ -187,6 +286,9 @@ class MuonAdamW(torch.optim.Optimizer):
             finally:
                 for group, rate in zip(inner.param_groups, rates):
                     group["lr"] = rate
+        for group in self.param_groups:
+            if _holds_stacks(group):
+                _step_stacks(group, self.state)
         return loss
 
     def _step_in_rounds(self, muon: torch.optim.Muon, in_rounds: InRounds) -> None:
@@ -196,11 +298,7 @@ class MuonAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = muon.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+                update = _averaged(parameter.grad, _average_of(parameter, muon.state[parameter]), group)
                 group_of[parameter] = group
                 tasks.append((parameter, parameter.shape, update.to_local()))
         for parameter, step in in_rounds(tasks, lambda key, update: _muon_step(update, group_of[key])):
@@ -214,6 +312,41 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         for inner in self._link():
             inner.__setstate__({})  # completes groups and states that another version of torch saved
+
+
+def _holds_stacks(group: dict[str, Any]) -> bool:
+    """Whether a group has what torch's Muon does not take."""
+    return group["algorithm"] == "muon" and any(parameter.ndim == 3 for parameter in group["params"])
+
+
+def _averaged(gradient: Tensor, average: Tensor, group: dict[str, Any]) -> Any:
+    """Move Muon's average of the gradients on, and return what is orthogonalised: a `DTensor` if they are."""
+    average.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+
+
+def _average_of(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    return state["momentum_buffer"]
+
+
+def _step_stacks(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+    """Make Muon's step on stacks of matrices, or on those matrices of each that this process holds."""
+    rate, decay = group["lr"] * group["rate_scale"], group["weight_decay"]
+    how = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"], "eps": group["eps"]}
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        held = [_local(t) for t in (parameter, parameter.grad, _average_of(parameter, states[parameter]))]
+        scale = rate * muon_scale(parameter.shape, group["adjust_lr_fn"])
+        for weights, gradient, average in at_once(*held):
+            step = orthogonalise(_averaged(gradient, average, group), **how)
+            weights.mul_(1 - rate * decay).add_(step.to(weights.dtype), alpha=-scale)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[not-callable]
 
 
 def _muon_step(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -235,11 +368,11 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     Split the trainable parameters into those of Muon and those of AdamW.
 
     Muon gets the hidden matrices: trainable 2-D `weight`s of linear layers (`nn.Linear`, transformers' `Conv1D`, the
-    linear layers of LoRA). Not those of embeddings and output head, whatever shares their weight or is part of them
-    (adapters too), nor any with a side as long as the vocabulary, unless the model is as wide; and not those with a
-    side of 1, which are vectors.
+    linear layers of LoRA), and stacks of them: 3-D weights of a module with as many `num_experts`. Not those of
+    embeddings and output head, whatever shares their weight or is part of them (adapters too), nor any 2-D one with a
+    side as long as the vocabulary, unless the model is as wide; and not those with a side of 1, which are vectors.
     Everything else is AdamW's: biases, norms, convolutions, parameters that a module holds itself (Mamba's `A_log`,
-    routers of newer mixtures of experts), and experts fused into one 3-D weight: `torch.optim.Muon` takes 2-D alone.
+    routers of newer mixtures of experts).
 
     Returns matrices and the rest by name, in the model's order; no parameter is in both, or twice.
     """
@@ -247,12 +380,14 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             linear = isinstance(module, _LINEAR) and name == "weight" and parameter.ndim == 2
-            (hidden if linear else other).add(id(parameter))
-    lengths = {1, *_vocabulary_sizes(model)}
+            experts = parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter)
+            (hidden if linear or experts else other).add(id(parameter))
+    vectors, vocabulary = {1}, {1, *_vocabulary_sizes(model)}
     matrices, rest = {}, {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_matrix = id(parameter) in hidden - other and lengths.isdisjoint(parameter.shape)
+            sides = vectors if parameter.ndim == 3 else vocabulary
+            is_matrix = id(parameter) in hidden - other and sides.isdisjoint(parameter.shape[-2:])
             (matrices if is_matrix else rest)[name] = parameter
     return matrices, rest
 
@@ -295,8 +430,9 @@ def check_hidden_matrices(model: nn.Module) -> None:
     if not matrices:
         raise ValueError(
             f"`optim=muon` finds no hidden matrix to train in `{type(model).__name__}`: of its {len(rest)} trainable "
-            "parameters none is the 2-D `weight` of a linear layer that is neither embedding nor head and has no side "
-            "as long as the vocabulary. Unfreeze such layers, or set `optim=adamw_torch_fused`."
+            "parameters none is the 3-D weight of experts or the 2-D `weight` of a linear layer that is neither "
+            "embedding nor head and has no side as long as the vocabulary. Unfreeze such layers, or set "
+            "`optim=adamw_torch_fused`."
         )
 
 
@@ -304,7 +440,8 @@ def muon_groups(
     model: nn.Module, decay_names: Collection[str], *, lr: float, weight_decay: float, lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
     """
-    Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's.
+    Groups for [`MuonAdamW`]: AdamW's with and without weight decay, as `Trainer` makes them, then Muon's, matrices
+    before stacks.
 
     Their `rate_scale` is [`RATE_SCALE`], or 1 with adapters, so that the learning rate that is best for AdamW alone is
     right for both.
@@ -327,7 +464,10 @@ def muon_groups(
         rate_scale,
     )
     decay_names, groups = set(decay_names), []
-    for algorithm, named, rate in (("adamw", rest, lr), ("muon", matrices, lr * lr_scale)):
+    plain = {name: parameter for name, parameter in matrices.items() if parameter.ndim == 2}
+    stacks = {name: parameter for name, parameter in matrices.items() if parameter.ndim == 3}
+    of_muon = [("muon", named, lr * lr_scale) for named in (plain, stacks)]
+    for algorithm, named, rate in (("adamw", rest, lr), *of_muon):
         for decays in (True, False):
             parameters = [parameter for name, parameter in named.items() if (name in decay_names) is decays]
             if parameters or algorithm == "adamw":  # the first group's rate is the one that is logged

@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, optimizers
 from hf_hybrid.integrations.adapters import adapter_rate
 from hf_hybrid.optimizers import RATE_SCALE, MuonAdamW, muon_groups, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, WeightCount, storage_bytes
@@ -45,7 +45,7 @@ def check_split(model) -> tuple[dict, dict]:
     matrices, rest = split_parameters(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert sorted([*matrices, *rest]) == sorted(names)
-    assert all(parameter.ndim == 2 for parameter in matrices.values())
+    assert all(parameter.ndim in (2, 3) for parameter in matrices.values())
     return matrices, rest
 
 
@@ -67,18 +67,37 @@ def test_split_of_gpt2():
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.attn.c_attn.bias"} <= set(rest)
 
 
-def test_split_of_a_mixture_of_experts():
-    """Experts in one 3-D weight are AdamW's, and so is a router that holds its weight itself."""
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=4,
-        )
-    )  # fmt: skip
+def mixture(**overrides):
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**{**values, **overrides}))
+
+
+@pytest.mark.parametrize("vocabulary", [100, 96])
+def test_split_of_a_mixture_of_experts(vocabulary):
+    """Experts in one 3-D weight are Muon's, also if a side is as long as the vocabulary; a router is AdamW's."""
+    model = mixture(vocab_size=vocabulary)
     matrices, rest = check_split(model)
-    assert last_names(matrices) == set(ATTENTION)
-    assert sum(parameter.ndim == 3 for parameter in rest.values()) == 2 * 2
+    stacks = {name for name, parameter in matrices.items() if parameter.ndim == 3}
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    assert stacks == {f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in experts}
+    assert last_names(set(matrices) - stacks) == set(ATTENTION)
     assert any("gate" in name for name in rest)
+
+
+def test_split_leaves_3d_weights_that_are_no_experts():
+    class Three(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, 3, 2))
+
+    model = torch.nn.ModuleList([Three(), torch.nn.Conv1d(4, 4, 2)])
+    assert not split_parameters(model)[0]
+    model[0].num_experts = 4
+    assert set(split_parameters(model)[0]) == {"0.weight"}
 
 
 def test_split_of_mamba():
@@ -202,9 +221,37 @@ def test_equal_to_torch_bit_for_bit():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("most", [1, 4000, 2**24], ids=["one matrix at a time", "two", "all"])
+def test_each_expert_is_stepped_like_a_matrix(most, monkeypatch):
+    """By torch's Muon in fp32, which rounds to bf16 otherwise; under a schedule, with decay."""
+    monkeypatch.setattr(optimizers, "AT_ONCE", most)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    model = mixture()
+    optimizer = make(model, lr_scale=2.0)
+    stacks = {name: p for name, p in model.named_parameters() if p.ndim == 3}
+    twins = {name: [torch.nn.Parameter(one.clone()) for one in p.detach()] for name, p in stacks.items()}
+    torchs = torch.optim.Muon(
+        [one for twin in twins.values() for one in twin], lr=2e-2 * RATE_SCALE, weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (optimizer, torchs)]
+    for step in range(4):
+        give_gradients(model, step)
+        for name, twin in twins.items():
+            stacks[name].grad[1] = 0  # no token came to this expert
+            for one, gradient in zip(twin, stacks[name].grad):
+                one.grad = gradient.clone()
+        for each, schedule in zip((optimizer, torchs), schedules):
+            each.step()
+            schedule.step()
+    for name, twin in twins.items():
+        torch.testing.assert_close(stacks[name].detach(), torch.stack([one.detach() for one in twin]), msg=name)
+
+
+@pytest.mark.parametrize("build", [tiny_model, mixture])
 @pytest.mark.parametrize("way", ["state dict", "file", "deepcopy", "pickle"])
-def test_going_on_from_a_copy(way, tmp_path):
-    model = tiny_model()
+def test_going_on_from_a_copy(way, build, tmp_path):
+    model = build()
     optimizer = make(model)
     walk(model, optimizer, range(3))
     if way in ("state dict", "file"):
@@ -255,9 +302,11 @@ def test_a_closure_is_called_once_and_groups_can_be_added():
 
 
 def test_groups_that_cannot_be_stepped_are_refused():
-    vector, matrix = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, 3))
+    vector, matrix, stack = (torch.nn.Parameter(torch.ones((3,) * sides)) for sides in (1, 2, 3))
     with pytest.raises(ValueError, match=r"shape \(3,\), and Muon orthogonalises matrices"):
         MuonAdamW([{"params": [vector], "algorithm": "muon"}])
+    with pytest.raises(ValueError, match=r"shape \(3, 3, 3\), .* in a group of their own"):
+        MuonAdamW([{"params": [matrix, stack], "algorithm": "muon"}])
     with pytest.raises(ValueError, match="`algorithm` must be one of adamw, muon, got `sgd`"):
         MuonAdamW([{"params": [vector], "algorithm": "sgd"}])
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -513,6 +562,10 @@ def test_the_shape_counts_muons_weights():
     assert [(unit.trainable, unit.frozen, unit.muon) for unit in shape.layers] == [(LAYER + NORMS, 0, LAYER)] * 2
     assert (shape.total.muon, shape.embedding.muon, shape.rest.muon, shape.largest_muon) == (2 * LAYER, 0, 0, 32 * 64)
     assert shape.total.weights == sum(p.numel() for p in tiny_model().parameters())
+    experts = shape_of(mixture())
+    stacks = 4 * (96 * 32 + 48 * 32)
+    attention = 32 * 32 * 2 + 16 * 32 * 2
+    assert experts.total.muon == 2 * (stacks + attention) and experts.largest_muon == 4 * 96 * 32
     adapters = shape_of(lora())
     _, _, resident = adapters.place(stream_embeddings=True)
     assert resident.muon == resident.trainable - adapters.rest.trainable == adapters.total.muon > 0

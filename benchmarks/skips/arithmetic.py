@@ -8,7 +8,7 @@ GRPO of SmolLM2-135M with a verifier: it learns to calculate, and every answer i
 
 A prompt has three worked examples and one task: a sum, a difference or a product of whole numbers. The reward of a
 completion is 1 if its first line, read as a whole number, is the result that Python calculates, and else 0. The
-pretrained model is right in about one of three. A step has 4 prompts with 8 completions of at most 8 tokens.
+pretrained model is right in about one of three. A step has 8 prompts with 8 completions of at most 8 tokens.
 
 Both trainers begin with the same weights and draw from the same seed. Every few steps each answers the same held-out
 tasks, which no run trains on, greedily; the clock stands still meanwhile. So the held-out reward can be read at equal
@@ -37,7 +37,7 @@ from benchmarks.speedup.pretrained import FOLDER
 OPERATIONS = {"+": (operator.add, 50), "-": (operator.sub, 30), "*": (operator.mul, 12)}
 """Sign -> what Python calculates, and the largest number that it is asked for."""
 SHOTS = "17 + 4 = 21\n20 - 6 = 14\n3 * 5 = 15\n"
-PROMPTS, COMPLETIONS, TOKENS, HELD_OUT = 4, 8, 8, 96
+PROMPTS, COMPLETIONS, TOKENS, HELD_OUT = 8, 8, 8, 96
 
 
 def tasks() -> tuple[list[dict], list[dict]]:
@@ -108,7 +108,7 @@ def train(arm: str, rate: float, seed: int, steps: int, every: int) -> dict:
         args = config_class(
             folder, max_steps=steps, per_device_train_batch_size=PROMPTS * COMPLETIONS, num_generations=COMPLETIONS,
             max_completion_length=TOKENS, learning_rate=rate, seed=seed, bf16=False, use_cpu=True, report_to="none",
-            save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+            save_strategy="no", logging_steps=10, disable_tqdm=True, dataloader_pin_memory=False,
             gradient_checkpointing=False,
         )  # fmt: skip
         trainer = trainer_class(

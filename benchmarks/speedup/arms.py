@@ -200,7 +200,7 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int, 
 
 def muon_cost_steps(trainer, task: Task) -> float:
     """Arithmetic of Muon's iteration over that of a step; 0 for other optimizers."""
-    from hf_hybrid.leaps.directions.preconditioners import orthogonalisation_flops
+    from hf_hybrid.optimizers import orthogonalisation_flops
 
     groups = trainer.optimizer.param_groups
     matrices = [p for group in groups if group.get("algorithm") == "muon" for p in group["params"]]

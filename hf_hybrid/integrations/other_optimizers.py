@@ -7,21 +7,14 @@ explains what a preconditioner is. Leaps under these optimizers were not measure
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.preconditioners import (
-    MUON_COEFFICIENTS,
-    MUON_EPS,
-    MUON_STEPS,
-    Preconditioner,
-    as_number,
-    orthogonalise,
-)
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner, as_number
+from hf_hybrid.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, at_once, muon_scale, orthogonalise
 
 
 def sgd(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
@@ -31,24 +24,18 @@ def sgd(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out:
 
 def muon(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
     """
-    Minus the orthogonalised memory, scaled as `torch.optim.Muon` scales its step (Jordan et al., 2024): `"original"`
-    by `sqrt(max(1, rows / columns))`, `"match_rms_adamw"` by `0.2 sqrt(max(rows, columns))` (Liu et al., 2025,
-    arXiv 2502.16982).
+    Minus the orthogonalised memory, scaled as `torch.optim.Muon` scales its step (Jordan et al., 2024).
     """
     buffer = state.get("momentum_buffer")
     computes_on = buffer.device if torch.is_tensor(buffer) else memory.device
-    rows, columns = memory.shape
-    if group.get("adjust_lr_fn") == "match_rms_adamw":
-        scale = 0.2 * math.sqrt(max(rows, columns))
-    else:
-        scale = math.sqrt(max(1.0, rows / columns))
-    orthogonal = orthogonalise(
-        memory.to(computes_on),
-        steps=group.get("ns_steps", MUON_STEPS),
-        coefficients=group.get("ns_coefficients", MUON_COEFFICIENTS),
-        eps=group.get("eps", MUON_EPS),
-    )
-    return out.copy_(orthogonal).mul_(-scale)
+    how = {
+        "steps": group.get("ns_steps", MUON_STEPS),
+        "coefficients": group.get("ns_coefficients", MUON_COEFFICIENTS),
+        "eps": group.get("eps", MUON_EPS),
+    }
+    for memories, displacements in at_once(memory, out):
+        displacements.copy_(orthogonalise(memories.to(computes_on), **how))
+    return out.mul_(-muon_scale(memory.shape, group.get("adjust_lr_fn")))
 
 
 def adafactor(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
@@ -78,7 +65,7 @@ def rule_of(
     """
     if isinstance(optimizer, torch.optim.SGD):
         return sgd
-    if len(shape) == 2 and (isinstance(optimizer, torch.optim.Muon) or group.get("algorithm") == "muon"):
+    if len(shape) in (2, 3) and (isinstance(optimizer, torch.optim.Muon) or group.get("algorithm") == "muon"):
         return muon
     if {"clip_threshold", "scale_parameter"} <= group.keys() and "RMS" in state:
         second_moment = state.get("exp_avg_sq")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid.optimizers import elements_at_once
 from hf_hybrid.streaming.layers import ask, rounded_by_autocast
 
 Storage = tuple[torch.device, int]  # and its address there
@@ -214,8 +215,8 @@ class ModelShape:
     largest_trainable: int  # elements of the largest trainable parameter
     tied: bool = False
     buffer_bytes: int = 0
-    largest_muon: int = 0  # elements of the largest matrix that Muon moves
-    largest_leap: int = 0  # elements of the largest matrix that leaps orthogonalise
+    largest_muon: int = 0  # elements that Muon orthogonalises at once
+    largest_leap: int = 0  # elements that leaps orthogonalise at once
 
     @classmethod
     def of(
@@ -241,7 +242,7 @@ class ModelShape:
         hidden, vocab = getattr(config, "hidden_size", hidden), getattr(config, "vocab_size", vocab)
         if hidden is None or vocab is None:
             raise ValueError(f"`{type(model).__name__}` has no `hidden_size` and `vocab_size` in its config.")
-        matrices = {id(p): p.numel() for p in muon}
+        matrices = {id(p): elements_at_once(p.shape) for p in muon}
         count = functools.partial(_count, seen=set(), muon=matrices.keys(), rounds=rounded_by_autocast(model))
         trainable = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -258,7 +259,7 @@ class ModelShape:
             tied=weights[0] is not None and weights[0] is weights[1],
             buffer_bytes=storage_bytes(model.buffers()),
             largest_muon=max(matrices.values(), default=0),
-            largest_leap=max((p.numel() for p in leaps), default=0),
+            largest_leap=max((elements_at_once(p.shape) for p in leaps), default=0),
         )
 
     @functools.cached_property

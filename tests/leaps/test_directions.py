@@ -8,15 +8,16 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from test_trajectory import Toy, kept_leap
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.optimization import Adafactor
 
-from hf_hybrid import Direction, HybridTrainer
+from hf_hybrid import Direction, HybridTrainer, optimizers
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.optimizers import MuonAdamW, split_parameters
+from hf_hybrid.optimizers import MuonAdamW, orthogonalisation_flops, split_parameters
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights
 from hf_hybrid.setup import build_run, direction_of, make_plan
@@ -340,9 +341,9 @@ def test_a_name_is_no_direction_of_the_user(tmp_path, train_set):
 # Orthogonal leaps.
 
 
-def trained(optimizer, names, gain=3.0):
+def trained(optimizer, names, gain=3.0, model=None):
     """A tiny model after six steps, and how each of the directions moves its weights from there."""
-    model, moved, memories = tiny_model(), {}, {}
+    model, moved, memories = model or tiny_model(), {}, {}
     for name in names:
         twin = deepcopy(model)
         matrices = split_parameters(twin)[0]
@@ -372,9 +373,9 @@ def trained(optimizer, names, gain=3.0):
 
 def newton_schulz(matrix):
     """Muon's iteration (Jordan et al., 2024) in fp64."""
-    matrix = matrix / matrix.norm()
+    matrix = matrix / matrix.norm(dim=(-2, -1), keepdim=True)
     for _ in range(5):
-        square = matrix @ matrix.T
+        square = matrix @ matrix.mT
         matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
     return matrix
 
@@ -391,6 +392,29 @@ def test_orthogonal_leaps_of_hidden_matrices_and_of_the_rest():
         expected = -0.2 * way * max(delta.shape) ** 0.5 * newton_schulz(memories["orthogonal"][name].double())
         assert (delta - expected).norm() < 0.03 * expected.norm()
         assert not torch.allclose(delta, moved["gradient_memory"][name], rtol=0.1)
+
+
+@pytest.mark.parametrize("most", [1, 2**24], ids=["one expert at a time", "all"])
+def test_orthogonal_leaps_of_each_expert(most, monkeypatch):
+    monkeypatch.setattr(optimizers, "AT_ONCE", most)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    moved, memories, _, way = trained(torch.optim.AdamW, ["orthogonal"], model=model)
+    stacks = {name: delta for name, delta in moved["orthogonal"].items() if delta.ndim == 3}
+    assert len(stacks) == 2 * 2
+    for name, delta in stacks.items():
+        expected = -0.2 * way * max(delta.shape[1:]) ** 0.5 * newton_schulz(memories["orthogonal"][name].double())
+        for one, other in zip(delta, expected, strict=True):
+            assert (one - other).norm() < 0.03 * other.norm()
+
+
+def test_the_work_of_a_leap_counts_every_expert():
+    assert orthogonalisation_flops(torch.Size([8, 30, 20])) == 8 * orthogonalisation_flops(torch.Size([20, 30])) > 0
 
 
 def test_under_sgd_everything_leaps_along_the_gradient_memory():

@@ -20,7 +20,7 @@ from conftest import ByteText, hybrid_config, tiny_model
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.checkpoints.manifest import last_checkpoint
@@ -39,6 +39,7 @@ BASE = {
     "leap_worth": 1.0,
     "correct_gain": True,
 }
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
 HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "correct_gain": False}
 RUNS = {
     "base": {},
@@ -50,6 +51,8 @@ RUNS = {
     "muon": {"optim": "muon", "in_fp32": True},
     "muon_lora": {"optim": "muon", "in_fp32": True, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},
+    "experts": {"experts": True},
+    "muon_experts": {"optim": "muon", "in_fp32": True, "experts": True},
     "lora": {"lora": True, "learning_rate": 1e-2},
     "bf16": {"bf16": True},
     "looked": {"hurts_at": 12, "poisoned_at": 6, "probe_budget": 1.0, "max_steps": 24},
@@ -152,6 +155,9 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     """Train the run of this name as one of the processes; `resume` is a checkpoint or a run's folder."""
     options, processes = {**BASE, **RUNS[name]}, int(os.environ.get("WORLD_SIZE", 1))
     model = tiny_model(**options.pop("model", {}))
+    if options.pop("experts", False):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**{**model.config.to_diff_dict(), **EXPERTS}))
     if options.pop("lora", False):
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -27,8 +27,8 @@ RUNS = (
     "rescued_lora",
 )  # fmt: skip
 SLOW_RUNS = (
-    "sampled", "muon_lora", "world_model", "iterable", "plain_muon", "plain_base", "plain_accumulated",
-    "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
+    "sampled", "muon_lora", "experts", "muon_experts", "world_model", "iterable", "plain_muon", "plain_base",
+    "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
 

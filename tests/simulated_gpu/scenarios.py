@@ -28,8 +28,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine
-from hf_hybrid.leaps.directions import preconditioners
+from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
@@ -487,7 +486,7 @@ def activations_offloaded_with_leaps(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True, tolerance=1e-2)
 def resident_leaps_of_large_matrices(place: Place) -> dict[str, Tensor]:
     """Matrices are orthogonalised in bf16, as if they were large."""
-    with patched(vars(preconditioners), "SMALL", 0):
+    with patched(vars(optimizers), "SMALL_MATRIX", 0):
         return train(place, **LEAPS)
 
 

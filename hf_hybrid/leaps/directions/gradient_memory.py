@@ -23,8 +23,9 @@ in the last block, per unit of learning rate. The distance is estimated from at 
 are copied when the block begins, so that it costs no second copy of the model.
 
 Where weights are spread over processes (FSDP2), all of this is done on the rows that a process holds, except for
-orthogonalised matrices. These are computed when a leap is prepared, in rounds (run/shards.py), and kept until the
-leap is over: a leap that is halved sends nothing again.
+orthogonalised matrices. These are computed when a leap is prepared, in rounds (run/weights.py), and kept until the
+leap is over: a leap that is halved sends nothing again. Stacks of experts are cut between experts, so that the matrices
+that a process holds are whole.
 """
 
 from __future__ import annotations
@@ -36,12 +37,8 @@ import torch
 from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
-from hf_hybrid.leaps.directions.preconditioners import (
-    Preconditioner,
-    orthogonalisation_flops,
-    orthogonalises,
-    preconditioner_of,
-)
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalises, preconditioner_of
+from hf_hybrid.optimizers import orthogonalisation_flops
 from hf_hybrid.run.weights import Shards, sum_of_squares
 
 
@@ -106,7 +103,7 @@ class GradientMemory(Direction):
         self._measure_block()
         shards, memories = self.context.shards, self.buffers["memory"]
         if isinstance(shards, Shards) and shards.processes > 1:
-            chosen = [index for index in range(len(memories)) if self._orthogonalises(index)]
+            chosen = [i for i, memory in enumerate(memories) if memory.ndim == 2 and self._orthogonalises(i)]
             tasks = [(index, shards.shape(index), memories[index]) for index in chosen]
             self._orthogonalised = dict(shards.in_rounds(tasks, self._displacement_of_whole))
 
@@ -146,7 +143,8 @@ class GradientMemory(Direction):
         return sum(map(orthogonalisation_flops, self._orthogonalised_shapes())) / self.context.shards.processes
 
     def bytes_sent(self) -> float:
-        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in self._orthogonalised_shapes()))
+        matrices = (shape for shape in self._orthogonalised_shapes() if len(shape) == 2)
+        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in matrices))
 
     def _orthogonalised_shapes(self) -> list[torch.Size]:
         shards = self.context.shards

@@ -5,7 +5,8 @@ The gradient of a weight matrix has a few large singular values and many small o
 in a few directions of their space and hardly in the others, although the others matter as much for what the layer can
 learn. Muon (Jordan et al., 2024) therefore replaces the averaged gradient `M = U S V^T` by `U V^T`, the nearest
 orthogonal matrix: all singular values become 1, and every direction that the gradient knows is followed equally far.
-A Newton-Schulz iteration of matrix products computes `U V^T` without an SVD (preconditioners.py).
+A Newton-Schulz iteration of matrix products computes `U V^T` without an SVD (optimizers.py). Each expert of a mixture
+has its own matrices.
 
 Muon is an optimizer, and changing the optimizer of a run is the user's choice. This direction applies Muon's rule in
 the leaps alone and leaves the optimizer and its state untouched. This gives an AdamW run part of Muon's benefit. Each
@@ -24,7 +25,6 @@ another scale than Adam's, as SGD's are), the run uses `gradient_memory` itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +32,8 @@ from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import DirectionContext
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalise
+from hf_hybrid.leaps.directions.preconditioners import Preconditioner
+from hf_hybrid.optimizers import at_once, muon_scale, orthogonalise
 
 
 class Orthogonal(GradientMemory):
@@ -71,5 +72,8 @@ class Orthogonal(GradientMemory):
 
     def _rule(self, memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
         """See `Preconditioner`."""
-        matrix = memory.to(self._device) if memory.device.type == "cpu" else memory  # where it is computed fastest
-        return out.copy_(orthogonalise(matrix)).mul_(-0.2 * math.sqrt(max(memory.shape)))
+        for memories, displacements in at_once(memory, out):
+            # Memories on the host are orthogonalised where it is fastest.
+            matrices = memories.to(self._device) if memories.device.type == "cpu" else memories
+            displacements.copy_(orthogonalise(matrices))
+        return out.mul_(-muon_scale(memory.shape, "match_rms_adamw"))
