@@ -6,12 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -211,18 +209,8 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
         _refuse_muon_on_shards(args, sharding)
     if shards_by_fsdp2(args):
         _check_fsdp2_options(options)
-    if getattr(args, "use_liger_kernel", False) and _has_no_triton(args):
-        raise ValueError(
-            "`use_liger_kernel=True` needs a GPU: Liger's kernels are written in Triton, which does not compile for a "
-            "CPU or for MPS. Leave it out, or train on a GPU."
-        )
     if options.enable_predict and options.direction != "auto":
         check_leaps(args)
-
-
-def _has_no_triton(args: TrainingArguments) -> bool:
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return (computes_on_cpu(args) or torch.backends.mps.is_available()) and not interprets
 
 
 _OBSTACLES = {

@@ -99,6 +99,20 @@ def computes_on_cpu(args: TrainingArguments) -> bool:
     return asked or not torch.accelerator.is_available()
 
 
+def check_kernels(args: TrainingArguments) -> None:
+    """
+    Refuse kernels that this machine cannot compile. A trainer asks when it is built: a config may be for another
+    machine, and TRL has its own reasons to refuse Liger, which concern the model.
+    """
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    no_triton = (computes_on_cpu(args) or torch.backends.mps.is_available()) and not interprets
+    if getattr(args, "use_liger_kernel", False) and no_triton:
+        raise ValueError(
+            "`use_liger_kernel=True` needs a GPU: Liger's kernels are written in Triton, which does not compile for a "
+            "CPU or for MPS. Leave it out, or train on a GPU."
+        )
+
+
 def check_whole_parameters(model: nn.Module) -> None:
     """Refuse leaps of a model with sharded parameters, as `from_pretrained(..., tp_plan="auto")` makes it."""
     for name, parameter in model.named_parameters():

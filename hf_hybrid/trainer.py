@@ -45,6 +45,7 @@ from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
     LeapObstacleError,
     RandomStates,
+    check_kernels,
     check_whole_parameters,
     keep_differentiable,
     warn_of_lone_process,
@@ -209,6 +210,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._epochs_began_at: list[int] = []
         self._leave_step()
         super().__init__(*args, **kwargs)
+        check_kernels(self.args)
         self._start = manifest.new_run(self.model)
         self.hybrid_args = (
             self.args if isinstance(self.args, HybridArguments) else HybridArguments(enable_predict=self.can_leap)
