@@ -4,8 +4,8 @@ Write the tables of the documents from the results of the benchmarks.
     python docs/generate_tables.py              # writes README.md and docs/**/*.md
     python docs/generate_tables.py --print NAME # prints one table
 
-benchmarks/tables/__init__.py says how a document names a table. tests/documents/test_tables.py fails when a document and
-the results differ.
+benchmarks/tables/__init__.py says how a document names a table. tests/documents/test_tables.py fails when a document
+and the results differ.
 """
 
 from __future__ import annotations

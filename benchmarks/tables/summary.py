@@ -72,8 +72,8 @@ def readme() -> str:
         [
             "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage",
             "[GRPO](docs/grpo.md)",
-            f"{times(grpo[0])} to {times(grpo[-1])} times fewer CPU seconds than TRL for whole runs; completions and update "
-            "are the same",
+            f"{times(grpo[0])} to {times(grpo[-1])} times fewer CPU seconds than TRL for whole runs; "
+            "completions and update are the same",
         ],
         [
             "8B Llama shapes, 16,384 tokens a step, one H100",
@@ -127,8 +127,8 @@ def results_() -> str:
         [
             "[GRPO](grpo.md)",
             "prompts once, ended rows leave, rows without advantage are left out",
-            f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run (prompts of 64 "
-            f"tokens), {times(short[0], 2)} with 20 tokens",
+            f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run "
+            f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens",
             "none measured",
             "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds, one CPU thread",
         ],
@@ -176,8 +176,8 @@ def results_() -> str:
         [
             "[small export](export.md)",
             "int8, nf4, GGUF; the loss before and after is measured and printed",
-            f"{size(small['exported']['disk_bytes'])} (`gguf-q4_m`) and {size(int8['exported']['disk_bytes'])} (`int8`) "
-            f"in place of {size(int8['original']['disk_bytes'])}",
+            f"{size(small['exported']['disk_bytes'])} (`gguf-q4_m`) and "
+            f"{size(int8['exported']['disk_bytes'])} (`int8`) in place of {size(int8['original']['disk_bytes'])}",
             f"loss {change(small)} and {change(int8)}",
             "SmolLM2-135M, 2,040 tokens, one seed, CPU; llama.cpp read the files",
         ],
