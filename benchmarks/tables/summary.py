@@ -60,8 +60,8 @@ def readme() -> str:
         [
             "SmolLM2-135M, LoRA, 8 rows a step, one CPU thread",
             "[SFT](docs/sft.md)",
-            f"{times(instructions)} (instructions) to {times(system)} times (a common system prompt) less time than "
-            f"`Trainer`, {times(chats)} than TRL; the update is the same",
+            f"{times(instructions)} (instructions) to {times(system)} times (a common system prompt) fewer CPU "
+            f"seconds than `Trainer`, {times(chats)} than TRL; the update is the same",
         ],
         [
             "SmolLM2-135M, all weights, 4 pairs",
