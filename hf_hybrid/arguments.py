@@ -97,7 +97,7 @@ class HybridArguments:
         "balanced",
         "How far leaps go, how many steps they replace and how often they are made. The preset decides every option "
         "below whose help says 'from the preset'. fast: no leaps, and optim=muon (if optim was left at its default) "
-        "with a shorter momentum, which was fastest in docs/evaluation.md. With adapters it trains by AdamW, because "
+        "with a shorter momentum, which was fastest in docs/results.md. With adapters it trains by AdamW, because "
         "Muon gains nothing there.",
     )
     warmup_phase_steps: Optional[int] = option(
@@ -127,7 +127,7 @@ class HybridArguments:
         "auto",
         "Where a leap goes. auto: orthogonal with AdamW on a language model from scratch, and no leaps elsewhere: with "
         "adapters, on a pretrained model (whose first training loss is below half the logarithm of the vocabulary), on "
-        "preferences, and with an optimizer or a loss that leaps were not measured with in docs/evaluation.md. "
+        "preferences, and with an optimizer or a loss that leaps were not measured with in docs/results.md. "
         "orthogonal: along a short average of the gradients; hidden matrices are orthogonalised, "
         "as Muon does. gradient_memory: along a long average of the gradients, through the optimizer's own "
         "preconditioner. none: nowhere; skipped steps change nothing (the control of a comparison). "

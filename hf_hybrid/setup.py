@@ -92,7 +92,7 @@ SKIP_FROM = 50
 """
 The first step that may be skipped where nobody named a direction. From scratch the loss falls so fast before that a
 step is worth more than the leap that replaces it: four runs of 40 steps ended 0.2 to 0.9 % lower without skipping any
-(docs/evaluation.md).
+(docs/evaluation/leaps.md).
 """
 MAX_RATE_SCALE = 512.0
 """Largest factor of the search on the learning rate, which raises 5e-5 to 2.5e-2."""
@@ -100,7 +100,7 @@ PRETRAINED_SHARE = 0.5
 """
 A model counts as pretrained if its first training loss is below this share of the loss of a model that knows nothing,
 the logarithm of its vocabulary. Where leaps harmed the share was 0.31 to 0.38, where they paid 0.62 and above
-(docs/evaluation.md); nothing in between was measured.
+(docs/evaluation/pretrained.md); nothing in between was measured.
 """
 
 HOST_SHARE = 0.9
@@ -330,7 +330,7 @@ def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
     return load_room(room, "lr_rescue").adapter_rate_scale(trainer) if has_room(room) else None
 
 
-# Whether there are leaps. They are made where they were measured to pay (docs/evaluation.md): with an optimizer like
+# Whether there are leaps. They are made where they were measured to pay (docs/results.md): with an optimizer like
 # AdamW, on a causal language model that knows little yet. The trainer, its loss and the optimizer decide. Only the
 # question whether the model is pretrained is left to the first training loss, and only where that is the plain
 # cross-entropy: DPO begins at log 2 with random weights too, IPO at 25, DFT near 0. What is not known to be like the
@@ -542,7 +542,7 @@ def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
     Undo the choice of Muon by `preset="fast"` where adapters are trained, unless an option of Muon is given.
 
     Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
-    (docs/evaluation.md, "`fast` with adapters").
+    (docs/evaluation/rates.md, "`fast` with adapters").
     """
     options = trainer.hybrid_args
     wanted = options.muon_lr_scale != 1.0 or options.muon_momentum is not None

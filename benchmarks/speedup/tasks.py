@@ -31,7 +31,7 @@ QUIET = {
 """Arguments of runs that save, log and show nothing."""
 TUNED = {"warmup_steps": 0.05, "adam_beta2": 0.95, "weight_decay": 0.1}
 """
-Options with which plain AdamW was best from scratch (docs/evaluation.md), beside `Trainer`'s linear decay to zero.
+Options with which plain AdamW was best from scratch (docs/results.md), beside `Trainer`'s linear decay to zero.
 """
 
 

@@ -222,7 +222,9 @@ def write_curve(curve: Curve, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--runs", type=int, help="Of each kind; by default as many as the table in docs/evaluation.md.")
+    parser.add_argument(
+        "--runs", type=int, help="Of each kind; by default as many as the table in docs/evaluation/forecast.md."
+    )
     parser.add_argument("--file", type=Path, default=CURVES)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -34,11 +34,11 @@ from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 logger = logging.getLogger(__name__)
 
 ADAPTER_RATE, AT_ALPHA, AT_WIDTH = 1e-3, 32, 576
-"""Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (docs/evaluation.md)."""
+"""Learning rate of AdamW for the adapters of SmolLM2-135M, and what it belongs to (docs/evaluation/rates.md)."""
 OF_PREFERENCES = 0.25
 """
 Rate of a preference loss over that of supervised training: each pair that is learned has less gradient. Half is better
-on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation.md).
+on SmolLM2, and too high on one of three seeds of a small model (docs/evaluation/rates.md).
 """
 MAX_ADAPTER_RATE = 1e-2
 """About the highest rate of adapters at which the rule was measured: very narrow models would get a higher one."""

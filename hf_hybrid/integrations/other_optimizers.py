@@ -2,7 +2,7 @@
 How leaps along `gradient_memory` step under optimizers other than Adam: pure functions on one parameter.
 
 The direction loads this room when it is named and the optimizer is none of Adam's. leaps/directions/preconditioners.py
-explains what a preconditioner is. Leaps under these optimizers were not measured to pay (docs/evaluation.md).
+explains what a preconditioner is. Leaps under these optimizers were not measured to pay (docs/evaluation/leaps.md).
 """
 
 from __future__ import annotations

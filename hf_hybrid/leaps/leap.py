@@ -27,7 +27,7 @@ until then. Where Correct could not tell, because there are too few losses for a
 What was refused is learnt from (`Trust`): later leaps are not longer than what a probe accepted, and are probed until
 one is accepted as it was asked for. A run in which leaps do not help uses up a small budget and then makes none.
 
-Leaps did not pay on pretrained models and with adapters (docs/evaluation.md), and no probe notices that: where they
+Leaps did not pay on pretrained models and with adapters (docs/results.md), and no probe notices that: where they
 pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made there, nor
 with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). Whether a language model is
 pretrained shows in the very first training loss, so that until then [`FirstLoss`] stands in the place of the leaps. A
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of world_model/ subclass
-# it and learn from the run; they did not beat it (docs/evaluation.md), and are loaded only if `planner` names them.
+# it and learn from the run; they did not beat it (docs/results.md), and are loaded only if `planner` names them.
 # `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
 
 

@@ -158,7 +158,7 @@ class LearningRateRescue(RateScale):
     """
     A scalar state machine: [`observe`] takes the numbers of one real step and moves [`scale`].
 
-    The constants were chosen on the tasks of docs/evaluation.md, where the alternatives that were tried are listed.
+    The constants were chosen on the tasks of docs/evaluation/leaps.md. benchmarks/NOTEBOOK.md lists the alternatives.
 
     Args:
         max_steps (`int`): Length of the run; the search is to take a small part of it.

@@ -25,7 +25,7 @@ from hf_hybrid.cli.tasks import FINE_TUNING
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PAGES += sorted((ROOT / "benchmarks").rglob("README.md"))
+PAGES += sorted((ROOT / "benchmarks").rglob("README.md")) + [ROOT / "benchmarks" / "NOTEBOOK.md"]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,7 +54,7 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/index.md": [(QWEN, "TINY"), ("num_train_epochs=1", "max_steps=4")],
     "docs/quickstart.md": [("max_steps=300", "max_steps=12")],
     "docs/sweeps.md": [("max_steps=200", "max_steps=20"), ("n_trials=10", "n_trials=2")],
-    "README.md": [(QWEN, "TINY")],
+    "README.md": [('"HuggingFaceTB/SmolLM2-135M-Instruct"', "TINY")],
     "docs/sft.md": [(QWEN, "TINY")],
     "docs/dpo.md": [('"Qwen/Qwen2.5-0.5B-Instruct"', "TINY")],
     "docs/peft_and_trl.md": [(QWEN, "TINY")],
@@ -155,6 +155,23 @@ def test_python_blocks_run(path, tiny, tmp_path, monkeypatch):
             block = block.replace(old, new)
         exec(compile(block, page, "exec"), namespace)
     assert not unused, f"the page does not say {unused} any more"
+
+
+def test_the_readme_shows_what_its_code_prints(tiny, tmp_path, monkeypatch, capsys):
+    """The numbers are those of another model and other data; the words are the same."""
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "README.md"
+    shown = blocks(path, "text")[0]
+    assert int(re.match(r"[\d,]+", shown).group().replace(",", "")) > 0
+    (code,) = blocks(path, "python")
+    (old, new), namespace = STAND_INS["README.md"][0], names_of("README.md", tiny)
+    capsys.readouterr()
+    exec(compile(code.replace(old, new), "README.md", "exec"), namespace)
+    printed = [
+        line for line in capsys.readouterr().out.splitlines() if "tokens were not" in line or "of padding" in line
+    ]
+    assert [re.sub(r"\d[\d,]*", "N", line) for line in printed] == re.sub(r"\d[\d,]*", "N", shown).splitlines()
 
 
 # Commands: they name files that are there, and flags that these take.
@@ -289,8 +306,9 @@ def test_every_file_of_results_is_cited():
 
 
 def test_losses_by_seed_are_in_the_results():
-    """`4.546 / 4.564 / 4.509`: each is the final loss of a run."""
-    page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
+    """`4.546 / 4.564 / 4.509`: each is the final loss of a run. Generated tables have a test of their own."""
+    pages = [ROOT / "benchmarks/NOTEBOOK.md", *(DOCS / "evaluation").glob("*.md")]
+    page = "".join(path.read_text(encoding="utf-8") for path in pages)
     rows = lines_of(ROOT / "benchmarks/speedup/results.jsonl")
     losses = {f"{loss:.3f}" for row in rows if (loss := row.get("eval_loss", row.get("loss"))) is not None}
     told = re.findall(r"(?<![\d.])\d\.\d{3}(?: / \d\.\d{3})+(?!\d)", page)
@@ -319,6 +337,25 @@ def test_links_resolve(path):
         assert found.exists(), f"{page_name(path)} links to {target}"
         if anchor:
             assert anchor in slugs(found), f"{page_name(path)} links to {target}, which has {sorted(slugs(found))}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=page_name)
+def test_a_page_is_short(path):
+    """The notebook may be long."""
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= (150 if page_name(path) == "docs/results.md" else 300), f"{page_name(path)} has {lines} lines"
+
+
+WANTED = (
+    "SFT", "DPO", "GRPO", "LoRA", "QLoRA", "wandb", "mlflow", "early stopping", "flash attention", "multi-GPU", "FAQ",
+    "Alpaca", "ShareGPT", "Liger", "packing", "Docker", "Colab", "Unsloth", "vLLM", "24 GB", "learning rate", "resume",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WANTED)
+def test_a_reader_finds(words):
+    """The site's search looks into the text of the pages that the navigation lists."""
+    assert any(words.lower() in prose(path).lower() for path in DOCS.rglob("*.md")), f"no page says `{words}`"
 
 
 # Options, and the site.
@@ -377,6 +414,17 @@ def test_symbols_of_the_api_pages_exist_and_are_documented():
 
 
 # What the repository says of itself in several places.
+
+
+def test_a_release_is_what_it_says():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (part,) = re.findall(rf"^## \[{re.escape(__version__)}\].*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    assert 10 < len(part.splitlines()) <= 40
+    assert f"hf_hybrid-{__version__}-py3-none-any.whl" in (ROOT / "README.md").read_text(encoding="utf-8")
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    assert release[True]["push"]["tags"] == ["v*"]  # YAML reads the key `on` as a bool
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    assert release["jobs"]["publish"]["if"].endswith("vars.PUBLISH == 'true'")
 
 
 def test_versions_agree():

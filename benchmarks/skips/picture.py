@@ -1,0 +1,61 @@
+"""
+Draw the picture of the README from the results: CPU seconds of fine-tuning SmolLM2-135M, here over plain training.
+
+    python -m benchmarks.skips.picture
+
+Writes docs/images/fine_tuning.png. A bar is one over the median ratio of a benchmark that ran both sides in turn, one
+CPU thread each. The update is the same on both sides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.tables.skips import grpo_run, prompts, recomputed, row_ratio
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "fine_tuning.png"
+OURS, THEIRS = "#0b6e99", "#d5dadf"
+
+
+def bars() -> list[tuple[str, str, float]]:
+    """What is trained, beside what, and how many times longer the other side takes."""
+    grpo = {tokens: grpo_run("smollm2", length=64, tokens=tokens)[-1]["ratio"] for tokens in (24, 48)}
+    return [
+        ("SFT, a common system prompt of 300 tokens", "TRL", row_ratio("smollm2", "shuffled", "system", "trl")),
+        ("", "Trainer", row_ratio("smollm2", "shuffled", "system", "trainer")),
+        ("SFT, instructions as long as Alpaca's", "TRL", row_ratio("smollm2", "shuffled", "instructions", "trl")),
+        ("", "Trainer", row_ratio("smollm2", "shuffled", "instructions", "trainer")),
+        ("LoRA where no layer has to be recomputed", "TRL", recomputed("adapters", "auto")[1]),
+        ("DPO, prompt : completion = 2 : 1", "TRL", prompts("pairs")["ratio"]),
+        ("GRPO, half of the rows without advantage", "TRL, completions of 24 tokens", grpo[24]),
+        ("", "TRL, 48 tokens", grpo[48]),
+    ]
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = bars()
+    figure, axis = pyplot.subplots(figsize=(9.6, 4.2))
+    for place, (_, beside, ratio) in enumerate(rows):
+        axis.barh(-place, 100, color=THEIRS, height=0.72)
+        axis.barh(-place, 100 / ratio, color=OURS, height=0.72)
+        axis.text(100 / ratio + 1, -place, f"{ratio:.1f} times fewer than {beside}", va="center", fontsize=9)
+    axis.set_yticks([-place for place in range(len(rows))], [name for name, _, _ in rows], fontsize=9)
+    axis.set_xlim(0, 104)
+    axis.set_xticks(range(0, 101, 20))
+    axis.set_xlabel("CPU seconds of a step (GRPO: of a run), in percent of the other side's; the same update")
+    axis.set_title("Fine-tuning SmolLM2-135M, one CPU thread", fontsize=11, loc="left")
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    figure.tight_layout()
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Tables from benchmarks/memory, equality and planning."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+
+from benchmarks.memory.low_bit import summarise
+from benchmarks.memory.peaks import KEY as PEAK_KEY
+from benchmarks.memory.peaks import MODES
+from benchmarks.planning.accuracy import MODELS as PLANNED
+from benchmarks.planning.accuracy import REFERENCES
+from benchmarks.planning.accuracy import table as accuracy_table
+from benchmarks.tables import all_lines, markdown, mib, percent, results, table
+
+GIB = 2**30
+
+
+def outcomes() -> collections.Counter:
+    return collections.Counter(row["outcome"] for row in results("equality", "streamed", "model_type", "walk").rows())
+
+
+@table("memory-equality")
+def memory_equality() -> str:
+    rows = results("equality", "streamed", "model_type", "walk").rows()
+    names = {
+        outcome: ", ".join(f"`{row['model_type']}`" for row in rows if row["outcome"] == outcome)
+        for outcome in outcomes()
+        if outcome != "equal"
+    }
+    found = outcomes()
+    told = [[found["equal"], "equal to plain `Trainer` to the last bit"]]
+    told.append([found["no layer list"], f"refused ({names['no layer list']}; its reversible layers have other calls)"])
+    told.append([found["plain fails"], f"not trained by plain `Trainer` here ({names['plain fails']})"])
+    return markdown([f"of {len(rows)} types", ""], told)
+
+
+@table("memory-architectures")
+def memory_architectures() -> str:
+    rows = results("equality", "architectures", "model_type").rows()
+    plain = sum(row["plain"] == "ok" for row in rows)
+    ours = sum(row["hybrid"] == "ok" for row in rows)
+    told = [["registered", len(rows)], ["trained by plain `Trainer`", plain], ["trained by `HybridTrainer`", ours]]
+    return markdown(["model types", ""], told)
+
+
+CPU_MODES = {
+    "resident": "plain `Trainer`, no checkpointing", "resident-checkpointed": "**plain `Trainer`**, checkpointed",
+    "stream": "**streamed**, layer by layer", "stream-micro_batch": "streamed, micro-batch by micro-batch",
+    "stream-parked": "streamed, activations on the host", "stream-kept": "streamed, half of the layers kept",
+    "stream-ends": "streamed, embeddings and head too", "fsdp2": "FSDP2 with CPU offload, one process",
+    "resident-8bit": "8-bit states, resident", "stream-8bit": "8-bit states, streamed",
+    "lora-resident": "LoRA, resident", "lora-stream": "LoRA, streamed base",
+    "lora-stream-int8": "LoRA, streamed int8 base",
+}  # fmt: skip
+
+
+def peak(model: str, mode: str, tokens: int) -> dict | None:
+    found = results("memory", "peaks", *PEAK_KEY).rows(model=model, mode=mode, tokens=tokens)
+    return found[-1] if found and found[-1]["outcome"] == "measured" else None
+
+
+def times_resident(row: dict) -> float:
+    return row["seconds"] / peak(row["model"], MODES[row["mode"]].against, row["tokens"])["seconds"]
+
+
+@table("memory-peaks")
+def memory_peaks() -> str:
+    rows = []
+    for mode, name in CPU_MODES.items():
+        row = peak("60m", mode, 512)
+        held = mib(row["device_held"]) if row.get("device_held") is not None else "not counted"
+        host = mib(row["host_held"]) if row.get("host_held") and row.get("device_held") is not None else ""
+        rows.append([name, held, host, f"{row['seconds']:.2f}", f"{times_resident(row):.2f}", f"{row['floor']:.2f}"])
+    heading = ["mode", "held on the device", "held on the host by streaming", "s per step", "ratio", "floor"]
+    return markdown(heading, rows)
+
+
+H100 = {
+    ("8b", "resident-checkpointed"): "8b, resident, bf16 states", ("8b", "stream"): "8b, streamed, bf16 states",
+    ("8b", "resident-8bit"): "8b, resident, 8-bit states", ("8b", "stream-8bit"): "8b, streamed, 8-bit states",
+    ("1b", "resident-checkpointed"): "1b (fp32, bf16 autocast), resident",
+    ("1b", "resident-8bit"): "1b, resident, 8-bit states", ("1b", "fsdp2"): "1b, FSDP2 with CPU offload",
+}  # fmt: skip
+
+
+@table("memory-h100")
+def memory_h100() -> str:
+    rows = []
+    for (model, mode), name in H100.items():
+        for tokens in (2048, 16384):
+            row = peak(model, mode, tokens)
+            if row is None:
+                continue
+            share = times_resident(row)
+            device = ", ".join(f"{row[f'device_{kind}'] / GIB:.1f}" for kind in ("allocated", "reserved", "used"))
+            told = f"{share:.{1 if share >= 10 else 2}f}" if "resident" not in mode else "1"
+            rows.append([
+                name if tokens == 2048 else "", f"{tokens:,}", f"{row['seconds']:.3f}",
+                f"{row['tokens_per_second']:,.0f}", told, device, f"{row['device_plan'] / GIB:.1f}",
+                f"{row['host_peak'] / GIB:.1f}",
+            ])  # fmt: skip
+    heading = ["model, mode", "tokens per step", "s/step", "tokens/s", "times resident"]
+    return markdown([*heading, "device: allocated, reserved, used", "plan", "host"], rows)
+
+
+def low_bit() -> dict[str, dict]:
+    return summarise(results("memory", "low_bit", "arm", "seed", "steps", "rate").rows())
+
+
+@table("memory-low-bit")
+def memory_low_bit() -> str:
+    rows = []
+    for arm, name in (
+        ("adamw", "fp32, fp32"),
+        ("bf16-8bit-stochastic", '**bf16 rounded stochastically, 8-bit** (`optimizer_states="8bit"`, bf16 model)'),
+        ("fp32-8bit", 'fp32, 8-bit (`optimizer_states="8bit"`, fp32 model)'),
+        ("bf16-8bit-nearest", "bf16 rounded to nearest, 8-bit (control)"),
+    ):
+        found = low_bit()[arm]
+        by_seed = found["excess_by_seed"]
+        error = statistics.stdev(by_seed) / len(by_seed) ** 0.5
+        over = f"{percent(found['excess'], 2)} +- {100 * error:.2f}" if arm != "adamw" else ""
+        told = ", ".join(f"{100 * value:+.2f}" for value in by_seed) if arm != "adamw" else ""
+        bytes_per_weight = found["bytes_per_weight"]
+        rows.append([name, f"{found['eval_loss']:.3f}", over, told, f"{bytes_per_weight:.2f}"])
+    return markdown(["weights, states", "loss", "above fp32 AdamW", "by seed", "bytes per weight"], rows)
+
+
+@table("memory-parts")
+def memory_parts() -> str:
+    parts = all_lines("memory", "parts")
+    heads = [row for row in parts if row["part"] == "loss_head"]
+    (saved,) = (row for row in parts if row["part"] == "activations")
+    (probes,) = (row for row in parts if row["part"] == "int8_probes")
+    rows = []
+    for row, name in zip(heads, ("loss head, 2,048 tokens, width 64, 65,536 words: peak, fp32", "the same in bf16")):
+        peaks = row["peak_bytes"]
+        told = [mib(peaks["all_logits"]).replace("1552", "1,552").replace("1544", "1,544"), mib(peaks["chunked"])]
+        rows.append([name, told[0], f"{told[1]} chunked", f"{100 * row['saved']:.1f} %"])
+    kept = saved["saved_for_backward_bytes"]
+    name = "saved for backward, backbone of 8 layers, width 128, 2 x 128 tokens"
+    for key, words in (
+        ("checkpointed", "checkpointed"),
+        ("checkpointed_and_offloaded", "inputs of layers on the host"),
+    ):
+        first = f"{kept['all'] / 1e6:.1f} MB" if key == "checkpointed" else ""
+        share = f"{100 * saved['saved'][key]:.1f} %"
+        rows.append([name if first else "the same", first, f"{kept[key] / 1e6:.2f} MB, {words}", share])
+    stored = [f"{probes[key] / 1e6:.2f} MB" for key in ("bf16_bytes", "stored_bytes")]
+    rows.append(["int8 probe weights, against bf16, width 256", *stored, f"{100 * (1 - probes['share']):.1f} %"])
+    return markdown(["", "without", "with", "saved"], rows)
+
+
+@table("memory-int8")
+def memory_int8() -> str:
+    stored = results("memory", "int8_engines", "engine")
+    rows = [["fp32", "0", "0", f"{stored.get(engine='torch')['seconds_fp32']:.2f}"]]
+    for engine, name in (("torch", "`predict=int8` (torch)"), ("bitsandbytes", "`predict=int8_bitsandbytes`")):
+        row = stored.get(engine=engine)
+        noise = [f"{row['noise'][key]:.1e}".replace("e-0", "e-") for key in ("median", "largest")]
+        rows.append([name, *noise, f"{row['seconds']:.2f}"])
+    return markdown(["", "noise: median", "largest", "seconds per forward pass"], rows)
+
+
+STOPPED = {
+    "trainer": "plain `Trainer`", "off, at once": '`enable_predict=False`, `save_behind="off"`',
+    "off, behind": "`enable_predict=False`", "leaps, at once": 'leaps, `save_behind="off"`', "leaps, behind": "leaps",
+}  # fmt: skip
+
+
+def stopped(size: str, arm: str) -> tuple[float, float]:
+    """Median seconds for which a save stops training, and that over plain `Trainer`'s."""
+    stored = results("memory", "stopped", "size", "arm", "round")
+    seconds = {
+        name: statistics.median(s for row in stored.rows(size=size, arm=name) for s in row["seconds"])
+        for name in (arm, "trainer")
+    }
+    return seconds[arm], seconds[arm] / seconds["trainer"]
+
+
+@table("resume-saves")
+def resume_saves() -> str:
+    stored, rows = results("memory", "stopped", "size", "arm", "round"), []
+    for size in ("27M", "135M"):
+        for arm in dict.fromkeys(row["arm"] for row in stored.rows(size=size)):
+            found = stored.rows(size=size, arm=arm)
+            save, over = stopped(size, arm)
+            names = ("first", "step_seconds", "steps_beside")
+            others = [statistics.median(row[name] for row in found) for name in names]
+            rows.append([size, STOPPED[arm], f"{save:.2f}", f"{over:.2f}", *(f"{value:.2f}" for value in others)])
+    heading = ["weights", "", "a save", "over plain `Trainer`'s", "the first save", "a step"]
+    return markdown([*heading, "the step beside the thread"], rows)
+
+
+def accuracy(gpu: bool) -> list[dict]:
+    return results("planning", "accuracy", "reference", "model", "layers", "way").rows(reference=REFERENCES[gpu])
+
+
+def planned(gpu: bool) -> str:
+    known = {(name, config.num_hidden_layers) for name, configs in PLANNED.items() for config in configs}
+    return accuracy_table([row for row in accuracy(gpu) if (row["model"], row["layers"]) in known])
+
+
+@table("planning-accuracy")
+def planning_accuracy() -> str:
+    return planned(False)
+
+
+@table("planning-accuracy-gpu")
+def planning_accuracy_gpu() -> str:
+    return planned(True)
+
+
+@table("planning-seconds")
+def planning_seconds() -> str:
+    names = {
+        "llama-2-7b": "Llama 2 7B", "qwen2.5-7b": "Qwen 2.5 7B", "llama-2-13b": "Llama 2 13B",
+        "dense-50b": "a dense model of 49.5 B", "mixtral-8x7b": "Mixtral 8x7B",
+    }  # fmt: skip
+    rows = [
+        [names[row["model"]], f"{row['wall']:.1f}", f"{row['user']:.1f}"] for row in all_lines("planning", "seconds")
+    ]
+    return markdown(["config", "seconds", "seconds of processor time"], rows)
+
+
+@table("launch-sharing")
+def launch_sharing() -> str:
+    found = {row["mode"]: row for row in all_lines("memory", "sharing")}
+    both = [found["fsdp2_offload"], found["streamed"]]
+    rows = [
+        [name, *(mib(row[key]) for row in both)]
+        for key, name in (
+            ("host_bytes", "weights, gradients and states on the host"),
+            ("device_copies", "copied to and from the device per step"),
+            ("sent_bytes", "sent to the other process per step"),
+        )
+    ]
+    rows.append(["CPU seconds per step", *(f"{row['cpu_seconds']:.2f}" for row in both)])
+    return markdown(["per process", "FSDP2 with `cpu_offload`", "a copy streamed by each process"], rows)

@@ -1,0 +1,122 @@
+"""Tables from benchmarks/export and sweep, and of long runs."""
+
+from __future__ import annotations
+
+from benchmarks.tables import all_lines, markdown, percent, results, table
+
+BITS = {"gguf-q5_1": "6.0", "gguf-q4_m": "5.4", "gguf-q4_0": "4.5", "nf4": "4.1"}
+"""Bits of a weight of a linear layer with its scales, by the definition of the formats."""
+FORMATS = {
+    "quickstart": ["int8", "nf4", "gguf-q8_0", "gguf-q5_1", "gguf-q4_1", "gguf-q4_0", "gguf-q4_m"],
+    "smollm2": ["int8", "gguf-q8_0", "gguf-q5_1", "gguf-q4_m", "gguf-q4_1", "gguf-q4_0", "nf4"],
+    "reordered": list(BITS),
+}
+
+
+def size(count: float) -> str:
+    """`1.86 MiB`, `98.4 MiB`, `210 MiB`."""
+    value = count / 2**20
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} MiB"
+
+
+def exported(model: str, form: str) -> dict:
+    return results("export", "formats", "model", "format").get(model=model, format=form)
+
+
+def change(row: dict, digits: int = 2) -> str:
+    return percent(row["loss_change"], digits)
+
+
+def formats(model: str) -> str:
+    rows = []
+    for form in FORMATS[model]:
+        row = exported(model, form)
+        found = row["exported"]
+        last = [BITS[form]] if model == "reordered" else [size(found["memory_bytes"])]
+        rows.append([f"`{form}`", f"{found['loss']:.4f}", change(row), size(found["disk_bytes"]), *last])
+    last = "bits a weight" if model == "reordered" else "in memory"
+    text = markdown(["format", "held-out loss", "change", "on disk", last], rows)
+    return text.replace("|---|---|---|---|---|", "|---|---:|---:|---:|---:|")
+
+
+@table("export-quickstart")
+def export_quickstart() -> str:
+    return formats("quickstart")
+
+
+@table("export-smollm2")
+def export_smollm2() -> str:
+    return formats("smollm2")
+
+
+@table("export-reordered")
+def export_reordered() -> str:
+    return formats("reordered")
+
+
+@table("export-ternary")
+def export_ternary() -> str:
+    rows = []
+    for arm, name in (("bitnet", "`--qat bitnet`"), ("fp32", "fp32, rounded afterwards")):
+        row = results("export", "ternary", "arm").get(arm=arm)
+        ends = [f"{row[key]['loss']:.4f}" for key in ("original", "exported")]
+        rows.append([name, *ends, change(row, 4 if arm == "bitnet" else 2), size(row["exported"]["disk_bytes"])])
+    return markdown(["training", "held-out loss", "packed", "change", "on disk"], rows)
+
+
+@table("export-llama-cpp")
+def export_llama_cpp() -> str:
+    rows = [
+        [f"`{row['format']}`", f"{row['llama_cpp']:.4f}", f"{row['transformers']:.4f}"]
+        for row in results("export", "llama_cpp", "model", "format").rows()
+    ]
+    return markdown(["format", "llama.cpp", "transformers"], rows)
+
+
+PRUNERS = {
+    "forecast": "`ForecastPruner`", "none": "none", "median": "Optuna's median",
+    "successive halving": "Optuna's successive halving",
+}  # fmt: skip
+
+
+def sweep_cell(task: str, pruner: str, order: str) -> str:
+    found = results("sweep", "replay", "task", "seed", "pruner", "order").rows(task=task, pruner=pruner, order=order)
+    found = sorted(found, key=lambda row: row["seed"])
+    return ", ".join(f"{row['steps_percent']:.0f} % ({row['worse_percent']:.1f} %)" for row in found)
+
+
+@table("sweeps")
+def sweeps() -> str:
+    tasks, rows = ("code", "docs", "lora", "smol-lora"), []
+    for order, words in (("search", "searched"), ("shuffled", "all ten, shuffled")):
+        for pruner, name in PRUNERS.items():
+            if order != "search" and pruner == "none":
+                continue
+            rows.append([words, name, *(sweep_cell(task, pruner, order) for task in tasks)])
+    return markdown(["rates", "pruner", *(f"`{task}`" for task in tasks)], rows)
+
+
+@table("logging-long-run")
+def logging_long_run() -> str:
+    (run,) = all_lines("memory", "long_run")
+    both = [run["at"][step] for step in ("2000", "200000")]
+    history = [point["files"]["trainer_state.json"] for point in both]
+    others = [sum(point["files"].values()) - count for point, count in zip(both, history)]
+    rows = [
+        ["resident memory of the process", *(f"{point['rss'] / 2**20:.0f} MiB" for point in both)],
+        ["`trainer_state.json` (`Trainer`'s history, 400 entries at the end)"]
+        + [f"{count / 1e3:.{1 if count < 1e4 else 0}f} kB" for count in history],
+        ["all other files of a checkpoint", *(f"{count / 1e3:.0f} kB" for count in others)],
+        ["CPU seconds of a save", *(f"{point['save_cpu_seconds']:.3f}" for point in both)],
+        ["CPU seconds of a save without `Trainer`'s history"]
+        + [f"{point['without_history']['save_cpu_seconds']:.3f}" for point in both],
+        ["`hybrid_log.jsonl`", "", f"{run['log_bytes'] / 1e6:.1f} MB"],
+        ["report: CPU seconds, bytes of all files", ""]
+        + [f"{run['report']['cpu_seconds']:.1f}, {run['report']['bytes'] / 1e6:.1f} MB"],
+    ]
+    return markdown(["", "step 2,000", "step 200,000"], rows)
+
+
+def searched() -> list[dict]:
+    """Searches with the forecast, over tasks and seeds."""
+    return results("sweep", "replay", "task", "seed", "pruner", "order").rows(pruner="forecast", order="search")

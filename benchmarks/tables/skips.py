@@ -1,0 +1,180 @@
+"""Tables from benchmarks/skips, and of recomputation: what SFT, DPO and GRPO save."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.skips.rewards import KEY as RUN_KEY
+from benchmarks.skips.rewards import PARTS
+from benchmarks.skips.rows import ratio
+from benchmarks.tables import all_lines, between, losses, markdown, results, table
+
+ROW_KEY = ("model", "trains", "order", "kind", "arm")
+KINDS = [  # (kind, model, order, words)
+    ("system", "smollm2", "shuffled", "a system prompt of 300 tokens and short turns"),
+    ("system", "fifth", "shuffled", "the same"),
+    ("unrolled", "fifth", "kept", "chats of 4 turns, a row per answer, conversations together"),
+    ("unrolled", "fifth", "shuffled", "the same, shuffled"),
+    ("answers", "fifth", "kept", "4 answers to each question, together"),
+    ("answers", "fifth", "shuffled", "the same, shuffled"),
+    ("agent", "fifth", "kept", "agents' rows: tools, tasks, trajectories, actions, together"),
+    ("agent", "fifth", "shuffled", "the same, shuffled"),
+    ("trajectories", "fifth", "shuffled", "agents' long trajectories, 3 % learned, shuffled"),
+    ("instructions", "smollm2", "shuffled", "instructions as long as Alpaca's, nothing shared"),
+    ("instructions", "fifth", "shuffled", "the same"),
+    ("full", "fifth", "shuffled", "equal length, all learned"),
+]
+THEIRS = {
+    "trainer": "`Trainer`", "by_length": "`group_by_length`", "trl": "TRL", "trl_packing": "TRL, `packing`",
+    "trl_padding_free": "TRL, `padding_free`",
+}  # fmt: skip
+
+
+def measured_beside(model: str, order: str, kind: str, arm: str) -> tuple[dict, dict]:
+    """
+    A run of `arm` and ours that was made in the same call of the benchmark.
+
+    Seconds compare only within a call. Some arms were measured a day after the others, with an own run of ours beside.
+    """
+    where = {"model": model, "trains": "adapters", "order": order, "kind": kind}
+    found = [row for row in all_lines("skips", "rows") if all(row[name] == value for name, value in where.items())]
+    theirs = [row for row in found if row["arm"] == arm]
+    if not theirs:
+        return {}, {}
+    ours = [row for row in found if row["arm"] == "hybrid"]
+    same = [row for row in ours if row["command"] == theirs[-1]["command"]]
+    return theirs[-1], (same or ours)[-1]
+
+
+def row_ratio(model: str, order: str, kind: str, arm: str) -> float | None:
+    theirs, ours = measured_beside(model, order, kind, arm)
+    return ratio(theirs, ours) if theirs else None
+
+
+@table("sft-rows")
+def sft_rows() -> str:
+    rows = []
+    for kind, model, order, words in KINDS:
+        cells = [row_ratio(model, order, kind, arm) for arm in THEIRS]
+        _, ours = measured_beside(model, order, kind, "trainer")
+        kept = (ours["tokens"] - ours["tokens_shared"]) / (ours["tokens"] + ours["tokens_padding"])
+        name = "SmolLM2" if model == "smollm2" else model
+        told = ["" if cell is None else f"{cell:.2f}" for cell in cells]
+        rows.append([words, name, *told, f"{100 * kept:.0f} %"])
+    return markdown(["rows", "model", *THEIRS.values(), "tokens that are computed"], rows)
+
+
+def recomputed(trains: str, arm: str) -> tuple[float, float]:
+    """Seconds of a step, and how many times longer TRL's default takes."""
+    stored = results("memory", "recomputation", "trains", "arm")
+    seconds, default = (statistics.median(stored.get(trains=trains, arm=a)["seconds"]) for a in (arm, "all"))
+    return seconds, default / seconds
+
+
+@table("sft-recomputation")
+def sft_recomputation() -> str:
+    rows, stored = [], results("memory", "recomputation", "trains", "arm")
+    for row in sorted(stored.rows(trains="adapters"), key=lambda row: -row["recomputed_layers"]):
+        cells = [f"{row['recomputed_layers']}"]
+        if row["arm"] == "all":
+            cells = [f"{row['recomputed_layers']} of {row['recomputed_layers']} (TRL)"]
+        elif row["recomputed_layers"] == 0:
+            cells = ["none: everything fits"]
+        for trains in ("adapters", "all weights"):
+            seconds, longer = recomputed(trains, row["arm"])
+            cells += [f"{seconds:.2f}", f"{longer:.2f}"]
+        rows.append(cells)
+    heading = ["recomputed layers", "LoRA: seconds", "TRL's default takes", "all weights: seconds"]
+    return markdown([*heading, "TRL's default takes"], rows)
+
+
+@table("sft-grouping")
+def sft_grouping() -> str:
+    rows = []
+    for arm, name in (("shuffled", "shuffled"), ("grouped", "siblings together")):
+        found = results("skips", "grouping", "arm", "rate", "seed").rows(arm=arm, rate=1e-3)
+        found = sorted(found, key=lambda row: row["seed"])
+        ends = [row["eval_loss"] for row in found]
+        shared = statistics.fmean(row["shared"] for row in found)
+        seconds = between([row["cpu_seconds"] for row in found])
+        rows.append([name, losses(ends, 3, ", "), f"{statistics.fmean(ends):.3f}", f"{100 * shared:.0f} %", seconds])
+    return markdown(["rows of a step", "held-out loss of three seeds", "mean", "tokens shared", "CPU seconds"], rows)
+
+
+def prompts(case: str) -> dict:
+    return results("skips", "prompts", "case").get(case=case)
+
+
+@table("skips-prompts")
+def skips_prompts() -> str:
+    rows = []
+    for case, words in (
+        ("pairs", "DPO, 4 pairs, prompt : completion = 128 : 64 tokens"),
+        ("pairs of different lengths", "the same with prompts of 64, 96, 160 and 192 tokens, where TRL pads"),
+        ("groups of 4", "GRPO, 2 prompts with 4 completions each, 128 : 64"),
+    ):
+        row = prompts(case)
+        seconds = [losses(row["seconds"][arm], 1, ", ") for arm in ("trl", "shared")]
+        rows.append([words, f"{100 * row['shared_part']:.0f} %", *seconds, f"{row['ratio']:.2f}"])
+    heading = ["micro-batch", "tokens not computed", "CPU seconds of the update, TRL's rows", "shared"]
+    return markdown([*heading, "ratio, median of 3 pairs"], rows)
+
+
+def grpo_run(model: str, **fields) -> list[dict]:
+    """Whole runs; lines in which `tokens` counts the run's tokens are of a script that came before."""
+    return [row for row in results("skips", "whole_run", *RUN_KEY).rows(model=model, **fields) if row["tokens"] <= 64]
+
+
+@table("grpo-runs")
+def grpo_runs() -> str:
+    rows = []
+    for row in [*grpo_run("small"), *grpo_run("smollm2")]:
+        if not shown(row):
+            continue
+        cells = ["SmolLM2" if row["model"] == "smollm2" else "Llama, 3.2M"]
+        beta = f", `beta={row['beta']:g}`" if row["beta"] else ""
+        cells.append(f"{row['rewards']}, {row['iterations']}{beta}")
+        cells.append(f"{row['prompts']} x {row['generations']}")
+        cells.append(f"{row['length']}, {row['mean_length']:.0f} of {row['tokens']}")
+        cells.append(f"{100 * row['rows_skipped'] / row['rows']:.0f} %")
+        for parts in (["generation"], ["log-probabilities", "reference"], ["update"], PARTS):
+            spent = {
+                arm: statistics.median(map(sum, zip(*(seconds[part] for part in parts))))
+                for arm, seconds in row["seconds"].items()
+            }
+            cells.append(f"{spent['trl']:.2f}, {spent['hybrid']:.2f}" if spent["trl"] > 0.005 else "")
+        rows.append([*cells, f"{row['generation_ratio']:.2f}", f"{row['ratio']:.2f}"])
+    heading = ["model", "rewards, iterations", "completions", "prompt, completion", "rows left out", "generation"]
+    heading += ["log-probabilities", "update", "whole run", "generation, ratio", "whole, ratio"]
+    return markdown(heading, rows)
+
+
+def shown(row: dict) -> bool:
+    """Of the grid of the small model the page shows rows that differ; the file has all."""
+    small = row["model"] != "smollm2" and row["beta"] == 0 and row["length"] == 64
+    kept = {("binary", 1, 4), ("binary", 1, 8), ("binary", 1, 16), ("graded", 1, 8), ("binary", 2, 8)}
+    kept |= {("graded", 2, 8), ("binary", 3, 8), ("graded", 3, 8)}
+    return not small or (row["rewards"], row["iterations"], row["generations"]) in kept
+
+
+@table("grpo-rows")
+def grpo_rows() -> str:
+    rows = []
+    for row in sorted(results("skips", "grpo", "share").rows(), key=lambda row: row["share"]):
+        told = [f"{100 * row['share']:.0f} %", f"{row['rows_skipped']} of {row['rows']}"]
+        told.append(f"{row['backward_passes_avoided']} of {row['backward_passes']}")
+        told += [losses(row["seconds"][arm], 2, ", ") for arm in ("trl", "hybrid")]
+        rows.append([*told, f"{row['ratio']:.2f}"])
+    heading = ["prompts without advantage", "rows left out", "backward passes avoided"]
+    return markdown([*heading, "CPU seconds of the update, TRL", "here", "ratio, median of 5 pairs"], rows)
+
+
+@table("grpo-equal-rewards")
+def grpo_equal_rewards() -> str:
+    rows = []
+    for row in results("skips", "equal_rewards", "kind").rows():
+        cells = [
+            "/".join(sorted({f"{100 * row['not_zero'][n]:.0f} %" for n in some})) for some in (("2", "4"), ("8", "16"))
+        ]
+        rows.append([row["kind"], *cells, f"{row['largest']:.0e}".replace("e-0", "e-") if row["largest"] else "0"])
+    return markdown(["rewards", "2 or 4 completions", "8 or 16 completions", "largest advantage"], rows)

@@ -1,0 +1,452 @@
+"""Tables from benchmarks/speedup: leaps, learning rates, and a pretrained model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from benchmarks.results import Row
+from benchmarks.speedup.elsewhere import BUDGETS, STEPS, Run, Table
+from benchmarks.speedup.elsewhere import KEY as ELSEWHERE_KEY
+from benchmarks.speedup.report import matched_steps, pace, plain_losses, table_of
+from benchmarks.speedup.run import KEY
+from benchmarks.speedup.tasks import TASKS
+from benchmarks.tables import (
+    all_lines,
+    between,
+    in_set,
+    losses,
+    markdown,
+    percent,
+    rate,
+    results,
+    standard_error,
+    table,
+    with_error,
+)
+
+SEEDS = [0, 1, 2]
+
+
+def speedup():
+    return results("speedup", "speedup", *KEY)
+
+
+def runs(task: str, arm: str, at: float, steps: int | None = None, gpu: bool = False) -> list[Row]:
+    """The runs of an arm at a learning rate, by seed."""
+    stored = results("speedup", "speedup_gpu", *KEY) if gpu else speedup()
+    found = [row for row in stored.rows(task=task, arm=arm) if math.isclose(row["rate"], at, rel_tol=1e-6)]
+    steps = steps or TASKS[task].steps
+    return sorted((row for row in found if row["steps"] == steps), key=lambda row: row["seed"])
+
+
+def of_seeds(found: list[Row], name: str = "eval_loss", digits: int = 3, sep: str = " / ") -> str:
+    return losses([row[name] for row in found if row["seed"] in SEEDS], digits, sep)
+
+
+def bound(row: dict) -> str:
+    return "> " if any(run["how"] == "beyond" for run in row["runs"]) else ""
+
+
+def s_of(row: dict, key: str = "S") -> str:
+    """S with its standard error, and `>` where plain training does not get there."""
+    values = [run[key] for run in row["runs"]]
+    if all(math.isclose(value, 1.0, rel_tol=1e-9) for value in values):
+        return "1"
+    if bound(row):
+        return f"> {statistics.fmean(values):.1f}"
+    digits = 3 if len(values) > 1 and standard_error(values) < 0.0095 else 2
+    return with_error(values, digits)
+
+
+def arm_cells(row: dict) -> list[str]:
+    """Losses, backward passes, S, all costs."""
+    ends = losses(run["eval_loss"] for run in row["runs"])
+    return [
+        ends,
+        f"{row['backward_passes']:.0f}",
+        s_of(row),
+        f"{bound(row)}{row['S_all_costs']:.{1 if bound(row) else 2}f}",
+    ]
+
+
+ARMS = {
+    "adamw": "AdamW", "hybrid": "**hybrid**", "none": '`direction="none"` (frozen control)', "muon": '`optim="muon"`',
+    "fast": '**`preset="fast"`**',
+}  # fmt: skip
+
+
+@table("leaps-tasks")
+def leaps_tasks() -> str:
+    rows = []
+    for task in ("code", "small", "docs", "lora"):
+        arms = table_of(speedup(), task, list(ARMS), SEEDS)["arms"]
+        for arm, name in ARMS.items():
+            if arm in arms:
+                row = arms[arm]
+                told = f"{name}, {rate(row['rate'])}"
+                over = "" if arm == "adamw" else percent(row["over_plain"])
+                rows.append(["" if arm != "adamw" else f"`{task}`", told, *arm_cells(row), over])
+    heading = ["task", "arm, best rate", "held-out loss by seed", "backward passes", "S", "all costs"]
+    return markdown([*heading, "loss over AdamW at equal `max_steps`"], rows)
+
+
+def elsewhere() -> Table:
+    return Table(results("speedup", "elsewhere", *ELSEWHERE_KEY), SEEDS)
+
+
+def relative(pairs: list[tuple[float, float]]) -> list[float]:
+    return [100 * (hybrid / plain - 1) for plain, hybrid in pairs]
+
+
+@table("leaps-elsewhere")
+def leaps_elsewhere() -> str:
+    found, rows, others = elsewhere(), [], {}
+    for optim in dict.fromkeys(row["optim"] for row in found.results.rows()):
+        for steps in STEPS:
+            best, _ = found.best_rate(optim, steps)
+            for at in found.rates(optim, best) if best else []:
+                pairs, verdicts = [], {}
+                for seed in SEEDS:
+                    plain, hybrid = (Run(optim, steps, at, seed, arm) for arm in ("plain", "hybrid"))
+                    if None in (found.loss(plain), found.loss(hybrid)):
+                        continue
+                    pairs.append((found.loss(plain), found.loss(hybrid)))
+                    made = found.results.get(**vars(hybrid))["summary"]["leaps_by_verdict"]
+                    verdicts = {name: verdicts.get(name, 0) + made.get(name, 0) for name in {**verdicts, **made}}
+                if not pairs:
+                    continue
+                if optim != "adamw_torch":
+                    others.setdefault(optim, []).extend(pairs)
+                    assert not verdicts, optim
+                    continue
+                told = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sorted(verdicts.items())) or "none"
+                over = relative(pairs)
+                mean = f"{statistics.fmean(over):+.2f} +- {standard_error(over):.2f} %"
+                ends = [losses(pair[arm] for pair in pairs) for arm in (0, 1)]
+                rows.append(["AdamW", steps, f"{at:.3g}, {at / best:g}", *ends, mean, told])
+    rows.sort(key=lambda row: row[1])
+    for optim, pairs in sorted(others.items()):
+        same = sum(plain == hybrid for plain, hybrid in pairs)
+        rows.append([optim, "40, 100, 400", "best", "", "", f"equal in {same} of {len(pairs)} runs", "none"])
+    heading = ["optimizer", "steps", "rate, over the best", "plain, by seed", "hybrid, by seed", "difference", "leaps"]
+    return markdown(heading, rows)
+
+
+def elsewhere_s() -> list[float]:
+    """S after the longest run at AdamW's best rate, by seed."""
+    found, values = elsewhere(), []
+    best, _ = found.best_rate("adamw_torch", STEPS[-1])
+    for seed in SEEDS:
+        row = found.results.get(**vars(Run("adamw_torch", STEPS[-1], best, seed, "hybrid")))
+        plain = ((n, found.loss(Run("adamw_torch", n, best, seed, "plain"))) for n in (*STEPS[1:], *BUDGETS))
+        curve = [(steps, loss) for steps, loss in plain if loss is not None]
+        steps, how = matched_steps(row["eval_loss"], curve)
+        assert how == "interpolated", how
+        values.append(steps / row["summary"]["backward_passes"])
+    return values
+
+
+@table("leaps-beta1")
+def leaps_beta1() -> str:
+    rows = []
+    for task in ("code", "docs"):
+        arms = table_of(speedup(), task, None, SEEDS)["arms"]
+        for arm, name in (("beta1-0.7", "AdamW, 0.7"), ("hybrid-beta1-0.7", "**hybrid, 0.7**")):
+            row = arms[arm]
+            ends, passes, s, _ = arm_cells(row)
+            first = f"`{task}`" if arm == "beta1-0.7" else ""
+            rows.append([first, f"{name}, {rate(row['rate'])}", ends, passes, s])
+    return markdown(["task", "arm, best rate", "held-out loss by seed", "backward passes", "S over AdamW at 0.9"], rows)
+
+
+@table("leaps-default-rate")
+def leaps_default_rate() -> str:
+    rows, arms = [], {"adamw": "AdamW", "hybrid": "**hybrid**", "fast": "`fast`", "none": "frozen control"}
+    arms["prodigy"] = "Prodigy"
+    for task in ("code-default", "docs-default"):
+        found = table_of(speedup(), task, list(arms), SEEDS)
+        for arm, name in arms.items():
+            row = found["arms"][arm]
+            first = f"`{task.removesuffix('-default')}`, {found['steps']} steps" if arm == "adamw" else ""
+            rows.append([first, name, *arm_cells(row), f"{row['pace']:.2f}"])
+    lora = runs("lora-default", "hybrid", 5e-5)
+    plain = runs("lora-default", "adamw", 5e-5)
+    at = pace(lora, plain_losses(speedup(), "lora", SEEDS))["pace"]
+    rows.append(["`lora`, 200 steps", "AdamW", of_seeds(plain), 200, "", "", ""])
+    rows.append(["", "**hybrid**, no leaps", of_seeds(lora), 200, "", "", f"{at:.2f}"])
+    return markdown(["task", "arm", "held-out loss by seed", "backward passes", "S", "all costs", "pace"], rows)
+
+
+OTHERS = {
+    '`direction="gradient_memory"`': "gradient_memory", "`drift` (benchmarks)": "drift",
+    "`linear` (benchmarks)": "linear", "`snoo` (benchmarks)": "snoo", "`rre` (benchmarks)": "rre",
+    "`nino` (benchmarks)": "nino", '`planner="dynamics"`': "planner-dynamics", '`planner="bandit"`': "planner-bandit",
+    "control: random direction of equal norm": "random", "control: lines through a shuffled history": "shuffled",
+    "control: line search alone": "line-search", "Schedule-Free AdamW": "schedule-free", "AdEMAMix": "ademamix",
+    "Prodigy": "prodigy",
+}  # fmt: skip
+
+
+@table("leaps-arms")
+def leaps_arms() -> str:
+    found = {task: table_of(speedup(), task, None, SEEDS)["arms"] for task in ("code", "docs")}
+    rows = []
+    for name, arm in OTHERS.items():
+        cells = [name]
+        for task in ("code", "docs"):
+            row = found[task][arm]
+            mean = statistics.fmean(run["eval_loss"] for run in row["runs"])
+            cells += [f"{mean:.3f} ({rate(row['rate'])})", f"{row['backward_passes']:.0f}", s_of(row)]
+        rows.append(cells)
+    return markdown(["", "`code`: loss", "backward passes", "S", "`docs`: loss", "backward passes", "S"], rows)
+
+
+@table("leaps-overhead")
+def leaps_overhead() -> str:
+    last = {row["arm"]: row for row in all_lines("speedup", "overhead")}
+    off, rows = last["disabled"], []
+    ratio = off["ratio"]
+    told = f"{ratio['median']:.3f} ({ratio['least']:.3f} to {ratio['most']:.3f})"
+    rows.append([f"`enable_predict=False` over plain `Trainer`, CPU seconds of a step, {off['rounds']} pairs", told])
+    for arm, name in (
+        ("hybrid", "a default run of 300 steps: the package's own work over the rest of the run"),
+        ("rejected", "the same with every leap turned uphill and rejected"),
+        ("pretrained", "a default run of 10 steps on SmolLM2 (`smol-full`), which makes no leaps"),
+    ):
+        row = last[arm]
+        probes = f"; probes worth {row['probe_cost_steps']:.1f} steps" if row["probe_cost_steps"] else ""
+        digits = 2 if row["share"] < 0.01 else 1
+        rows.append([name, f"{row['own_seconds']:.2f} s, {100 * row['share']:.{digits}f} %{probes}"])
+    return markdown(["", "measured"], rows)
+
+
+@table("leaps-immediate-gain")
+def leaps_immediate_gain() -> str:
+    (run,) = in_set("speedup", "immediate_gain")
+    leaps, rows = run["leaps"], []
+    for name, low, high in (("1 to 66", 1, 66), ("67 to 133", 67, 133), ("134 to 200", 134, 200), ("all", 1, 200)):
+        some = [leap for leap in leaps if low <= leap["step"] + 1 <= high]
+        falls = [leap["decrease"] for leap in some]
+        worth = statistics.fmean(leap["worth"] * leap["slope"] for leap in some)
+        mean = f"{statistics.fmean(falls):+.4f} +- {standard_error(falls):.4f}"
+        rows.append([f"{name} ({len(some)} leaps)", mean, f"{worth:.4f}"])
+    return markdown(["leaps before step", "mean fall of the loss (nats)", "fall that their worth stands for"], rows)
+
+
+# Learning rates.
+
+ADAPTERS = [  # (task, name, on a GPU)
+    ("lora", "rank 8, alpha 16, width 128", False),
+    ("smol-lora-long", "rank 16, alpha 32", True),
+    ("smol-lora-r8", "rank 8, alpha 8", True),
+    ("smol-lora-r64", "rank 64, alpha 16", True),
+    ("smol-c-lora", "rank 16, alpha 32, other text", True),
+]
+
+
+def default_runs(task: str, gpu: bool) -> tuple[list[Row], list[Row], tuple[float, float]]:
+    """Runs of the search, of the rule, and AdamW's best loss with its rate (seed 0)."""
+    stored = results("speedup", "speedup_gpu", *KEY) if gpu else speedup()
+    default = {"lora": "lora-default", "smol-lora-long": "smol-lora-default"}.get(task, f"{task}-default")
+    search, rule = (
+        sorted(stored.rows(task=default, arm=arm), key=lambda row: row["seed"]) for arm in ("search", "rule")
+    )
+    plain = [row for row in stored.rows(task=task, arm="adamw", steps=200, seed=0) if row["eval_loss"] is not None]
+    return search, rule, min((row["eval_loss"], row["rate"]) for row in plain)
+
+
+@table("rates-adapters")
+def rates_adapters() -> str:
+    rows = []
+    for task, shape, gpu in ADAPTERS:
+        search, rule, (best, best_rate) = default_runs(task, gpu)
+        used = [row["rate"] * row["summary"]["learning_rate_scale"] for row in search]
+        means = [statistics.fmean(row["eval_loss"] for row in some) for some in (search, rule)]
+        told = ", ".join(rate(float(f"{value:.2g}")) for value in used)
+        rows.append([
+            f"`{task}`", shape, f"{told}: {of_seeds(search)}, {means[0]:.3f}",
+            f"{rate(rule[0]['rate_used'])}: {of_seeds(rule)}, {means[1]:.3f}",
+            percent(means[1] / means[0] - 1, 2), f"{best:.3f} ({rate(best_rate)})",
+        ])  # fmt: skip
+    heading = ["task", "adapters", "search: rates, loss by seed, mean", "rule: rate, loss by seed, mean"]
+    return markdown([*heading, "rule over search", "AdamW, seed 0, at its best rate"], rows)
+
+
+def preferences(task: str, arm: str, at: float, steps: int, gpu: bool = False) -> list[str]:
+    found = [row for row in runs(task, arm, at, steps, gpu) if row["seed"] in SEEDS]
+    return [of_seeds(found), losses((row["accuracy"] for row in found), 2, ", ")]
+
+
+@table("rates-dpo")
+def rates_dpo() -> str:
+    plain = [(5e-4, 200), (1e-3, 200), (2e-3, 200), (2e-3, 170), (4e-3, 200)]
+    rows = []
+    for number, (at, steps) in enumerate(plain):
+        loss, accuracy = preferences("dpo", "adamw", at, steps)
+        if steps == 200 and at in (5e-4, 1e-3):
+            loss, accuracy = loss.split(" / ")[0], accuracy.split(", ")[0]
+        rows.append(["" if number else "AdamW", rate(at), steps, loss, accuracy])
+    arms = {"hybrid": "**hybrid from 1e-6**", "rule": "the rule at half of the rate of `lora`", "search": "the search"}
+    for arm, name in arms.items():
+        used = runs("dpo-default", arm, 1e-6)[0].get("rate_used")
+        used = used or {"hybrid": 2.25e-3}.get(arm) or 1e-6 * runs("dpo-default", arm, 1e-6)[0]["summary"][
+            "learning_rate_scale"
+        ]  # fmt: skip
+        rows.append([name, rate(used), 200, *preferences("dpo-default", arm, 1e-6, 200)])
+    return markdown(["arm", "peak rate", "steps", "held-out loss by seed", "accuracy"], rows)
+
+
+@table("rates-dpo-smollm2")
+def rates_dpo_smollm2() -> str:
+    rows = []
+    for at in (1.25e-4, 2.5e-4, 5e-4):
+        rows.append(["H100", "AdamW, 200 steps", rate(at), *preferences("smol-dpo-long", "adamw", at, 200, True)])
+    for machine, gpu in (("H100", True), ("CPU", False)):
+        if not gpu:
+            for at in (2.5e-4, 5e-4, 1e-3):
+                rows.append(["CPU", "AdamW, 170 steps", rate(at), *preferences("smol-dpo-long", "adamw", at, 170)])
+        search = runs("smol-dpo-default", "search", 1e-6, gpu=gpu)
+        used = ", ".join(rate(float(f"{row['rate'] * row['summary']['learning_rate_scale']:.2g}")) for row in search)
+        rows.append([machine, "the search", used, *preferences("smol-dpo-default", "search", 1e-6, 200, gpu)])
+        rule = runs("smol-dpo-default", "rule", 1e-6, gpu=gpu)[0]["rate_used"]
+        name = "the rule at half of the supervised rate" if gpu else "**the rule at a quarter**"
+        rows.append([machine, name, rate(rule), *preferences("smol-dpo-default", "rule", 1e-6, 200, gpu)])
+    return markdown(["machine", "arm", "peak rate", "held-out loss by seed", "accuracy"], rows)
+
+
+@table("rates-fast")
+def rates_fast() -> str:
+    rows = []
+    for task, best in (("code", 1.5e-3), ("small", 3e-3), ("docs", 4e-3)):
+        stored = {row["rate"]: row for row in speedup().rows(task=task, arm="fast", seed=0)}
+        cells = []
+        for factor in (0.25, 0.5, 1, 2):
+            found = [row for at, row in stored.items() if math.isclose(at, best * factor, rel_tol=0.01)]
+            cells.append(f"{found[0]['eval_loss']:.3f}" if found else "")
+        row = table_of(speedup(), task, ["fast"], SEEDS)["arms"]["fast"]
+        rows.append([f"`{task}`", rate(best), *cells[:2], f"**{cells[2]}**", cells[3], s_of(row)])
+    heading = ["task", "AdamW's best", "`fast` at a quarter of it", "half", "**the same**", "twice"]
+    return markdown([*heading, "S at the same, three seeds"], rows)
+
+
+@table("rates-fast-models")
+def rates_fast_models() -> str:
+    found, rates_ = {}, (1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3)
+    for row in in_set("speedup", "rate_scale"):
+        if row.get("steps") == 300:
+            at = row["rate"] / (1 if row["what"] == "AdamW" else 4)
+            found[row["model"], row["what"], float(f"{at:.3g}")] = row["eval_loss"]
+    rows = []
+    for model in ("Llama, width 64", "Llama, width 256", "GPT-2, width 128"):
+        for what in ("AdamW", "fast"):
+            least = min(loss for (m, w, _), loss in found.items() if (m, w) == (model, what))
+            cells = [found.get((model, what, at)) for at in rates_]
+            told = ["" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells]
+            rows.append([model if what == "AdamW" else "", "`fast`" if what == "fast" else what, *told])
+    return markdown(["model", "optimizer", *map(rate, rates_)], rows)
+
+
+@table("rates-fast-adapters")
+def rates_fast_adapters() -> str:
+    rows = []
+    for task, steps, muon in (
+        ("lora", 200, "muon"), ("smol-lora", 40, "fast-muon"), ("smol-lora-long", 200, "fast-muon"),
+        ("smol-dpo", 40, "fast-muon"),
+    ):  # fmt: skip
+        cells = []
+        for arm in ("adamw", muon):
+            found = speedup().rows(task=task, arm=arm, steps=steps, seed=0)
+            best = min(found, key=lambda row: row["eval_loss"])
+            cells.append(f"{best['eval_loss']:.3f} ({rate(best['rate'])})")
+        rows.append([f"`{task}`, {steps} steps", *cells])
+    return markdown(["task", "AdamW", "Muon"], rows)
+
+
+# A pretrained model.
+
+SMOL = {
+    "smol-full": [
+        ("AdamW", "adamw", 1e-4, 40), ("the same, a run of 30 steps", "adamw", 1e-4, 30),
+        ("**hybrid** (makes no leaps)", "hybrid", 1e-4, 40),
+        ('`direction="none"` (frozen control)', "none", 1e-4, 40), ("`orthogonal-often`", "orthogonal-often", 1e-4, 40),
+        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-4, 40), ("AdamW", "adamw", 5e-5, 40), ("AdamW", "adamw", 2e-4, 40),
+        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 5e-5, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-4, 40),
+        ("`fast`", "fast", 2.5e-5, 40), ("`fast`", "fast", 1e-4, 40), ("`fast`", "fast", 2e-4, 40),
+    ],
+    "smol-lora": [
+        ("AdamW", "adamw", 1.4e-3, 40), ("the same, a run of 50 steps", "adamw", 1.4e-3, 50),
+        ("**hybrid** (makes no leaps)", "hybrid", 1.4e-3, 40), ("`fast` (AdamW with adapters)", "fast", 1.4e-3, 40),
+        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 2e-3, 40), ("**hybrid**", "hybrid", 2e-3, 40),
+        ("frozen control", "none", 2e-3, 40), ("`orthogonal-often`", "orthogonal-often", 2e-3, 40),
+        ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 2e-3, 40), ("`fast` with Muon", "fast-muon", 5.6e-3, 40),
+    ],
+    "smol-dpo": [
+        ("AdamW", "adamw", 1e-3, 40), ("AdamW", "adamw", 5e-4, 40), ("AdamW", "adamw", 2e-3, 40),
+        ("**hybrid** (makes no leaps, shares prompts)", "hybrid", 1e-3, 40), ("**hybrid**", "hybrid", 5e-4, 40),
+        ("**hybrid**", "hybrid", 2e-3, 40), ("AdamW, `adam_beta1=0.7`", "beta1-0.7", 1e-3, 40),
+        ("frozen control (shares prompts)", "none", 5e-4, 40), ("`orthogonal-often`", "orthogonal-often", 5e-4, 40),
+    ],
+}  # fmt: skip
+
+
+@table("pretrained-tasks")
+def pretrained_tasks() -> str:
+    rows = []
+    for task, arms in SMOL.items():
+        for number, (name, arm, at, steps) in enumerate(arms):
+            found = [row for row in runs(task, arm, at, steps) if row["seed"] in SEEDS]
+            loss = of_seeds(found)
+            if task == "smol-dpo":
+                loss += f" (accuracy {losses((row['accuracy'] for row in found), 2, ', ')})"
+            passes = between([row["summary"]["backward_passes"] for row in found])
+            seconds = between([row["cpu_seconds"] for row in found])
+            first = "" if number else f"`{task}`"
+            rows.append([first, f"{name}, {rate(at)}", loss, of_seeds(found, "other_loss", 3, ", "), passes, seconds])
+    heading = ["task", "arm, rate", "held-out loss", "other text", "backward passes", "CPU seconds"]
+    return markdown(heading, rows)
+
+
+@table("pretrained-grpo")
+def pretrained_grpo() -> str:
+    rows = []
+    for arm, name, rates_ in (
+        ("adamw", "TRL, AdamW", (5e-4, 1e-3, 2e-3, 4e-3)), ("hybrid", "**hybrid**", (5e-4, 1e-3, 2e-3, 4e-3)),
+        ("beta1-0.7", "TRL, AdamW, `adam_beta1=0.7`", (5e-4, 1e-3, 2e-3)),
+    ):  # fmt: skip
+        for at in rates_:
+            found = [row for row in runs("smol-grpo", arm, at, 24) if row["seed"] in SEEDS]
+            rewards = losses((row["reward"] for row in found), 2)
+            mean = losses((statistics.fmean(row["sampled_rewards"]) for row in found), 2)
+            seconds = between([row["cpu_seconds"] for row in found])
+            rows.append([name, rate(at), rewards, mean, of_seeds(found, "other_loss", 3, ", "), seconds])
+    heading = ["arm", "rate", "held-out reward", "mean reward while training", "other text", "CPU seconds"]
+    return markdown(heading, rows)
+
+
+def pair_steps() -> list[Row]:
+    """`pair-steps` at 1e-3: two seeds are of the script that came before."""
+    earlier = [row for row in in_set("speedup", "low_rank_pairs") if row["rule"].startswith("after every fifth")]
+    return sorted([*earlier, *runs("smol-lora", "pair-steps", 1e-3, 40)], key=lambda row: row["seed"])
+
+
+@table("pretrained-pairs")
+def pretrained_pairs() -> str:
+    rows, where = [], ""
+    for task, name, arm, at in (
+        ("smol-lora", "**AdamW**", "adamw", 1.4e-3), ("", "AdamW", "adamw", 1e-3), ("", "AdamW", "adamw", 2e-3),
+        ("", "**AdamW, `adam_beta1=0.7`**", "beta1-0.7", 2e-3), ("", "AdamW, `adam_beta1=0.7`", "beta1-0.7", 1.4e-3),
+        ("", "AdamW, `adam_beta1=0.7`", "beta1-0.7", 2.8e-3), ("", "**`pair-steps`**", "pair-steps", 1e-3),
+        ("", "control `pair-adam`", "pair-adam", 1e-3), ("lora", "**AdamW**", "adamw", 1.6e-2),
+        ("", "**AdamW, `adam_beta1=0.7`**", "beta1-0.7", 1.6e-2), ("", "**`pair-steps`**", "pair-steps", 1.6e-2),
+    ):  # fmt: skip
+        where = task or where
+        found = pair_steps() if (where, arm) == ("smol-lora", "pair-steps") else runs(where, arm, at)
+        if where == "smol-lora":
+            found = [row for row in found if row["steps"] == 40]
+        found = [row for row in found if row["seed"] in SEEDS]
+        mean = f"{statistics.fmean(row['eval_loss'] for row in found):.3f}" if len(found) > 1 else ""
+        other = of_seeds(found, "other_loss", 3, ", ") if where == "smol-lora" else ""
+        steps = 40 if where == "smol-lora" else 200
+        rows.append([f"`{task}`, {steps} steps" if task else "", f"{name}, {rate(at)}", of_seeds(found), mean, other])
+    return markdown(["task", "arm, rate", "held-out loss by seed", "mean", "other text (before: 3.335)"], rows)

@@ -1,0 +1,201 @@
+"""The tables of README.md and docs/results.md: sentences around numbers of several folders."""
+
+from __future__ import annotations
+
+from benchmarks.speedup.report import table_of
+from benchmarks.tables import all_lines, markdown, percent, standard_error, table
+from benchmarks.tables.memory import GIB, accuracy, low_bit, outcomes, peak, stopped, times_resident
+from benchmarks.tables.other import change, exported, searched, size
+from benchmarks.tables.skips import grpo_run, prompts, recomputed, row_ratio
+from benchmarks.tables.speedup import (
+    ADAPTERS,
+    SEEDS,
+    default_runs,
+    elsewhere_s,
+    runs,
+    s_of,
+    speedup,
+)
+
+
+def times(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}f}"
+
+
+def smollm2_runs(length: int) -> list[float]:
+    """Whole GRPO runs on SmolLM2 with prompts of this length: how much longer TRL takes."""
+    return sorted(row["ratio"] for row in grpo_run("smollm2", length=length, rewards="binary", iterations=1))
+
+
+def arms(task: str) -> dict:
+    return table_of(speedup(), task, None, SEEDS)["arms"]
+
+
+def rule_over_best() -> list[float]:
+    """Loss of LoRA at the rule's rate over AdamW's at its best one, seed 0, on SmolLM2."""
+    found = [default_runs(task, gpu) for task, _, gpu in ADAPTERS if gpu]
+    return sorted(rule[0]["eval_loss"] / best - 1 for _, rule, (best, _) in found)
+
+
+def over_adamw(arm: str) -> float:
+    """Loss of an arm of full fine-tuning of SmolLM2 over AdamW's, seed 0, both at 1e-4."""
+    ours, plain = (runs("smol-full", name, 1e-4)[0]["eval_loss"] for name in (arm, "adamw"))
+    return ours / plain - 1
+
+
+def worst_plan(gpu: bool) -> float:
+    return max(abs(row["error"]) for row in accuracy(gpu))
+
+
+@table("readme")
+def readme() -> str:
+    system = row_ratio("smollm2", "shuffled", "system", "trainer")
+    instructions = row_ratio("smollm2", "shuffled", "instructions", "trainer")
+    chats = row_ratio("smollm2", "shuffled", "system", "trl")
+    grpo = smollm2_runs(64)
+    streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
+    code = arms("code")["hybrid"]
+    s = elsewhere_s()
+    rows = [
+        [
+            "SmolLM2-135M, LoRA, 8 rows a step, one CPU thread",
+            "[SFT](docs/sft.md)",
+            f"{times(instructions)} (instructions) to {times(system)} times (a common system prompt) fewer CPU "
+            f"seconds than `Trainer`, {times(chats)} than TRL; the update is the same",
+        ],
+        [
+            "SmolLM2-135M, all weights, 4 pairs",
+            "[DPO](docs/dpo.md)",
+            f"{times(prompts('pairs')['ratio'])} times fewer CPU seconds than TRL at prompt : completion = 2 : 1, "
+            f"{times(prompts('pairs of different lengths')['ratio'])} where TRL pads; the update is the same",
+        ],
+        [
+            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage",
+            "[GRPO](docs/grpo.md)",
+            f"{times(grpo[0])} to {times(grpo[-1])} times fewer CPU seconds than TRL for whole runs; "
+            "completions and update are the same",
+        ],
+        [
+            "8B Llama shapes, 16,384 tokens a step, one H100",
+            "[a model that does not fit](docs/memory.md)",
+            f"{streamed['device_used'] / GIB:.1f} instead of {resident['device_used'] / GIB:.1f} GiB on the device, "
+            f"at {times(times_resident(streamed))} times the time; the update is exact",
+        ],
+        [
+            "Llamas of 0.3M and 1.1M weights, 400 and 600 steps",
+            "[training from scratch](docs/from_scratch.md)",
+            f"AdamW needs {min(s):.1f} to {max(s):.1f} and {code['S']:.1f} times the backward passes for the same "
+            "held-out loss; this changes the training, and larger models were not measured",
+        ],
+    ]
+    return markdown(["measured on", "use", "what it saves"], rows)
+
+
+@table("results")
+def results_() -> str:
+    code = arms("code")["hybrid"]
+    sft = {
+        (kind, arm): row_ratio("smollm2", "shuffled", kind, arm)
+        for kind in ("system", "instructions")
+        for arm in ("trainer", "trl")
+    }
+    grpo, short = smollm2_runs(64), smollm2_runs(20)
+    lowest, highest = rule_over_best()[0], rule_over_best()[-1]
+    streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
+    own = {row["arm"]: row for row in all_lines("speedup", "overhead")}
+    small, int8, sweeps = exported("reordered", "gguf-q4_m"), exported("smollm2", "int8"), searched()
+    s = elsewhere_s()
+    saves = [stopped(size, "off, behind")[1] for size in ("135M", "27M")]
+    rows = [
+        [
+            "[SFT](sft.md)",
+            "every token of a step once: no padding, shared beginnings once",
+            f"{times(sft['instructions', 'trainer'], 2)} (instructions) and {times(sft['system', 'trainer'], 2)} times "
+            f"(a common system prompt) fewer CPU seconds than `Trainer`, {times(sft['instructions', 'trl'], 2)} and "
+            f"{times(sft['system', 'trl'], 2)} than TRL; rows of equal length: none",
+            "4 ms a window; two forward passes at the start",
+            "SmolLM2-135M, LoRA, 3 steps each, one CPU thread; equality: 20 architectures",
+        ],
+        [
+            "[DPO](dpo.md)",
+            "a prompt once for both completions",
+            f"{times(prompts('pairs')['ratio'], 2)} times fewer CPU seconds than TRL at 2 : 1, "
+            f"{times(prompts('pairs of different lengths')['ratio'], 2)} where TRL pads",
+            "as SFT",
+            "SmolLM2-135M, all weights, 3 pairs of updates, one CPU thread",
+        ],
+        [
+            "[GRPO](grpo.md)",
+            "prompts once, ended rows leave, rows without advantage are left out",
+            f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run "
+            f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens",
+            "none measured",
+            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds, one CPU thread",
+        ],
+        [
+            "[LoRA](peft_and_trl.md)",
+            "a rate that follows from the adapters' shape if you set none; no leaps",
+            f"ends {percent(lowest)} to {percent(highest)} from AdamW at its best rate, without a search",
+            "none",
+            "SmolLM2-135M, 200 steps, four shapes and texts, seed 0 against a sweep, H100",
+        ],
+        [
+            "[full fine-tuning](evaluation/pretrained.md)",
+            "plain `Trainer`'s update; no leaps; `activation_checkpointing=\"auto\"` is an option",
+            f"recomputing nothing where all fits: TRL's default takes {times(recomputed('all weights', 'auto')[1], 2)} "
+            f"times as long ({times(recomputed('adapters', 'auto')[1], 2)} with LoRA)",
+            f"{100 * own['pretrained']['share']:.2f} % of a run",
+            "SmolLM2-135M, three seeds for the losses, 3 steps for seconds, one CPU thread",
+        ],
+        [
+            "[from scratch](from_scratch.md)",
+            "leaps under AdamW",
+            f"S {s_of(code)} after 600 steps (all costs {code['S_all_costs']:.2f}); on a task without tuning "
+            f"{' / '.join(f'{value:.2f}' for value in s)}; `fast` has {s_of(arms('code')['fast'])}",
+            f"{100 * own['hybrid']['share']:.0f} % of a run at this size; a copy and an average of the weights",
+            "Llamas of 1.1M and 0.3M weights, three seeds, baseline at its best rate, one CPU thread",
+        ],
+        [
+            "[does not fit](memory.md)",
+            '`memory="auto"` streams layers; the plan says what fits',
+            f"{streamed['device_used'] / GIB:.1f} instead of {resident['device_used'] / GIB:.1f} GiB; plans within "
+            f"{100 * worst_plan(False):.2f} % (tracker) and {100 * worst_plan(True):.2f} % (H100) for resident models",
+            f"{times(times_resident(streamed), 2)} times the time (goal: 1.15); streamed plans were too small",
+            f"8B shapes on one H100, one run; equal to the last bit on {outcomes()['equal']} of "
+            f"{sum(outcomes().values())} architectures (tiny, CPU)",
+        ],
+        [
+            "[8-bit states](mixed_precision.md)",
+            'off; `optimizer_states="8bit"`',
+            f"{low_bit()['bf16-8bit-stochastic']['bytes_per_weight']:.2f} instead of "
+            f"{low_bit()['adamw']['bytes_per_weight']:.1f} bytes per weight",
+            f"loss {percent(low_bit()['bf16-8bit-stochastic']['excess'], 2)} +- "
+            f"{100 * standard_error(low_bit()['bf16-8bit-stochastic']['excess_by_seed']):.2f}",
+            "1.1M weights, 300 steps, three seeds, CPU",
+        ],
+        [
+            "[small export](export.md)",
+            "int8, nf4, GGUF; the loss before and after is measured and printed",
+            f"{size(small['exported']['disk_bytes'])} (`gguf-q4_m`) and "
+            f"{size(int8['exported']['disk_bytes'])} (`int8`) in place of {size(int8['original']['disk_bytes'])}",
+            f"loss {change(small)} and {change(int8)}",
+            "SmolLM2-135M, 2,040 tokens, one seed, CPU; llama.cpp read the files",
+        ],
+        [
+            "[restart](resume.md)",
+            "the same command goes on; saves are written behind the step",
+            f"a save stops training {saves[0]:.2f} (135M) and {saves[1]:.2f} times (27M) as long as plain `Trainer`'s",
+            "a copy of weights and states on the host; the steps beside a save are slower on one core",
+            "1,008 killed trainings ended at the same bits (tiny, 1 and 2 processes, CPU)",
+        ],
+        [
+            "[sweep of rates](sweeps.md)",
+            "trials that cannot win are ended",
+            f"{min(found['steps_percent'] for found in sweeps):.0f} to "
+            f"{max(found['steps_percent'] for found in sweeps):.0f} % of the grid's steps",
+            f"the loss is at most {max(found['worse_percent'] for found in sweeps):.1f} % above the grid's lowest",
+            "four tasks, two seeds, replayed on recorded curves",
+        ],
+    ]  # fmt: skip
+    heading = ["use", "by default", "gain", "cost", "evidence"]
+    return markdown(heading, rows)
