@@ -90,7 +90,7 @@ import json
 from simulated_gpu import device as sim
 from simulated_gpu.clock import Clock, HOST_CALL, KERNEL
 import torch
-from simulated_gpu.cards import Card, Host
+from hf_hybrid.cli.cards import Card, Host
 
 class Plain(Card):  # rates as they are given
     products = property(lambda self: self.peak_products)
@@ -106,7 +106,7 @@ target = torch.empty(1000, dtype=torch.uint8, device="cuda")
 left, right = torch.ones(10, 20, device="cuda"), torch.ones(20, 30, device="cuda")
 side = torch.cuda.Stream()
 host = torch.ones(1000)
-clock = sim.clock = Clock(Plain("card", 1e3, 1e6, 1e2, 0, ""), PlainHost("host", 4e3, 0, ""), launch=0.25)
+clock = sim.clock = Clock(Plain("card", 1e3, 1.0, 1e3, 1e6, 1e2, 0, ""), PlainHost("host", 4e3, 0, ""), launch=0.25)
 told = []
 with sim.HostMode():
     with torch.cuda.stream(side):
