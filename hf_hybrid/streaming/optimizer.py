@@ -133,12 +133,12 @@ class LazyOptimizer(torch.optim.Optimizer):
         """
         self.streamer.end_backward()
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [self._norm_or_gradient(parameter) for parameter in parameters]
-        resident = [gradient for gradient in gradients if gradient.device.type != "cpu"]
-        on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+        found = [norm for parameter in parameters if (norm := self._norm_or_gradient(parameter)) is not None]
+        resident = [gradient for gradient in found if gradient.device.type != "cpu"]
+        on_host = [gradient for gradient in found if gradient.device.type == "cpu"]
+        streamed = any(id(p) in self.streamer.masters and p.grad is not None for p in parameters)
         norm = torch.nn.utils.get_total_norm(resident)
-        if resident and any(id(parameter) in self.streamer.masters for parameter in parameters):
+        if resident and streamed:
             # It travels behind the gradients, so that the host waits once for all of them.
             landing = host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
             self.streamer.transfers.send(norm, landing)
@@ -147,8 +147,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         else:
             self.streamer.gradients_arrived()
         if on_host:
-            found = torch.nn.utils.get_total_norm(on_host)
-            norm = torch.linalg.vector_norm(torch.stack([found, norm])) if resident else found
+            there = torch.nn.utils.get_total_norm(on_host)
+            norm = torch.linalg.vector_norm(torch.stack([there, norm])) if resident else there
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
@@ -161,7 +161,7 @@ class LazyOptimizer(torch.optim.Optimizer):
 
     def _norm_or_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         piece = self.streamer.masters.get(id(parameter))
-        if piece is None or piece.norm is None:
+        if parameter.grad is None or piece is None or piece.norm is None:
             return parameter.grad
         norm, piece.norm = piece.norm, None
         return norm
