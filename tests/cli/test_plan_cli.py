@@ -296,3 +296,19 @@ def test_example_configs_are_the_models_they_name(name, weights):
     """By the numbers of weights that their makers publish (the last is made up)."""
     whole = build(read_config(EXAMPLES / f"{name}.json"), torch.bfloat16)
     assert sum(parameter.numel() for parameter in whole.parameters()) == weights
+
+
+def test_the_configuration_for_16_gb_fits_there():
+    asked = yaml.safe_load((EXAMPLES.parent / "configs" / "7b-16gb.yaml").read_text())
+    shared = ("sequence_length", "gradient_accumulation_steps", "memory", "optimizer_states", "dtype", "enable_predict")
+    planned = plan_memory(
+        EXAMPLES / "llama-2-7b.json",
+        batch_size=asked["per_device_train_batch_size"],
+        chunked_loss=asked["chunked_loss"] == "on",
+        vram=f"{asked['vram_budget_gib']}GiB",
+        ram="64GB",
+        **{name: asked[name] for name in shared},
+    )
+    assert planned.fits and planned.mode == "streamed"
+    assert planned.peak_device_bytes + planned.margin_bytes <= 16 * 2**30 * 0.98  # the driver keeps some of 16 GiB
+    assert planned.peak_host_bytes < 40 * 2**30

@@ -355,8 +355,12 @@ class Timing:
         return self.seconds / self.floor
 
 
-def time_step(work: Work, *, steps: int = 4) -> Timing:
-    """Train the small model that stands for the one of `work`, and return its step. In a process of its own."""
+def time_step(work: Work, *, steps: int = 3) -> Timing:
+    """
+    Train the small model that stands for the one of `work`, and return its last step. In a process of its own.
+
+    The first update makes the optimizer's states, and is part of the second step. So the third is the first of many.
+    """
     import tempfile
 
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -424,12 +428,12 @@ def time_step(work: Work, *, steps: int = 4) -> Timing:
         with sim.HostMode(), Threads(clock):
             trainer.train()
         sim.clock = None
-    (begin, busy, waited), (end, busy_after, waited_after) = marks[-3], marks[-1]
+    (begin, busy, waited), (end, busy_after, waited_after) = marks[-2:]
     return Timing(
         work,
-        (end - begin) / 2,
-        {name: (busy_after[name] - busy[name]) / 2 for name in busy_after},
-        {name: (waited_after[name] - waited[name]) / 2 for name in waited_after},
+        end - begin,
+        {name: busy_after[name] - busy[name] for name in busy_after},
+        {name: waited_after[name] - waited[name] for name in waited_after},
         [lane for lane in clock.lanes if lane[2] > begin and lane[1] < end],
         weights,
     )
@@ -441,7 +445,7 @@ LANES = ("compute", "copies to the device", "copies to the host", "host update",
 
 
 def draw(timing: Timing, path: Path) -> None:
-    """Draw two steps: what each lane does when."""
+    """Draw the step: what each lane does when."""
     import matplotlib
 
     matplotlib.use("Agg")
