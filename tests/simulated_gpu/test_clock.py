@@ -155,7 +155,7 @@ print(json.dumps(found.seconds))
 @pytest.mark.parametrize(
     "kind,count,card,host,layers",
     [
-        ("full", 1, "rtx4090", "desktop", 8),
+        ("full", 1, "rtx4090", "desktop", 3),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
@@ -164,6 +164,7 @@ print(json.dumps(found.seconds))
                 ("full", 4, "h100", "server", 8),
                 ("8bit", 4, "rtx4090", "desktop", 8),
                 ("lora", 4, "rtx4090", "desktop", 8),
+                ("lora", 4, "h100", "server", 8),
             )
         ),
     ],
