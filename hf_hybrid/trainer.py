@@ -424,9 +424,11 @@ class HybridTrainerMixin(PublishingMixin):
         self.checked = []
         self._epochs_began_at = []
         self.recovery.reset()
-        for callback in list(self.callback_handler.callbacks):
-            if isinstance(callback, MemoryProfilerCallback):
-                callback.attach(self)
+        profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
+        if self.hybrid_args.profile_memory and not profilers:
+            profilers = [MemoryProfilerCallback(spike_threshold=self.hybrid_args.memory_spike_threshold)]
+        for profiler in profilers:
+            profiler.attach(self)
         self.saves.training = True
         try:
             output = super().train(self._start.folder, trial, *args, **kwargs)

@@ -1,7 +1,7 @@
 """
 Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
 
-    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, fourteen modes, eight minutes on two cores
+    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, fifteen modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # Llama shapes of 1B to 50B under a cap of device memory
     python -m benchmarks.memory.peaks --gpu --smoke       # the same with tiny models, to check the plumbing
@@ -13,9 +13,11 @@ finished row is not measured again. `--smoke` writes to a temporary file unless 
 On a machine with several GPUs, the processes see the first that is visible here.
 
 Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
-`HybridTrainer(memory="stream", enable_predict=False)`; `fsdp2` is FSDP2 with CPU offload in one process; `torchao` is
-its `CPUOffloadOptimizer`, which needs a GPU and cannot clip gradients. `*-8bit` has bf16 weights and 8-bit AdamW
-states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer.
+`HybridTrainer(memory="stream", enable_predict=False)`; `zero3` is `Trainer` with DeepSpeed's ZeRO-3, whose weights and
+optimizer are on the host (bf16 over fp32 masters, whatever the others have); `fsdp2` is FSDP2 with CPU offload in one
+process; `torchao` is its `CPUOffloadOptimizer`, which cannot clip gradients. `torchao` and `zero3` need a GPU.
+`*-8bit` has bf16 weights and 8-bit AdamW states, the others AdamW states in the dtype of the weights. All but
+`resident` recompute activations layer by layer. A mode whose package is not installed is skipped, and its row says so.
 
 Fields of a row:
 
@@ -68,7 +70,7 @@ GIB = 2**30
 class Mode:
     """One way to train."""
 
-    trainer: str  # "plain", "streamed", "fsdp2" or "torchao"
+    trainer: str  # "plain", "streamed", "zero3", "fsdp2" or "torchao"
     against: str = "resident-checkpointed"  # the resident mode whose time its own is divided by
     options: dict = field(default_factory=dict)  # of HybridConfig
     kept: float = 0.0  # share of the layers that stay on the device
@@ -86,6 +88,7 @@ MODES = {
     "stream-parked": Mode("streamed", options={**BY_LAYER, "offload_activations": True}),
     "stream-kept": Mode("streamed", options=BY_LAYER, kept=0.5),
     "stream-ends": Mode("streamed", options={**BY_LAYER, "stream_embeddings": True}),
+    "zero3": Mode("zero3"),
     "fsdp2": Mode("fsdp2"),
     "torchao": Mode("torchao"),
     "resident-8bit": Mode("plain", "resident-8bit", low_bit=True),
@@ -115,7 +118,7 @@ class Model:
     shared: bool = False  # frozen weights are one small vector until they are packed or moved
 
 
-EXACT = ("resident-checkpointed", "stream", "fsdp2", "torchao")
+EXACT = ("resident-checkpointed", "stream", "zero3", "fsdp2", "torchao")
 LOW_BIT = ("resident-8bit", "stream-8bit")
 PARKED = {"offload_activations": True}
 MODELS = {
@@ -227,6 +230,20 @@ def measured_machine(job: Job) -> dict:
 DONE = ("measured", "out of memory", "refused", "skipped")
 
 
+def note_failure(job: Job, spec: dict, code: int | None, errors: str) -> None:
+    """Add a row for each window of a process that left none."""
+    job.results.reload()
+    if code == 0:
+        return
+    name, mode, machine = spec["name"], spec["mode_name"], spec["machine"]
+    written = {row["tokens"] for row in job.found(name, mode) if row["outcome"] in DONE}
+    for tokens in {count * job.sequence for count in spec["windows"]} - written:
+        key = {"model": name, "mode": mode, "device": job.device, "cap_gib": job.cap(mode), "tokens": tokens}
+        why = {"outcome": "timeout" if code is None else "failed", "detail": errors}
+        origin = {"command": command(), "hardware": machine["hardware"], "versions": machine["versions"]}
+        job.results.add({**key, "sequence": job.sequence, **why, **origin})
+
+
 def run_row(job: Job, name: str, mode: str, machine: dict) -> None:
     """Measure the windows of one model and mode that have no result yet."""
     done = {row["tokens"] for row in job.found(name, mode) if row["outcome"] in DONE}
@@ -236,17 +253,13 @@ def run_row(job: Job, name: str, mode: str, machine: dict) -> None:
         return
     print(f"{name} {mode} ...", flush=True)
     started = time.monotonic()
-    spec = job.spec(name, job.models[name], mode, missing, machine)
-    code, errors = run_process(spec, min(job.row_seconds, left))
+    # DeepSpeed's engine cannot be made twice of one model: a process for each window.
+    groups = [[count] for count in missing] if MODES[mode].trainer == "zero3" else [missing]
+    for windows in groups:
+        spec = job.spec(name, job.models[name], mode, windows, machine)
+        code, errors = run_process(spec, min(job.row_seconds, max(job.ends_at - time.monotonic(), 1)))
+        note_failure(job, spec, code, errors)
     before, asked = time.monotonic() - started, {count * job.sequence for count in missing}
-    job.results.reload()
-    if code != 0:
-        written = {row["tokens"] for row in job.found(name, mode) if row["outcome"] in DONE}
-        for tokens in asked - written:
-            key = {"model": name, "mode": mode, "device": job.device, "cap_gib": job.cap(mode), "tokens": tokens}
-            why = {"outcome": "timeout" if code is None else "failed", "detail": errors}
-            origin = {"command": command(), "hardware": machine["hardware"], "versions": machine["versions"]}
-            job.results.add({**key, "sequence": job.sequence, **why, **origin})
     for row in job.found(name, mode):
         if row["tokens"] in asked:
             print(f"  {line(row, None)}", flush=True)

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import tempfile
@@ -284,7 +285,7 @@ class Run:
     def __post_init__(self):
         self.mode, self.on_gpu = self.spec["mode"], self.spec["device"] == "cuda"
         self.data = RandomTokens(self.spec["model"]["vocab"], self.spec["sequence"])
-        self.shape = ModelShape.of(self.model, [name for name, _ in find_layers(self.model)])
+        self.shape = self.shape or ModelShape.of(self.model, [name for name, _ in find_layers(self.model)])
         exact_in_fp32 = self.spec["model"]["weights"] == "float32" and not self.mode["low_bit"]
         self.autocast = self.on_gpu and (exact_in_fp32 or self.mode["adapters"])
 
@@ -304,6 +305,7 @@ class Run:
         own = {
             "plain": {"memory": "off", "activation_checkpointing": self.mode["checkpointing"]},
             "torchao": {"memory": "off", "activation_checkpointing": True},
+            "zero3": {"memory": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
             "fsdp2": {"memory": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
         }
         setup = Setup(
@@ -410,6 +412,48 @@ class TrainerRun(Run):
         return Estimator(self.shape, Tracer.of(self.model)).plan(setup)
 
 
+class Zero3Run(TrainerRun):
+    """Plain `Trainer` with DeepSpeed's ZeRO-3 on one process: weights, masters, states and the update on the host."""
+
+    def __post_init__(self):
+        import deepspeed
+
+        # Of the whole model; afterwards each parameter is a part that nobody else can read.
+        self.autocast, self.on_gpu, self.mode = True, self.spec["device"] == "cuda", self.spec["mode"]
+        self.shape = ModelShape.of(self.model, [name for name, _ in find_layers(self.model)])
+        self.plans = {count: Run.plan(self, count) for count in self.spec["windows"]}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+        with socket.create_server(("localhost", 0)) as free:
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        place = {"device": "cpu", "pin_memory": self.on_gpu}
+        self.engine = {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": place,
+                "offload_optimizer": place,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+            },
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
+            "gradient_clipping": MAX_NORM,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": max(self.spec["windows"]),
+        }
+        deepspeed.zero.Init(module=self.model.to(torch.bfloat16), config_dict_or_path=self.engine)
+        super().__post_init__()
+        self.autocast = True
+
+    def _values(self) -> dict:
+        return {**super()._values(), "bf16": True, "deepspeed": self.engine}
+
+    def held(self) -> dict[str, int]:
+        return {}
+
+    def plan(self, micro_batches: int) -> Plan:
+        return self.plans[micro_batches]
+
+
 class LoopRun(Run):
     """A training loop of its own around a peer: the loss, accumulation and clipping of Trainer."""
 
@@ -514,7 +558,7 @@ class TorchaoRun(LoopRun):
         return {"device_held": table.total("device")}
 
 
-RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "fsdp2": Fsdp2Run, "torchao": TorchaoRun}
+RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "zero3": Zero3Run, "fsdp2": Fsdp2Run, "torchao": TorchaoRun}
 
 
 # One process.
@@ -524,8 +568,10 @@ def why_skipped(spec: dict) -> str | None:
     """The reason why this machine cannot run the mode; `None` if it can."""
     mode = spec["mode"]
     needs = {"peft": mode["adapters"], "bitsandbytes": mode["low_bit"], "torchao": mode["trainer"] == "torchao"}
-    if mode["trainer"] == "torchao" and spec["device"] != "cuda":
-        return "CPUOffloadOptimizer needs a GPU"
+    needs["deepspeed"] = mode["trainer"] == "zero3"
+    peers = {"torchao": "CPUOffloadOptimizer", "zero3": "ZeRO-3 offload"}
+    if mode["trainer"] in peers and spec["device"] != "cuda":
+        return f"{peers[mode['trainer']]} needs a GPU"
     missing = [name for name, needed in needs.items() if needed and importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} is not installed" if missing else None
 

@@ -34,7 +34,7 @@ def step_traffic(plan: Plan) -> dict[str, float]:
     elif plan.mode == "shared":
         moved = _shared(plan)
     else:
-        streamed = _Streamed(plan)
+        streamed = StreamedTraffic(plan)
         moved = _parked(plan) + streamed.weights() + streamed.gradients() + streamed.update()
     # What is copied passes through the host's memory too.
     return {"h2d": moved.into, "d2h": moved.back, "dram": moved.into + moved.back + moved.host}
@@ -57,7 +57,7 @@ def _shared(plan: Plan) -> Traffic:
     return Traffic(into, rows.trainable * stored, updated)
 
 
-class _Streamed:
+class StreamedTraffic:
     """The traffic of a streamed step, by what travels."""
 
     def __init__(self, plan: Plan):
@@ -65,10 +65,11 @@ class _Streamed:
         self.setup, self.tied = plan.setup, plan.shape.tied
         self.micro_batches = plan.setup.gradient_accumulation_steps
         self.passes = self.micro_batches // plan.setup.micro_batches_in_flight
-        layers, (self.embedding, self.head), _ = plan.shape.place(plan.stream_embeddings)
+        layers, (self.embedding, self.head), self.stays = plan.shape.place(plan.stream_embeddings)
         self.layers = sorted(layers, key=lambda layer: self.per.packed(layer, int8=True))
         """The smallest first. The largest stay on the device."""
         self.leaving_count = max(len(layers) - plan.resident_layers, 0)
+        self.travelling = functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head])
 
     def weights(self) -> Traffic:
         """Layers come for forward and backward of each pass; embeddings and head are called by each micro-batch."""
@@ -105,7 +106,7 @@ class _Streamed:
     def update(self) -> Traffic:
         """The optimizer's step of everything that travels."""
         per, stored, rounded = self.per, self.per.stored.trainable, self.per.computed.trainable
-        travelling = functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head])
+        travelling = self.travelling
         rounding = per.rounded_weights(travelling)
         if per.eight_bit:
             # On the device. Gradients and states come, states and weights go; the masters come too where the slot

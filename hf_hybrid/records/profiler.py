@@ -153,13 +153,14 @@ class PhaseTotals:
     """
     Statistics of the records of one phase, and the spikes in them.
 
-    A spike is a record whose peak is `THRESHOLD`, as a fraction, above the median of the last `WINDOW` of its phase
+    A spike is a record whose peak is `threshold`, as a fraction, above the median of the last `WINDOW` of its phase
     (`LEAST` at least). Several high records in a row are one spike.
     """
 
-    THRESHOLD, WINDOW, LEAST = 0.1, 20, 5
+    WINDOW, LEAST = 20, 5
 
-    def __init__(self):
+    def __init__(self, threshold: float = 0.1):
+        self.threshold = threshold
         self.records = self.accounted = 0
         self._values: dict[str, tuple[int, float, float, float]] = {}
         """By reading: count, sum, greatest, least."""
@@ -174,7 +175,7 @@ class PhaseTotals:
 
     def _stands_out(self, peak: float | None) -> bool:
         enough = len(self._peaks) >= self.LEAST
-        return enough and peak is not None and peak > (1 + self.THRESHOLD) * statistics.median(self._peaks)
+        return enough and peak is not None and peak > (1 + self.threshold) * statistics.median(self._peaks)
 
     def add(self, record: dict) -> dict | None:
         """Count one more record, and return the spike that it begins, if it does."""
@@ -217,7 +218,8 @@ class RunTotals:
 
     SPIKES_KEPT = 1000
 
-    def __init__(self):
+    def __init__(self, threshold: float = 0.1):
+        self.threshold = threshold
         self.phases: dict[str, PhaseTotals] = {}
         self.peak: dict | None = None
         self.most_measured = 0
@@ -225,7 +227,7 @@ class RunTotals:
 
     def phase(self, name: str) -> PhaseTotals:
         """The totals of one phase."""
-        return self.phases.setdefault(name, PhaseTotals())
+        return self.phases.setdefault(name, PhaseTotals(self.threshold))
 
     def add(self, record: dict) -> None:
         """Count one more record."""
@@ -334,9 +336,11 @@ class MemoryProfilerCallback(TrainerCallback):
         memory_history (`bool`, defaults to `False`):
             On a GPU, keep the last allocations with their stacks, so that an out-of-memory error leaves a snapshot for
             pytorch.org/memory_viz. Costs time at every allocation.
+        spike_threshold (`float`, defaults to 0.1):
+            A record is a spike if its peak is this share above the median of its phase.
 
     Raises:
-        ValueError: If `account_every` is not a whole number from 1.
+        ValueError: If `account_every` is not a whole number from 1, or `spike_threshold` is not above 0.
 
     Example:
 
@@ -358,19 +362,22 @@ class MemoryProfilerCallback(TrainerCallback):
     """CUDA snapshots of one run: they are large, and a trainer that retries may run out of memory often."""
     """Allocations and frees that a snapshot goes back."""
 
-    def __init__(self, *, account_every: int | None = None, memory_history: bool = False):
+    def __init__(self, *, account_every: int | None = None, memory_history: bool = False, spike_threshold: float = 0.1):
         is_count = isinstance(account_every, int) and not isinstance(account_every, bool) and account_every >= 1
         if account_every is not None and not is_count:
             raise ValueError(
                 f"`account_every` must be a whole number of steps from 1, got `{account_every!r}`. Leave it out to "
                 "count tensors as often as it takes a quarter of a percent of the time."
             )
+        if not spike_threshold > 0:
+            raise ValueError(f"`spike_threshold` must be above 0, got `{spike_threshold!r}`. The default is 0.1.")
         self.account_every, self.memory_history = account_every, memory_history
+        self.spike_threshold = spike_threshold
         self.own_seconds = self._elapsed = 0.0
         self._trainer: weakref.ref | None = None
         self._log: RunLog
         self._running = False
-        self._totals = RunTotals()
+        self._totals = RunTotals(self.spike_threshold)
         self._floor: dict | None = None
         self._events: list[dict] = []
 
@@ -405,7 +412,7 @@ class MemoryProfilerCallback(TrainerCallback):
         folder = getattr(self.trainer, "run_folder", args.output_dir)  # of the trial in a hyperparameter search
         self._log = RunLog(Path(folder) / PROFILE, rank=args.process_index, resumed=resumed)
         self._probes = MemoryProbes(args.device)
-        self._totals = RunTotals()
+        self._totals = RunTotals(self.spike_threshold)
         if resumed:
             self._totals.add_all(self._log.records())
         self._recent: deque[dict] = deque(maxlen=self.RECORDS_KEPT)

@@ -18,8 +18,8 @@ OPTIONS_OF_LEAPS = frozenset((
 MOST_RECORDS = 1000
 """Records in a JSON or CSV file. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
-    "Memory was not recorded. With `from hf_hybrid import MemoryProfilerCallback` and "
-    "`callbacks=[MemoryProfilerCallback()]` in the trainer, the next report has it over time, by phase and by category."
+    "Memory was not recorded. With `profile_memory=True` (`--profile_memory` on the command line) the next report "
+    "has it over time, by phase and by category."
 )
 
 

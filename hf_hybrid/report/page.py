@@ -267,7 +267,7 @@ def _comparison_notes(both: dict[str, dict]) -> list[str]:
     if len(places - {None}) > 1:
         notes.append("Peak memory is of the device in one run and of the process on the host in the other.")
     if None in places:
-        notes.append("Memory is compared only if both runs had `MemoryProfilerCallback`.")
+        notes.append("Memory is compared only if both runs had `profile_memory=True` or `MemoryProfilerCallback`.")
     steps = [head["final_loss"]["held_out_step"] for head in heads]
     if None not in steps and steps[0] != steps[1]:
         notes.append(f"The last held-out losses are of different steps: A {steps[0]}, B {steps[1]}.")

@@ -10,6 +10,9 @@ next forward pass:
 1. During the window, gradients of streamed layers add up in host memory, in the `grad` of their masters.
 2. When the window is over, every gradient is there. Its global norm is exact, and so is clipping: the scale is one
    number, which is remembered and applied when the layer is stepped.
+   Two things are done before that, so that the device need not wait for them then. The norm of each gradient is
+   computed on the device as it leaves. And a gradient that leaves in fewer bytes than its master has (one micro-batch
+   under autocast) is converted by the thread of step 4 when it lands, while the backward pass goes on.
 3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
    parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
@@ -29,7 +32,7 @@ Readers of masters or states (saving, a leap, the end of training) call `flush` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -113,6 +116,8 @@ class LazyOptimizer(torch.optim.Optimizer):
         )
         self._coming: dict[int, tuple[Fetched, dict[str, Fetched]]] = {}
         streamer.before_read = self.flush
+        worker = self._worker
+        streamer.widen_soon = lambda piece: worker.submit(piece.widen_when_it_lands)
         if on_device:
             streamer.on_load, streamer.before_forward = self._fetch_for_step, self._step_in_slot
             for unit in streamer.units:
@@ -121,21 +126,29 @@ class LazyOptimizer(torch.optim.Optimizer):
     # A window ends.
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it."""
+        """
+        Return the norm of all gradients of the window, as `torch.nn.utils.clip_grad_norm_` computes it.
+
+        A gradient that left the device is there no more, but its norm is, and the norm of a norm is that norm.
+        """
         self.streamer.end_backward()
         parameters = [self.streamer.counterpart(parameter) for parameter in parameters]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        resident = [gradient for gradient in gradients if gradient.device.type != "cpu"]
-        on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+        found = [norm for parameter in parameters if (norm := self._norm_or_gradient(parameter)) is not None]
+        resident = [gradient for gradient in found if gradient.device.type != "cpu"]
+        on_host = [gradient for gradient in found if gradient.device.type == "cpu"]
+        streamed = any(id(p) in self.streamer.masters and p.grad is not None for p in parameters)
         norm = torch.nn.utils.get_total_norm(resident)
-        if resident and on_host:
+        if resident and streamed:
             # It travels behind the gradients, so that the host waits once for all of them.
-            rest, norm = norm, host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
-            self.streamer.transfers.send(rest, norm)
-        self.streamer.gradients_arrived()
+            landing = host_tensor(norm.shape, norm.dtype, pin=self.streamer.transfers.beside)
+            self.streamer.transfers.send(norm, landing)
+            self.streamer.gradients_arrived()
+            norm = landing.clone()  # not page-locked
+        else:
+            self.streamer.gradients_arrived()
         if on_host:
-            found = torch.nn.utils.get_total_norm(on_host)
-            norm = torch.linalg.vector_norm(torch.stack([found, norm])) if resident else found
+            there = torch.nn.utils.get_total_norm(on_host)
+            norm = torch.linalg.vector_norm(torch.stack([there, norm])) if resident else there
         if not self._checked:
             self._checked = True
             unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
@@ -144,6 +157,13 @@ class LazyOptimizer(torch.optim.Optimizer):
                     f"The weights of `{unused[0]}` are used, but its `forward` is never called, so they were "
                     "placeholders. This model cannot be streamed. Train it with `memory=off`."
                 )
+        return norm
+
+    def _norm_or_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        piece = self.streamer.masters.get(id(parameter))
+        if parameter.grad is None or piece is None or piece.norm is None:
+            return parameter.grad
+        norm, piece.norm = piece.norm, None
         return norm
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, *, now: bool) -> Tensor:
@@ -293,7 +313,9 @@ class LazyOptimizer(torch.optim.Optimizer):
         for unit in self.streamer.units:
             if unit not in scheduled:
                 for piece in unit.trainable:
-                    piece.master.grad = None
+                    if piece.widening is not None:
+                        wait([piece.widening])
+                    piece.master.grad = piece.norm = piece.widening = None
         self._scale = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

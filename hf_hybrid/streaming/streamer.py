@@ -26,6 +26,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,6 +81,10 @@ class LayerStreamer:
         """Called when a unit's weights begin to travel, so that its gradients and states can follow."""
         self.before_forward: Callable[[Unit], None] | None = None
         """Called with a unit that lies in its slot, before its forward: the place for an update on the device."""
+        self.widen_soon: Callable[[Piece], Future] | None = None
+        """Lets another thread widen a gradient when it lands; used if `one_pass`, so that nothing is added to it."""
+        self.one_pass = False
+        """The window has one micro-batch."""
         self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.beside)
         self.units = self.layers + self._ends
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
@@ -360,6 +365,8 @@ class LayerStreamer:
             master.grad, piece.narrow = piece.gradient, gradient.dtype.itemsize < master.dtype.itemsize
         elif self.transfers.beside:
             # The sum so far comes back and is added to on the device, which is faster than the host is.
+            if piece.widening is not None:
+                piece.widen()
             before = self.transfers.fetch(piece.landing() if piece.narrow else piece.buffer, after=piece.sent)
             gradient, piece.narrow = gradient.to(master.dtype).add_(before.take()), False
         else:
@@ -367,7 +374,12 @@ class LayerStreamer:
             piece.widen()
             master.grad.add_(gradient)
             return
+        if self.transfers.beside:
+            # Here, and not on the host after the last has arrived, while the device waits for the first update.
+            piece.norm = torch.linalg.vector_norm(gradient, dtype=master.dtype)
         piece.sent = self.transfers.send(gradient, piece.landing() if piece.narrow else piece.buffer)
+        if piece.narrow and self.one_pass and self.transfers.beside and self.widen_soon is not None:
+            piece.widening = self.widen_soon(piece)
 
     def gradients_arrived(self) -> None:
         """Wait until the gradients of everything computed so far are on the host."""

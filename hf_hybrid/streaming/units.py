@@ -67,6 +67,10 @@ class Piece:
     """When the gradient that was sent last has arrived in it."""
     narrow: bool = False
     """The gradient lies in the end of its buffer as it left the device, in fewer bytes than the master's dtype has."""
+    widening: Future | None = None
+    """Another thread converts it."""
+    norm: Tensor | None = None
+    """Of the gradient that was sent last, on the device that it left; none where device and host are one."""
 
     @property
     def is_int8(self) -> bool:
@@ -98,8 +102,21 @@ class Piece:
         """Where a gradient of the device's dtype lands: the end of the buffer."""
         return self.buffer.view(-1).view(self.dtype)[-self.buffer.numel() :].view(self.buffer.shape)
 
-    @torch.no_grad()
     def widen(self) -> None:
+        """Convert a gradient that has landed to the master's dtype, in place, or wait until another thread has."""
+        if self.widening is not None:
+            widening, self.widening = self.widening, None
+            widening.result()
+        elif self.narrow:
+            self.convert()
+
+    def widen_when_it_lands(self) -> None:
+        """Convert the gradient that is on its way; for a thread that may wait."""
+        self.sent.synchronize()
+        self.convert()
+
+    @torch.no_grad()
+    def convert(self) -> None:
         """Convert a gradient that has landed to the master's dtype, in place."""
         if self.narrow:
             self.narrow = False

@@ -383,6 +383,7 @@ class Window:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.checkpoint_alone()  # a callback may have switched it on since the last
         self._inputs, self._results = list(inputs), []
+        self.streamer.one_pass = len(self._inputs) == 1
 
     def next(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         """Compute a micro-batch with `step`, or the whole window at its first, and return this micro-batch's result."""

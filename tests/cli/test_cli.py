@@ -734,7 +734,7 @@ def test_shipped_accelerate_configs_are_the_packaged_ones_and_load():
 # Configurations by size.
 
 
-@pytest.mark.parametrize("size", ["124m", "1b", "7b", "13b", "50b"])
+@pytest.mark.parametrize("size", ["124m", "1b", "7b", "7b-16gb", "13b", "50b"])
 def test_configurations_by_size_are_valid(size, tmp_path):
     file = str(CONFIGS / f"{size}.yaml")
     arguments = ["--config", file, "--cpu", "--bf16", "false", "--output_dir", str(tmp_path)]

@@ -47,6 +47,37 @@ def forked(function) -> int:
     return process.exitcode
 
 
+# As an option.
+
+
+def test_an_option_profiles_the_run(tmp_path):
+    options = {"max_steps": 4, "enable_predict": False}
+    silent = HybridTrainer(tiny_model(), hybrid_config(tmp_path / "a", **options), train_dataset=ByteText(64))
+    asked = hybrid_config(tmp_path / "b", **options, profile_memory=True, memory_spike_threshold=0.5)
+    profiled = HybridTrainer(tiny_model(), asked, train_dataset=ByteText(64))
+    silent.train()
+    profiled.train()
+    assert losses(silent) == losses(profiled)
+    profiled.train()  # a second run has one profiler too
+    assert not (tmp_path / "a" / "profile").exists()
+    assert [record["step"] for record in lines(tmp_path / "b")] == [1, 2, 3, 4]
+    (profiler,) = (call for call in profiled.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback))
+    assert profiler.spike_threshold == 0.5
+
+
+def test_a_profiler_that_is_given_stays_the_only_one(tmp_path):
+    given = MemoryProfilerCallback(spike_threshold=0.3)
+    config = hybrid_config(tmp_path, max_steps=2, enable_predict=False, profile_memory=True)
+    trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(64), callbacks=[given])
+    trainer.train()
+    assert [c for c in trainer.callback_handler.callbacks if isinstance(c, MemoryProfilerCallback)] == [given]
+
+
+def test_a_threshold_without_a_profile_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`memory_spike_threshold=0.2`.*Set `profile_memory=True`"):
+        hybrid_config(tmp_path, memory_spike_threshold=0.2)
+
+
 # Nothing changes.
 
 
@@ -323,6 +354,8 @@ def test_out_of_memory_on_a_cpu_leaves_the_last_records(tmp_path):
         ({"account_every": 0}, "`account_every`.*`0`"),
         ({"account_every": 2.5}, "`account_every`.*`2.5`"),
         ({"account_every": True}, "`account_every`.*`True`"),
+        ({"spike_threshold": 0}, "`spike_threshold`.*`0`"),
+        ({"spike_threshold": float("nan")}, "`spike_threshold`.*`nan`"),
     ],
 )
 def test_bad_arguments_are_refused(values, text):

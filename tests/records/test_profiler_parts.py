@@ -161,10 +161,9 @@ def test_on_a_device_every_hybrid_phase_adds_up(tmp_path, fake):
         assert accounted["measured"] == found["peak_allocated"]["max"] == 170 * MIB
 
 
-def test_a_spike_is_told_once(tmp_path, fake, monkeypatch):
+def test_a_spike_is_told_once(tmp_path, fake):
     steps = {9, 10, 11, 14}
-    monkeypatch.setattr(PhaseTotals, "THRESHOLD", 0.5)
-    profiler = MemoryProfilerCallback(account_every=1000)
+    profiler = MemoryProfilerCallback(account_every=1000, spike_threshold=0.5)
     run(tmp_path, FakeSteps(fake, lambda step: 200 * MIB * (step in steps)), profiler, max_steps=16)
     spikes = profiler.summary()["spikes"]
     assert [(s["step"], s["where"], s["bytes"], s["usual"]) for s in spikes] == [

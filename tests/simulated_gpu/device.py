@@ -329,9 +329,11 @@ def _on_stream(stream: Stream | None):
 
 def _stop(kind: str, stream: Stream | None = None, event: Event | None = None) -> None:
     """The host waits: for an event, or for all that a stream was given."""
+    # A thread that only waits and computes on the host leaves nothing undone on the device.
+    owner = _owner() if not threading.current_thread().name.startswith("lazy_update") else "lazy_update"
     with _lock:
-        found.stops[_owner(), kind] += 1
-        found.stop_sites[f"{_owner()}: {kind} @ {_show(_site())}"] += 1
+        found.stops[owner, kind] += 1
+        found.stop_sites[f"{owner}: {kind} @ {_show(_site())}"] += 1
         if event is not None:
             trace.EventSynchronizationCallbacks.fire_callbacks(id(event))
             stream, count = event.place

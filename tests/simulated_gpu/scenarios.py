@@ -347,6 +347,7 @@ training("sgd", **STREAM, optim="sgd")
 training("muon", **STREAM, optim="muon", expect=ORTHOGONALISED)
 training("bf16", **STREAM, bf16=True, expect=AS_RESIDENT)
 training("bf16_by_micro_batch", **STREAM, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT)
+training("bf16_no_accumulation", **STREAM, bf16=True, gradient_accumulation_steps=1, expect=AS_RESIDENT)
 training("bf16_of_a_device_model", **STREAM, bf16=True, on_device_already=True, expect=AS_RESIDENT)
 # The kernel of bitsandbytes for CUDA rounds moments to the nearest code. That for the CPU does not: `eight_bit` on an
 # H100 was 1.9e-3 from the CPU. So is an update with the nearest codes that is computed on the CPU: the largest
@@ -629,6 +630,28 @@ def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
     with place.counted(trainer):
         trainer.train()
     return weights_of(trainer)
+
+
+@scenario(**AS_RESIDENT)
+def gradients_looked_at(place: Place) -> dict[str, Tensor]:
+    """A callback reads the gradients between clipping and the step. They have left the device in bf16."""
+    seen: dict[str, Tensor] = {}
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            for name, parameter in trainer.model.named_parameters():
+                gradient = trainer.memory.parameter(parameter).grad
+                seen[f"{state.global_step} {name}"] = gradient.detach().cpu().float().clone()
+
+    options = {} if place.resident else STREAM
+    callbacks = [Looks()]
+    trainer = trainer_of(
+        place, model(), **options, bf16=True, gradient_accumulation_steps=1, max_grad_norm=1e3, callbacks=callbacks
+    )
+    with place.counted(trainer):
+        trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    return {**seen, "norms": torch.tensor(norms)}
 
 
 @scenario()

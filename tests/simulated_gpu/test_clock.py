@@ -6,10 +6,16 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
+from hf_hybrid.cli.cards import CARDS, HOSTS
+from hf_hybrid.cli.planner import Planner
+from hf_hybrid.cli.times import step_time
+from hf_hybrid.cli.ways import Way
 from simulated_gpu.resources import UPDATE, Cache, HostMemory, Turns
 from simulated_gpu.results import TESTS, python_path
 
@@ -90,7 +96,7 @@ import json
 from simulated_gpu import device as sim
 from simulated_gpu.clock import Clock, HOST_CALL, KERNEL
 import torch
-from simulated_gpu.cards import Card, Host
+from hf_hybrid.cli.cards import Card, Host
 
 class Plain(Card):  # rates as they are given
     products = property(lambda self: self.peak_products)
@@ -106,7 +112,7 @@ target = torch.empty(1000, dtype=torch.uint8, device="cuda")
 left, right = torch.ones(10, 20, device="cuda"), torch.ones(20, 30, device="cuda")
 side = torch.cuda.Stream()
 host = torch.ones(1000)
-clock = sim.clock = Clock(Plain("card", 1e3, 1e6, 1e2, 0, ""), PlainHost("host", 4e3, 0, ""), launch=0.25)
+clock = sim.clock = Clock(Plain("card", 1e3, 1.0, 1e3, 1e6, 1e2, 0, ""), PlainHost("host", 4e3, 0, ""), launch=0.25)
 told = []
 with sim.HostMode():
     with torch.cuda.stream(side):
@@ -135,3 +141,52 @@ def test_a_copy_a_product_and_work_of_the_host():
     assert product == waited == pytest.approx(12.5)
     assert worked == pytest.approx(0.5 + 8000 / 3900, abs=1e-4)
     assert stopped == pytest.approx(12.5)
+
+
+STEPS = """
+import json, sys
+from simulated_gpu import clock
+found = clock.time_step(clock.Work("{kind}", "7b", {count}, "{card}", "{host}", layers={layers}))
+print(json.dumps(found.seconds))
+"""
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    "kind,count,card,host,layers",
+    [
+        ("full", 1, "rtx4090", "desktop", 3),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("full", 4, "rtx4090", "desktop", 8),
+                ("full", 4, "rtx4090", "poor", 8),
+                ("full", 4, "h100", "server", 8),
+                ("8bit", 4, "rtx4090", "desktop", 8),
+                ("lora", 4, "rtx4090", "desktop", 8),
+                ("lora", 4, "h100", "server", 8),
+            )
+        ),
+    ],
+)
+def test_the_planner_says_what_the_clock_says(kind, count, card, host, layers):
+    code = STEPS.format(kind=kind, count=count, card=card, host=host, layers=layers)
+    environment = {**os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if "Unavailable" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32,
+        max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    trains = "adapters" if kind == "lora" else "all"
+    planner = Planner(
+        config, peft="lora" if kind == "lora" else None, sequence_length=4096, gradient_accumulation_steps=count,
+        memory="stream", enable_predict=False, optimizer_states="8bit" if kind == "8bit" else "exact",
+        accelerator="cuda",
+    )  # fmt: skip
+    setup = replace(planner.setup, autocast=True, resident_layers=0, stream_embeddings=False)
+    planned = planner.plan(Way("timed", setup, trains, "float32" if kind == "full" else "bfloat16"))
+    estimated = step_time(planned, CARDS[card], HOSTS[host]).seconds
+    assert estimated == pytest.approx(json.loads(done.stdout.splitlines()[-1]), rel=0.1)
