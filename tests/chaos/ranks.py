@@ -30,7 +30,7 @@ from hf_hybrid.part import Part
 PAUSE = 0.05
 """Seconds that each step takes at least, so that a run lasts as long as signals are apart."""
 SKEW = 1.0
-PATIENCE = 150.0
+PATIENCE = 600.0
 KINDS = {
     f"{sharding}, {count} processes, {'leaps' if mode == 'leaps' else 'no leaps'}": (sharding, count, mode)
     for sharding in ("DDP", "FSDP2")
