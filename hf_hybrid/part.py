@@ -195,6 +195,12 @@ class Part:
     def after_seal(self, step: int, files: dict[str, dict]) -> None:
         """Called with the checksums of a checkpoint's files, where it was written: on the thread that wrote it."""
 
+    def diverged(self, step: int) -> None:
+        """
+        Called on all processes before a training ends because it diverged. An exception takes the place of the one that
+        says so.
+        """
+
     def before_export(self) -> None:
         """Called before weights are evaluated, saved or pushed. Put the real weights into the model."""
 

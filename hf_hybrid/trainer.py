@@ -99,7 +99,9 @@ class HookRouter(CallbackHandler):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._begin_run()
-        return super().on_train_begin(args, state, control, **kwargs)
+        control = super().on_train_begin(args, state, control, **kwargs)
+        self.trainer._evaluate_if_due()
+        return control
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer._begin_epoch()
@@ -203,6 +205,8 @@ class HybridTrainerMixin(PublishingMixin):
         self._hides_checkpoints = False
         self._resumed_from: str | None = None
         self._resumed: dict[str, Any] | None = None
+        self._evaluation_is_due, self._ignored_in_evaluations = False, None
+        self._after_evaluation: RandomStates | None = None
         self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
         self._next_epoch, self._around_forward = 0, False
@@ -421,6 +425,8 @@ class HybridTrainerMixin(PublishingMixin):
         self._start = self._find_start(resume_from_checkpoint)
         self.run, self._around_forward = Run(no_leaps=self.obstacle), False  # an error may have ended the last one
         self._resumed_from = self._resumed = self._held = None
+        self._evaluation_is_due, self._after_evaluation = False, None
+        self._ignored_in_evaluations = args[0] if args else kwargs.get("ignore_keys_for_eval")
         self.checked = []
         self._epochs_began_at = []
         self.recovery.reset()
@@ -501,6 +507,7 @@ class HybridTrainerMixin(PublishingMixin):
         if report is not None:
             show = self.is_world_process_zero() and not self.args.disable_tqdm
             state.tell(report, show=show, has_phases=self.has_phases)
+            self._evaluation_is_due = report["evaluation_is_due"]
         if not self.has_phases:
             return
         if report is not None:
@@ -508,6 +515,23 @@ class HybridTrainerMixin(PublishingMixin):
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate before the first step of a resumed run, if it was saved before the evaluation of that step."""
+        if not self._evaluation_is_due:
+            return
+        super()._load_rng_state(self._start.folder)
+        metrics = self._evaluate(self.trial, self._ignored_in_evaluations)
+        is_best = self._determine_best_metric(metrics=metrics, trial=self.trial)
+        here = self.run_folder / f"checkpoint-{self.state.global_step}"
+        if is_best and manifest.is_of_run(here, self._start.run):
+            self.state.best_model_checkpoint = str(here)
+        self._after_evaluation = RandomStates.now(self.args.device)
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if self._after_evaluation is not None:  # which draws random numbers
+            self._after_evaluation.restore()
 
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
@@ -552,6 +576,9 @@ class HybridTrainerMixin(PublishingMixin):
             logger.info("The run is at step %d, its last one: nothing is left to train.", self.state.global_step)
             self.control.should_training_stop = True
             return [], None
+        if self._evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
+            return [], None
+        self._evaluation_is_due = False
         self._is_changing, feed = True, self.run.feed
         if feed is None:
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -60,13 +60,15 @@ HOOKS = {
     "_push_from_checkpoint": "checkpoint_folder",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_rng_state": "checkpoint",
 }
 # Called by users, not by Trainer itself.
 ENTRIES = {"__init__", "train", "predict"}
 # Private methods that are called and not overridden, with what is passed.
 CALLED = {
+    "_determine_best_metric": "* metrics trial",
+    "_evaluate": "trial ignore_keys_for_eval",
     "_get_learning_rate": "",
-    "_load_rng_state": "checkpoint",
     "_prepare_inputs": "inputs",
 }
 # What Trainer has of its own making, as attributes of an instance.

@@ -15,6 +15,10 @@ the step before: by then it has arrived, so that no process and no device waits 
 
 SIGUSR1 is taken like SIGTERM, also with one process, because Slurm's users send it. With one process SIGTERM is left to
 transformers, and only noted.
+
+Trainer evaluates before it saves, and an evaluation may take longer than a scheduler waits. So one that falls on the
+last step before the end is left out. The checkpoint says so (`evaluation_is_due`), and the run that goes on from it
+evaluates before its first step, with the random numbers of that moment: as a run that nobody asked to end.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import IntervalStrategy
 
 if TYPE_CHECKING:
     from hf_hybrid.run.typing import TrainerLike
@@ -49,6 +54,7 @@ class Preemption(TrainerCallback):
     Attributes:
         asked (`bool`): Whether this process was asked.
         ended (`bool`): Whether the training ended because of that, before its last step.
+        leaves_out_evaluation (`bool`): Whether an evaluation at the step under way is left to the run that goes on.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class Preemption(TrainerCallback):
         signals: tuple[signal.Signals, ...] = SIGNALS,
         noted: tuple[signal.Signals, ...] = (),
     ):
-        self.asked = self._noted = self._agreed = False
+        self.asked = self.leaves_out_evaluation = self._noted = self._agreed = False
         self._trainer, self._signals, self._left = trainer, signals, noted
         self._before: dict[signal.Signals, Any] = {}
         self._saved: int | None = None
@@ -78,7 +84,7 @@ class Preemption(TrainerCallback):
             before(number, frame)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.asked = self._noted = self._agreed = False
+        self.asked = self.leaves_out_evaluation = self._noted = self._agreed = False
         self._saved = self._sum = None
         if threading.current_thread() is threading.main_thread():  # the only one that may
             for number in (*self._signals, *self._left):
@@ -89,14 +95,17 @@ class Preemption(TrainerCallback):
             control.should_save = control.should_training_stop = self._agreed = True
             if self._trainer.is_world_process_zero():
                 logger.warning("The job was asked to end: step %d is saved, and training ends.", state.global_step)
+        if self.ended and control.should_training_stop:
+            self.leaves_out_evaluation, control.should_evaluate = control.should_evaluate, False
 
     def on_save(self, args, state, control, **kwargs):
         self._saved = state.global_step
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        # An evaluation at that step decides about saves with `save_strategy="best"`, and may have decided against it.
-        if self._agreed and self._saved != state.global_step:
-            control.should_save, control.should_evaluate = True, False
+        # Trainer comes here in the middle of an epoch too, and would evaluate and save once more.
+        if self.ended and control.should_training_stop:
+            control.should_evaluate = False
+            control.should_save &= self._saved != state.global_step
 
     def _all_stop(self) -> bool:
         """Whether any process was asked, told by the flags that were sent off a step ago."""
@@ -124,6 +133,18 @@ class Preemption(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
         self._sum = None  # after an error others may never send theirs: waiting for them would hide it
+
+
+def evaluation_is_due(trainer: TrainerLike) -> bool:
+    """Whether an evaluation is made between the save under way and the next step, if the run goes on."""
+    args, state, preemption = trainer.args, trainer.state, trainer.preemption
+    if trainer.control.should_evaluate or (preemption is not None and preemption.leaves_out_evaluation):
+        return True
+    at_an_end = bool(state.epoch) and float(state.epoch).is_integer()
+    if args.eval_strategy != IntervalStrategy.EPOCH or not at_an_end:
+        return False
+    here = (entry for entry in reversed(state.log_history) if entry.get("step") == state.global_step)
+    return not any(name.startswith("eval_") for entry in here for name in entry)
 
 
 def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:

@@ -25,9 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.checkpoints.behind import Saves
+from hf_hybrid.checkpoints.preemption import evaluation_is_due
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.run.typing import TrainerLike
@@ -156,6 +158,7 @@ def save(trainer: TrainerLike, folder: str | Path) -> None:
     state = trainer.run.state_dict()
     if state and (trainer.args.should_save or trainer.is_world_process_zero() or any(OWN in s for s in state.values())):
         about = {"options": hybrid_values(trainer.hybrid_args), "probe_sequences": _probe_sequences(trainer)}
+        about["evaluation_is_due"] = evaluation_is_due(trainer)
         save_state(folder, state, about, process=trainer.args.process_index, saves=trainer.saves)
 
 
@@ -174,10 +177,12 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
 
     Returns:
         `dict`: Plain values for `hybrid_summary()["resumed"]`: `checkpoint`, `step`, `restored` (what the hybrid state
-        brought back; `None` if the checkpoint holds none), `changed_options` (`[then, now]` by name), and `warnings`
-        (sentences on what was not restored, or not taken up).
+        brought back; `None` if the checkpoint holds none), `changed_options` (`[then, now]` by name), `warnings`
+        (sentences on what was not restored, or not taken up), and `evaluation_is_due` (whether the run evaluates before
+        its first step, because it was saved before an evaluation of that step was made).
     """
     report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
+    report["evaluation_is_due"] = False
     report |= {"changed_options": {}, "warnings": []}
     found = load_state(checkpoint, process=trainer.args.process_index)
     if found is None:
@@ -189,6 +194,8 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
         trainer.run.load_state_dict({})
         return report
     state, about = found
+    evaluates = trainer.args.eval_strategy != IntervalStrategy.NO
+    report["evaluation_is_due"] = evaluates and about.get("evaluation_is_due", False)
     _leave_out_other_planner(trainer, state, about, report)
     if trainer.args.ignore_data_skip:
         state.pop("feed", None)

@@ -9,11 +9,16 @@ reach it. In both cases `cli/run.py` does the work.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from hf_hybrid.cli.options import TRAIN, CommandLine, LaunchOptions, OptionError, complain, help_all, help_text
 from hf_hybrid.cli.screen import quiet_imports
@@ -22,6 +27,9 @@ from hf_hybrid.cli.yaml_file import read_options
 
 MODULE = "hf_hybrid.cli.run"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
+HANDED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+OF_LAUNCHER = ("SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals at which torch's launcher ends its processes. Its default has SIGTERM too."""
 
 
 def add_parser(subparsers, summary: str, name: str = TRAIN.name) -> argparse.ArgumentParser:
@@ -118,10 +126,12 @@ def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | 
 
     # Processes use gloo under this variable. accelerate's own `--cpu` would start one process, not several.
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if line.values.use_cpu else {}
-    command = launch_arguments(line, module or MODULE, words)
+    module = module or MODULE
+    options = launch_command_parser().parse_args(launch_arguments(line, module, words))
+    options.signals_to_handle = ",".join(OF_LAUNCHER)  # of torchrun, which accelerate calls
     try:
-        with patch_environment(**on_cpu):
-            launch_command(launch_command_parser().parse_args(command))
+        with patch_environment(**on_cpu), handing_on(module):
+            launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"{line.command.program}: process {rank} ended with exit status {failure.exitcode}.\n")
@@ -131,6 +141,42 @@ def launch(line: CommandLine, module: str | None = None, words: Sequence[str] | 
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+@contextlib.contextmanager
+def handing_on(module: str) -> Generator[None]:
+    """
+    Hand SIGTERM and SIGUSR1 on to the processes that run `module`, the children of this one.
+
+    Schedulers often signal the first process of a job alone. torch's launcher kills its processes 30 seconds after
+    SIGTERM, whether they have saved or not, and SIGUSR1 would end the launcher and leave them behind. Here both only go
+    on to them. How they end is for them to say (`enable_jit_checkpoint`), and the launcher waits for it.
+    """
+
+    def hand_on(number: int, frame: Any) -> None:
+        workers = [child for child in psutil.Process().children() if module in _words_of(child)]
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+        if not workers:  # they do not run yet
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # the only one that may
+        before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _words_of(process: Any) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.Error, OSError):  # it has ended
+        return []
 
 
 def launch_arguments(line: CommandLine, module: str = MODULE, words: Sequence[str] | None = None) -> list[str]:

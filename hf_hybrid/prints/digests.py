@@ -20,14 +20,18 @@ bits everywhere, because all processes make the same update. Under FSDP2 each pr
 what every process holds whole can be compared (the step counters of the optimizer, modules that are not sharded). A
 replay compares the rest.
 
-Who drifted? Of three and more processes, those that differ from the majority. Two processes cannot tell: nothing that
-one of them holds proves it wrong. But the steps made again do, since every resume computes the same bits. So the
-checkpoint is discarded, the digests of both are written to the log, and the run ends. The same command, started again,
-goes on from the last checkpoint in which the processes agreed. It makes the steps again, and then names the process
-that had drifted: the one whose values in the places where the processes differed are much farther from those that come
-out now. They need not be the same on the other: gradients are shared, so that each wrong weight soon changes all a bit.
-`hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on with a warning:
-some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
+Who drifted? Of three and more processes, those that differ from the majority. Of two, one may be seen to be wrong: its
+value lies farther from the last checkpoint than any other of the tensor has moved. Otherwise nothing that one of them
+holds proves it wrong. But the steps made again do, since every resume computes the same bits. So the checkpoint is
+discarded, the digests of both are written to the log, and the run ends. The same command, started again, goes on from
+the last checkpoint in which the processes agreed. It makes the steps again, and then names the process that had
+drifted. That is the one whose losses alone differ in the first step that differs, before gradients, which are shared,
+change the weights of both. If both differ there, it is the one whose values are much farther from those that come out
+now. `hf-hybrid replay` does the same without the run. A run whose processes never agreed at a save goes on with a
+warning: some trainers let them differ. So does one with `enable_predict=False`, which is plain `Trainer`.
+
+The divergence monitor may be faster. It withholds the update of a step whose gradients are not finite, and a leap that
+is rolled back takes a wrong weight with it. Then the losses of that step on each process say where it came from.
 
 One print is enough to notice any single bit: XXH3 on the host, and on a device the sum of all words times odd numbers
 modulo 2**64, in which one changed bit never cancels.
@@ -37,22 +41,26 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 from accelerate.utils import gather_object
+from safetensors import safe_open
 from torch import Tensor
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.prints.courses import WIDTH, Course, differing
 from hf_hybrid.prints.fingerprint import inner_optimizer, stored_tensors
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.records.readings import read_lines
@@ -73,8 +81,12 @@ MOST_PLACES, FARTHER = 64, 8
 Places of a tensor whose values are kept where processes differ; how much farther from those of the steps made again the
 values of a process must be than those of another to be the wrong ones.
 """
-WIDTH = 8
-"""Characters of a print."""
+FARTHEST, FEWEST = 2, 64
+"""
+How much farther than all others of its tensor a value must have moved to be a wrong one, and how many others it takes.
+"""
+ODD = 1e3
+"""How much larger than on other processes the loss of a step that cannot be used must be to come from there."""
 NO_PRINT = "0" * WIDTH
 
 
@@ -207,14 +219,16 @@ def text_of(*numbers: float | int) -> str:
 @dataclass
 class StepPrint:
     """
-    What is kept of a step until the next save: its number, the print of its batches, their losses on this process, and
-    loss and gradient norm over all processes. Numbers on a device are fetched at the save.
+    What is kept of a step until the next save: its number, the print of its batches, their losses on this process, loss
+    and gradient norm over all processes, and whether its update was withheld. Numbers on a device are fetched at the
+    save.
     """
 
     step: int
     batches: Batches | None
     losses: list[float | Tensor]
     numbers: list[float | Tensor]
+    withheld: bool
 
 
 class Digests(Part):
@@ -241,7 +255,9 @@ class Digests(Part):
         self._changed: list[str] = []
         held = stored_tensors(self._trainer.train_dataset)
         self._data = [(tensor, tensor._version, hash_on_host(tensor)) for tensor in held]
-        self._drifted = self._drift_to_settle() if self._trainer.is_world_process_zero() else None
+        self._drifted, self._then, self._again = None, Course(), []
+        if self._trainer.is_world_process_zero():
+            self._find_drift_to_settle()
 
     # Steps.
 
@@ -257,7 +273,7 @@ class Digests(Part):
             batches.tensors = []
             losses, numbers = step.losses, [step.loss, getattr(self._trainer, "_gradient_norm", None)]
         kept = [[_kept(number) for number in of if number is not None] for of in (losses, numbers)]
-        self._trail.append(StepPrint(step.index + 1, batches, *kept))
+        self._trail.append(StepPrint(step.index + 1, batches, kept[0], kept[1], step.withheld))
         if self.every and (step.index + 1) % self.every == 0:
             self._begin_to_hash()
             self.before_seal(step.index + 1)
@@ -284,6 +300,10 @@ class Digests(Part):
         self._of_data = pool.submit(self._data_was_changed)
         pool.shutdown(wait=False)
 
+    def diverged(self, step: int) -> None:
+        self._begin_to_hash()
+        self.before_seal(step)
+
     def before_seal(self, step: int) -> None:
         work, self._work = self._work, []
         values = _fetched([found for *_, found in work])
@@ -297,7 +317,13 @@ class Digests(Part):
         )
         comparable = [(f"{kind} {name}", value) for kind, name, whole, value in entries if whole]
         trail, self._trail = self._trail, []
-        prints = _prints_of(trail), _texts_of([kept.losses for kept in trail])
+        losses = _numbers_of([kept.losses for kept in trail])
+        prints = _prints_of(trail), _texts_of(losses)
+        odd = {
+            kept.step: sum(of_step)
+            for kept, of_step in zip(trail, losses)
+            if of_step and (kept.withheld or not math.isfinite(sum(of_step)))
+        }
         if self._of_data.result() if work else self._data_was_changed():
             self._changed.append(f"`train_dataset` holds a tensor that changed in memory by step {step}{_UNWRITTEN}")
         last, self._last = self._last, (step, own)
@@ -305,15 +331,16 @@ class Digests(Part):
             what = "Weights or states of the optimizer changed"
             self._changed.append(f"{what} after step {step} and before its save, by a callback or in memory")
         changed, self._changed = self._changed, []
-        mine = (own, _joined(value for _, value in comparable), prints, changed)
+        mine = (own, _joined(value for _, value in comparable), prints, changed, odd)
         everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
         line: dict[str, Any] = {kind: _one_or_all([other[0][kind] for other in everyone]) for kind in own}
         if trail:
-            line |= {"from": trail[0].step, "steps": "".join(_texts_of([kept.numbers for kept in trail]))}
+            line |= {"from": trail[0].step, "steps": "".join(_texts_of(_numbers_of([kept.numbers for kept in trail])))}
             line |= {what: _of_all([o[2][place] for o in everyone]) for place, what in enumerate(("batches", "losses"))}
         if trail or (own and last != self._last):
             self.run.write({"step": step, "digests": line})
         self._tell_of_memory(step, [other[3] for other in everyone])
+        self._tell_of_losses(step, [other[4] for other in everyone])
         self._settle(step, line)
         digests = [other[1] for other in everyone]
         if len(set(digests)) > 1:
@@ -361,6 +388,19 @@ class Digests(Part):
             for what in dict.fromkeys(found):
                 self._say(step, process, f"{what}: process {process}.")
 
+    def _tell_of_losses(self, step: int, odd: list[dict[int, float]]) -> None:
+        """Name the process from which a step that could not be used came, if it was one of several."""
+        for of_step in sorted({place for losses in odd for place in losses}):
+            found = [losses.get(of_step, 0.0) for losses in odd]  # nothing: it was finite
+            least = min(map(abs, found))
+            wrong = [p for p, loss in enumerate(found) if not math.isfinite(loss) or abs(loss) > ODD * max(least, 1)]
+            if 0 < len(wrong) < len(found):
+                names = ", ".join(map(str, wrong))
+                text = (
+                    f"The loss of step {of_step} was {found[wrong[0]]:.3g} on process {names} alone: its batch, or its"
+                )
+                self._say(step, wrong[0], f"{text} memory, is at fault.")
+
     def _say(self, step: int, process: int | None, text: str) -> None:
         if self._trainer.is_world_process_zero():
             logger.error("%s", text)
@@ -390,6 +430,14 @@ class Digests(Part):
         else:
             who = "Two that differ cannot tell which of them is right. The steps made again do."
         saved = last_checkpoint(self._trainer.run_folder)
+        if 2 * count <= len(digests) and values:
+            likely = gather_object([self._moved_too_far(name, values, saved)])[0]
+            if likely is not None:
+                values["likely"] = likely
+                who = (
+                    f"It is probably process {likely} that is wrong: no other value of this tensor has moved as far "
+                    f"from `{saved}`. The steps made again tell for sure."
+                )
         again = (
             f"Start the same command again with `resume_from_checkpoint=True`: it goes on from `{saved}`, makes the "
             "steps after it again, and names the process. Have the memory of its machine tested."
@@ -398,7 +446,7 @@ class Digests(Part):
         )
         self.run.write({"step": step, "drift": {**line, "what": what, "name": name, **values}})
         if self._agreed and self._trainer.has_phases:
-            raise RanksDriftedError(f"{what} {who} This checkpoint is not saved. {again}")
+            raise RanksDriftedError(f"{what} {who} No checkpoint of this step is saved. {again}")
         if self._trainer.is_world_process_zero():
             logger.error("%s %s %s", what, who, again)
 
@@ -422,29 +470,73 @@ class Digests(Part):
             "values": [of_process[kept].double().tolist() for of_process in everyone],
         }
 
+    def _moved_too_far(self, name: str, values: dict[str, Any], saved: str | None) -> int | None:
+        """
+        Return the process whose values moved farther from the last checkpoint than all others of the tensor.
+
+        The first process alone reads the checkpoint.
+        """
+        if saved is None or not self._trainer.is_world_process_zero():
+            return None
+        then, now = self._saved_tensor(name, Path(saved)), self._tensor(name).detach().cpu().reshape(-1).double()
+        if then is None or then.numel() != now.numel() or now.numel() < len(values["places"]) + FEWEST:
+            return None
+        then, places = then.reshape(-1).double(), torch.tensor(values["places"])
+        moved = (now - then).abs()
+        moved[places] = 0
+        most = FARTHEST * moved.max().item()
+        far = [float((torch.tensor(of).double() - then[places]).abs().max()) for of in values["values"]]
+        wrong = [process for process, distance in enumerate(far) if not distance <= most]
+        return wrong[0] if len(wrong) == 1 and len(values["places"]) < MOST_PLACES else None
+
+    def _saved_tensor(self, name: str, saved: Path) -> Tensor | None:
+        """Return a tensor as a checkpoint has it; `None` if it is not found in Trainer's files."""
+        kind, own = name.split(" ", 1)
+        try:
+            if kind == "weights":
+                for path in sorted(saved.glob("*model*.safetensors")):
+                    with safe_open(path, framework="pt") as file:
+                        for key in {own, own.replace(".default", "")} & set(file.keys()):  # adapters leave theirs out
+                            return file.get_tensor(key)
+                return None
+            of, key = own.rsplit(".", 1)
+            trainer, optimizer = self._trainer, inner_optimizer(self._trainer.optimizer)
+            named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+            held = next(trainer.memory.parameter(parameter) for other, parameter in named if canonical(other) == of)
+            order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            states = torch.load(saved / "optimizer.pt", mmap=True, weights_only=True)["state"]
+            return states[order.index(id(held))][key]
+        except Exception as error:  # whatever the files of another optimizer or trainer are: nothing is told then
+            logger.debug("No value of %s in %s: %s", name, saved, error)
+            return None
+
     def _tensor(self, name: str) -> Tensor:
         return next(value for kind, own, value, _ in self._state() if f"{kind} {own}" == name)
 
     # The process that had drifted, once its steps were made again.
 
-    def _drift_to_settle(self) -> dict | None:
-        """Return the last drift in the log of this run whose step is still to come, now that the run is resumed."""
-        found = None
+    def _find_drift_to_settle(self) -> None:
+        """Find the last drift in the log of this run whose step is still to come, now that the run is resumed."""
+        found, lines, start = None, [], self._trainer.state.global_step
         for line in read_lines(self._trainer.run_folder / LOG_NAME, []):
+            lines.append(line)
             if "drift" in line:
-                found = line
+                found, self._then = line, Course.of(lines, start, line["step"])
             elif found is not None and (line["step"] == 0 or ("digests" in line and line["step"] >= found["step"])):
                 found = None  # another run, or it is settled
-        return found if found is not None and found["step"] > self._trainer.state.global_step else None
+        self._drifted = found if found is not None and found["step"] > start else None
 
     def _settle(self, step: int, line: dict) -> None:
         """Name the processes whose digests were not those that the same steps have now."""
         before = self._drifted
-        if before is None or before["step"] > step:
+        if before is None:
+            return
+        self._again.append({"step": step, "digests": line})
+        if before["step"] > step:
             return
         self._drifted = None
-        then, wrong = before["drift"], []
-        if before["step"] == step and then.get("values"):
+        then, wrong = before["drift"], self._first_to_differ(step)
+        if not wrong and before["step"] == step and then.get("values"):
             now = self._tensor(then["name"]).detach().cpu().reshape(-1)[torch.tensor(then["places"])].double().numpy()
             distances = [float(numpy.abs(numpy.array(values) - now).sum()) for values in then["values"]]
             wrong = [process for process, far in enumerate(distances) if not far <= FARTHER * min(distances)]
@@ -454,6 +546,14 @@ class Digests(Part):
             self._say(step, wrong[0], f"{made} process {names} had drifted. Have the memory of its machine tested.")
         else:
             self._say(step, None, f"{made} they do not tell which process had drifted, so little did it change.")
+
+    def _first_to_differ(self, step: int) -> list[int]:
+        """Return the processes whose losses were other ones in the first step whose losses were."""
+        now = Course.of(self._again, -1, step)
+        for place in sorted({*self._then.losses} & {*now.losses}):
+            if self._then.losses[place] != now.losses[place]:
+                return differing(self._then.losses[place], now.losses[place])
+        return []
 
 
 def _fetched(found: list[Any]) -> list[int]:
@@ -492,12 +592,16 @@ def _kept(number: Any) -> float | Tensor:
     return whole.item() if whole.device.type == "cpu" else whole
 
 
-def _texts_of(steps: list[list[float | Tensor]]) -> list[str]:
-    """Return a print of the numbers of each step. What lies on a device is fetched at once."""
+def _numbers_of(steps: list[list[float | Tensor]]) -> list[list[float]]:
+    """Return the numbers of each step. What lies on a device is fetched at once."""
     on_device = [number for numbers in steps for number in numbers if isinstance(number, Tensor)]
     fetched = iter(torch.stack([number.double() for number in on_device]).tolist() if on_device else [])
-    found = [[next(fetched) if isinstance(number, Tensor) else number for number in numbers] for numbers in steps]
-    return [text_of(*numbers) if numbers else NO_PRINT for numbers in found]
+    return [[next(fetched) if isinstance(number, Tensor) else number for number in numbers] for numbers in steps]
+
+
+def _texts_of(steps: list[list[float]]) -> list[str]:
+    """Return a print of the numbers of each step."""
+    return [text_of(*numbers) if numbers else NO_PRINT for numbers in steps]
 
 
 def _of_all(prints: list[list[str]]) -> list[str]:

@@ -13,23 +13,25 @@ the run or the repetition is wrong, and which of them it is can be told:
 
 The first step that differs is named. The log has a print of every step, so that it is exact for what changes the loss:
 data, and weights. Weights and states themselves are in the log at each save, as checksums of their files, and with
-`digest_steps=1` at every step. Without that, a state of the optimizer that changed shows one step later, in the loss
-that its update leads to. The steps made again are saved where the run was saved, in a folder beside that of the run,
-which is deleted in the end.
+`digest_steps=1` at every step. Without that, a change shows later than it came if the loss does not show it at once: a
+state of the optimizer shows in the loss that its update leads to, and a low bit of a weight may take more steps. So the
+step since which it may have been there is said too. The steps made again are saved where the run was saved, in a folder
+beside that of the run, which is deleted in the end.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_hybrid.prints.digests import WIDTH, Digests
+from hf_hybrid.prints.courses import Course, first_difference
+from hf_hybrid.prints.digests import Digests
 from hf_hybrid.prints.fingerprint import environment, saved_environment
 from hf_hybrid.records.log import read_log
 from hf_hybrid.records.readings import numbered
@@ -38,82 +40,6 @@ from hf_hybrid.run.typing import TrainerLike
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = r"checkpoint-(\d+)"
-
-
-@dataclass
-class Course:
-    """
-    What a log knows of some steps.
-
-    Attributes:
-        batches (`dict[int, list[str]]`): By step, a print of its batches for each process.
-        losses (`dict[int, list[str]]`): By step, a print of the losses of its micro-batches for each process.
-        numbers (`dict[int, str]`): By step, a print of its loss and gradient norm over all processes.
-        states (`dict[int, dict]`): By step, hashes of weights and states after it: one, or one for each process.
-        files (`dict[int, dict]`): By step, checksums of the files of its checkpoint that hold weights or states.
-    """
-
-    batches: dict[int, list[str]] = field(default_factory=dict)
-    losses: dict[int, list[str]] = field(default_factory=dict)
-    numbers: dict[int, str] = field(default_factory=dict)
-    states: dict[int, dict[str, str | list[str]]] = field(default_factory=dict)
-    files: dict[int, dict[str, str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, lines: Iterable[dict], start: int, end: int) -> Course:
-        """Read the digests of the steps behind `start`, up to `end`."""
-        found = cls()
-        for line in lines:
-            if start < line["step"] <= end and isinstance(line.get("sealed"), dict):
-                found.files[line["step"]] = line["sealed"]
-            digests = line.get("digests")
-            if not isinstance(digests, dict):
-                continue
-            if start < line["step"] <= end and "weights" in digests:
-                found.states[line["step"]] = {kind: digests[kind] for kind in ("weights", "optimizer")}
-            for place in range(len(digests.get("steps", "")) // WIDTH):
-                step, part = digests["from"] + place, slice(place * WIDTH, (place + 1) * WIDTH)
-                if start < step <= end:
-                    found.numbers[step] = digests["steps"][part]
-                    found.batches[step] = [of_process[part] for of_process in digests["batches"]]
-                    found.losses[step] = [of_process[part] for of_process in digests["losses"]]
-        return found
-
-
-@dataclass
-class Difference:
-    """The first difference of two courses: the step, what differs in it, and the processes in which it does."""
-
-    step: int
-    what: str
-    processes: list[int]
-
-
-def first_difference(one: Course, other: Course) -> Difference | None:
-    """Return the first step in which two courses differ, as far as both know it."""
-    for step in sorted({*one.numbers, *one.states, *one.files}):
-        if step in one.numbers and step in other.numbers:
-            for what in ("batches", "losses"):
-                first, second = getattr(one, what)[step], getattr(other, what)[step]
-                if first != second:
-                    return Difference(step, what, _which(first, second))
-            if one.numbers[step] != other.numbers[step]:
-                return Difference(step, "gradients", [])
-        for kind in ("weights", "optimizer") if step in one.states and step in other.states else ():
-            if one.states[step][kind] != other.states[step][kind]:
-                return Difference(step, kind, _which(one.states[step][kind], other.states[step][kind]))
-        first, second = one.files.get(step, {}), other.files.get(step, {})
-        if differ := [name for name in sorted(first) if name in second and first[name] != second[name]]:
-            return Difference(step, "optimizer" if all("optimizer" in name for name in differ) else "weights", [])
-    return None
-
-
-def _which(one: str | list[str], other: str | list[str]) -> list[int]:
-    """Return the processes that differ; none if that is all there are, or if there is one."""
-    count = max(len(value) if isinstance(value, list) else 1 for value in (one, other))
-    pairs = list(zip(*(value if isinstance(value, list) else [value] * count for value in (one, other))))
-    found = [process for process, (first, second) in enumerate(pairs) if first != second]
-    return found if len(found) < count else []
 
 
 # Making steps again.
@@ -157,6 +83,8 @@ class Replay:
         verdict (`str`): `same`, `corrupted`, `other data`, `nondeterministic`, or `unknown` if the log has no digests
             of these steps.
         step (`int`, *optional*): The first step that differs.
+        since (`int`, *optional*): The first step in which the change may have come: behind this one's beginning weights
+            and states are not known to be right.
         what (`str`, *optional*): What differs in it first: `batches`, `losses`, `gradients`, `weights` or `optimizer`.
         processes (`list[int]`): The processes of the run that differ from the steps made again, if not all do.
         text (`str`): The same in words.
@@ -167,6 +95,7 @@ class Replay:
     step: int | None = None
     what: str | None = None
     processes: list[int] = field(default_factory=list)
+    since: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -229,7 +158,7 @@ def replay(
         others = environment_changes(checkpoint, trainer)
         if first_difference(run, courses[0]) is None:
             break
-    return judge(run, courses, others)
+    return judge(run, courses, others, checkpoints[-1][0] if checkpoints else 0)
 
 
 def _of_first_process(trainer: TrainerLike, course: Course) -> Course:
@@ -250,7 +179,7 @@ def environment_changes(checkpoint: str | None, trainer: TrainerLike) -> list[st
     ]
 
 
-def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
+def judge(run: Course, courses: list[Course], changes: list[str], begun: int = 0) -> Replay:
     """
     Compare a run with its repetitions.
 
@@ -258,6 +187,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
         run (`Course`): Of the log.
         courses (`list[Course]`): Of one repetition, or of two.
         changes (`list[str]`): What is other on this machine than when the run was made.
+        begun (`int`): The step of the checkpoint that the repetitions began at.
     """
     found = first_difference(run, courses[0])
     if found is None:
@@ -279,6 +209,7 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
     of = f" of process {', '.join(map(str, found.processes))}" if found.processes else ""
     seen = f" (first seen on process {', '.join(map(str, found.processes))})" if found.processes else ""
     twice = "twice the same " if len(courses) > 1 else ""
+    since = found.step
     if found.what == "batches":
         verdict = "other data"
         text = (
@@ -291,12 +222,16 @@ def judge(run: Course, courses: list[Course], changes: list[str]) -> Replay:
             f"Step {found.step} is the first that differs: {_named(found.what)} of the run{seen} are not what the step "
             f"gives, made again {twice}from the same batches."
         )
-        if found.what in ("losses", "gradients") and found.step - 1 not in {*run.states, *run.files}:
-            text += f" What it began with may have changed in step {found.step - 1} already, after its loss."
+        since = max((step for step in {*run.states, *run.files} if step < found.step), default=begun) + 1
+        if since < found.step:
+            text += (
+                f" Weights and states were right after step {since - 1}. They may have changed in any step since, if "
+                "losses did not show it at once; `digest_steps=1` tells which."
+            )
         text += " Memory or a processor was at fault."
     if changes:
         text += f" But the machine is another one, which may explain it: {'; '.join(changes)}."
-    return Replay(verdict, text, found.step, found.what, found.processes)
+    return Replay(verdict, text, found.step, found.what, found.processes, since)
 
 
 def _named(what: str) -> str:

@@ -1,8 +1,9 @@
 """
 Signals on ranks: the processes of one training are told to end at moments that differ by up to a second.
 
-Each process gets SIGTERM or SIGUSR1 at a moment of its own, or none; some get a second one. All must save the same step
-and end. The run then goes on without signals and must end at the bits of a run that was left alone.
+Each process gets SIGTERM or SIGUSR1 at a moment of its own, or none; some get a second one. The first comes at a random
+moment, inside a save or inside an evaluation. All must save the same step and end. The run then goes on without signals
+and must end at the bits of a run that was left alone.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from rig import fsdp2_on_cpu
 from rig.processes import together
 from transformers import TrainerCallback
 
-from chaos import Result, generator, trainings
+from chaos import Result, generator, power, trainings
 from chaos.children import Ended, run
 from hf_hybrid.checkpoints.manifest import is_sealed
+from hf_hybrid.part import Part
 
 PAUSE = 0.05
 """Seconds that each step takes at least, so that a run lasts as long as signals are apart."""
 SKEW = 1.0
-PATIENCE = 150.0
+PATIENCE = 600.0
 KINDS = {
     f"{sharding}, {count} processes, {'leaps' if mode == 'leaps' else 'no leaps'}": (sharding, count, mode)
     for sharding in ("DDP", "FSDP2")
@@ -42,24 +44,49 @@ SHARDED = {
 }
 
 
+Plan = list[list[tuple[float, int]]]
+"""What each process gets: seconds after the moment, and signals."""
+
+
 class Signals(TrainerCallback):
-    """Sends this process signals so many seconds after training begins."""
+    """Sends this process signals so many seconds after a moment: `begin`, `save` or `evaluation`, with its step."""
 
-    def __init__(self, sent: list[tuple[float, int]]):
-        self.sent = sent
+    def __init__(self, sent: list[tuple[float, int]], moment: tuple[str, int]):
+        self.sent, self.moment, self.begun = sent, moment, False
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def reached(self, moment: str, step: int) -> None:
+        if (moment, step) != self.moment or self.begun:
+            return
+        self.begun = True
         for delay, number in self.sent:
             timer = threading.Timer(delay, os.kill, (os.getpid(), number))
             timer.daemon = True
             timer.start()
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.reached("begin", state.global_step)
+
     def on_step_begin(self, args, state, control, **kwargs):
         if self.sent:
             time.sleep(PAUSE)
 
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.reached("evaluation", state.global_step)
 
-def train(kind: str, out: Path, resume: bool | str, plan: list[list[tuple[float, int]]]) -> list[int]:
+
+class InsideSaves(Part):
+    """Tells when a save has begun."""
+
+    name = "inside_saves"
+
+    def __init__(self, trainer, signals: Signals):
+        self.trainer, self.signals = trainer, signals
+
+    def before_save(self) -> None:
+        self.signals.reached("save", self.trainer.state.global_step)
+
+
+def train(kind: str, out: Path, resume: bool | str, plan: Plan, moment: tuple[str, int] = ("begin", 0)) -> list[int]:
     """Train on several processes, and return how each ended."""
     sharding, count, mode = KINDS[kind]
 
@@ -68,7 +95,9 @@ def train(kind: str, out: Path, resume: bool | str, plan: list[list[tuple[float,
             fsdp2_on_cpu.enable()
         number = int(os.environ["RANK"])
         trainer = trainings.build(mode, out, **OPTIONS, **SHARDED[sharding])
-        trainer.add_callback(Signals(plan[number] if plan else []))
+        signals = Signals(plan[number] if plan else [], moment)
+        trainer.add_callback(signals)
+        trainer.parts.append(InsideSaves(trainer, signals))
         trainer.train(resume_from_checkpoint=resume)
         name = f"ended-{'first' if plan else 'last'}-{number}.json"
         (out.parent / name).write_text(json.dumps([trainer.state.global_step, trainer.state.max_steps]))
@@ -76,16 +105,20 @@ def train(kind: str, out: Path, resume: bool | str, plan: list[list[tuple[float,
     return together(count, rank, timeout=PATIENCE - 30)
 
 
-def planned(chance: random.Random, count: int) -> list[list[tuple[float, int]]]:
-    """Return what each process gets, as seconds after training begins and signals; the first of all comes at random."""
-    first, number = chance.uniform(0, 1.2), chance.choice([signal.SIGTERM, signal.SIGUSR1])
+def planned(chance: random.Random, count: int) -> tuple[tuple[str, int], Plan]:
+    """Return the moment and what each process gets then, and later by its skew."""
+    kind = chance.choice(["begin", "save", "evaluation"])
+    every = {"begin": 0, "save": trainings.OPTIONS["save_steps"], "evaluation": OPTIONS["eval_steps"]}[kind]
+    moment = kind, every * chance.randint(1, 3)
+    first = chance.uniform(0, 1.2 if kind == "begin" else 0.05)
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
     skews = [0.0] + [chance.choice([None, 0.0, 0.02, 0.1, chance.uniform(0, SKEW), SKEW]) for _ in range(count - 1)]
     chance.shuffle(skews)
     plan = [[] if skew is None else [(first + skew, number)] for skew in skews]
     if chance.random() < 0.3:
         told = chance.choice([sent for sent in plan if sent])
         told.append((told[0][0] + chance.uniform(0, 0.1), signal.SIGTERM))
-    return plan
+    return moment, plan
 
 
 def reference(kind: str, folder: Path) -> tuple[Ended, Result]:
@@ -111,18 +144,19 @@ def told_to_end(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     """One case: signals, the end of all processes, and a run that goes on."""
     kind, chance = case.split("/")[1], generator(seed, case)
     out, log = folder / "out", folder / "log"
-    plan = planned(chance, KINDS[kind][1])
+    moment, plan = planned(chance, KINDS[kind][1])
     sent = sum(map(len, plan))
-    ended = run(partial(train, kind, out, False, plan), log=log, patience=PATIENCE)
-    said = f"signals {plan}; {ended.how} {ended.value}"
+    ended = run(partial(train, kind, out, False, plan, moment), log=log, patience=PATIENCE)
+    said = f"signals {plan} at {moment}; {ended.how} {ended.value}"
     if ended.how == "hang" or (ended.how == "returned" and -signal.SIGKILL in ended.value):
         return Result(case, "hang", said, sent)
     if ended.how != "returned" or any(status not in (0, -signal.SIGTERM, -signal.SIGUSR1) for status in ended.value):
         return Result(case, "lost", f"{said} {ended.trace}", sent)  # a signal may meet a process that has trained
-    steps = {tuple(json.loads(path.read_text())) for path in folder.glob("ended-first-*.json")}
-    count = len(list(folder.glob("ended-first-*.json")))
-    if len(steps) != 1 or count != KINDS[kind][1]:
-        return Result(case, "lost", f"{said}; {count} processes trained, and ended at {steps}", sent)
+    told = {path.stem[-1]: tuple(json.loads(path.read_text())) for path in folder.glob("ended-first-*.json")}
+    silent = [status for rank, status in enumerate(ended.value) if str(rank) not in told]
+    steps = set(told.values()) or {(power.newest_step(out), trainings.STEPS)}
+    if len(steps) != 1 or 0 in silent:  # others were killed by a late signal when they had trained
+        return Result(case, "lost", f"{said}; they ended at {told}", sent)
     step = steps.pop()[0]
     if not is_sealed(out / f"checkpoint-{step}"):
         return Result(case, "lost", f"{said}; no checkpoint of step {step}: {sorted(os.listdir(out))}", sent)

@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from chaos import Result, collisions, damages, faults, folders, fuzz, kills, power, ranks, sweeps, trainings
+from chaos import Result, collisions, damages, faults, flips, folders, fuzz, kills, power, ranks, sweeps, trainings
 from chaos.children import Ended
 
 GOOD = {"same bits", "same losses", "repaired", "refused", "waited", "harmless", "trained", "reported", "exported"}
+GOOD |= {f"named with {who}, {found} found" for who in flips.WHO for found in ("step", "steps")}
 """Every other outcome is a fault."""
 PARTS: dict[str, tuple[str, int]] = {
     "kills": ("trainings killed at a random moment or inside a save, and resumed", 1000),
@@ -41,6 +42,7 @@ PARTS: dict[str, tuple[str, int]] = {
     "damages": ("damaged or swapped files of checkpoints", 500),
     "signals": ("SIGINT and SIGTERM", 120),
     "ranks": ("signals on ranks: SIGTERM and SIGUSR1 on two and three processes, up to a second apart", 200),
+    "flips": ("a bit of weights, optimizer states or data that flips on one of two processes", 60),
     "disk": ("a full disk, or a limit on the size of a file", 80),
     "clock": ("a clock set back, with save_total_limit", 40),
     "anew": ("a run begun anew over the checkpoints of another", 80),
@@ -112,6 +114,7 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
         "damages": [mode for mode in damages.MODES if mode in modes],
         "signals": [mode for mode in modes if mode != "two processes"],  # a launcher would tell both
         "ranks": [kind for kind, (_, _, mode) in ranks.KINDS.items() if mode in modes],
+        "flips": [kind for kind, (_, mode, _) in flips.KINDS.items() if mode in modes],
         "disk": [mode for mode in modes if mode != "workers"],  # which send batches through files, and would hang
         "reports": ["hybrid", "logged", "plain"],
         "exports": ["whole", "sharded"],
@@ -125,7 +128,7 @@ def cases(part: str, count: int, modes: list[str]) -> list[str]:
 def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]:
     """Train the references, then run the cases, each in a folder of its own that is kept if there is a fault."""
     folder.mkdir(parents=True, exist_ok=True)
-    compared = (*INTERRUPTED, "collisions", "damages", "ranks")
+    compared = (*INTERRUPTED, "collisions", "damages", "ranks", "flips")
     modes = sorted({name.split("/")[1] for name in names if name.split("/")[0] in compared})
     damaged, collided = (
         {name.split("/")[1] for name in names if name.startswith(part)} for part in ("damages/", "collisions/")
@@ -154,7 +157,8 @@ def run(names: list[str], seed: int, workers: int, folder: Path) -> list[Result]
 def _prepare(folder: Path, mode: str, damaged: bool, collided: bool) -> tuple[Ended, Result]:
     made = folder / "references" / mode
     made.mkdir(parents=True)
-    reference = (ranks if mode in ranks.KINDS else kills).reference(mode, made)
+    part = next((part for part in (ranks, flips) if mode in part.KINDS), kills)
+    reference = part.reference(mode, made)
     if damaged and reference[0].how == "returned":
         damages.prepare(mode, made)
     if collided and reference[0].how == "returned":
@@ -176,6 +180,8 @@ def _check(case: str, seed: int, folder: Path, expected: Ended | None) -> Result
             result = DAMAGED[part](case, seed, own, folder / "references" / part)
         elif part == "ranks":
             result = ranks.told_to_end(case, seed, own, expected)
+        elif part == "flips":
+            result = flips.flipped(case, seed, own, expected)
         elif part in INTERRUPTED:
             result = INTERRUPTED[part](case, seed, own, expected)
         else:

@@ -172,3 +172,55 @@ def test_the_last_checkpoint_stays_though_another_is_the_best(tmp_path):
     last = trainer.state.global_step
     assert trainer.preempted and trainer.state.best_global_step == 2
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", f"checkpoint-{last}"}
+
+
+class Ended(TrainerCallback):
+    """Asks this process to end in a step, and counts its evaluations."""
+
+    def __init__(self, step=None):
+        self.step, self.evaluated = step, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+def evaluated(folder, strategy, ended, resume=None, **options):
+    """Train six steps with an evaluation after every second one, or each epoch of three."""
+    torch.manual_seed(0)
+    config = hybrid_config(
+        folder, max_steps=6, per_device_train_batch_size=2, eval_strategy=strategy, eval_steps=2, logging_steps=1,
+        save_strategy=strategy, save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+        enable_jit_checkpoint=True, **options,
+    )  # fmt: skip
+    data = {"train_dataset": ByteText(6), "eval_dataset": ByteText(4, offset=99)}
+    trainer = HybridTrainer(tiny_model(attention_dropout=0.1), config, callbacks=[ended], **data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer):
+    """The log without what a clock says."""
+    timed = ("runtime", "per_second", "flos")
+    entries = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not any(word in k for word in timed)} for entry in entries]
+
+
+@pytest.mark.parametrize("options", [{"enable_predict": False}, {"direction": "orthogonal"}], ids=["off", "leaps"])
+@pytest.mark.parametrize("strategy, step", [("steps", 4), ("epoch", 3), ("epoch", 4)])
+def test_an_evaluation_at_the_last_step_is_left_to_the_run_that_goes_on(tmp_path, strategy, step, options):
+    whole = evaluated(tmp_path / "whole", strategy, Ended(), **options)
+    first = Ended(step)
+    evaluated(tmp_path / "out", strategy, first, **options)
+    assert is_sealed(tmp_path / "out" / f"checkpoint-{step}") and step not in first.evaluated
+    second = Ended()
+    again = evaluated(tmp_path / "out", strategy, second, "auto", **options)
+    assert first.evaluated + second.evaluated == ([2, 4, 6] if strategy == "steps" else [3, 6])
+    assert logged(again)[:-1] == logged(whole)[:-1]  # the last one is of one call of `train`
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert Path(again.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
+    for name, tensor in weights(whole.model).items():
+        assert torch.equal(weights(again.model)[name], tensor)

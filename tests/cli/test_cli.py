@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
+from hf_hybrid.checkpoints.manifest import is_sealed
 from hf_hybrid.cli import train
 from hf_hybrid.cli.main import build_parser, main
 from hf_hybrid.cli.options import (
@@ -522,6 +523,67 @@ def test_the_exit_status_says_how_the_processes_ended(folder, environment, monke
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+TOLD = """
+import os, signal, sys, time
+from pathlib import Path
+
+number, seconds, rank = int(os.environ["NUMBER"]), float(os.environ["SECONDS"]), os.environ["RANK"]
+
+def told(number, frame):
+    time.sleep(seconds)  # saves
+    Path(f"told-{rank}").touch()
+    sys.exit(143)
+
+signal.signal(number, told)
+Path(f"ready-{rank}").touch()
+while rank == "0" and not Path("ready-1").exists():
+    time.sleep(0.01)
+if rank == "0":
+    os.kill(os.getppid(), number)
+time.sleep(120)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "number, seconds", [(signal.SIGUSR1, 0.2), pytest.param(signal.SIGTERM, 35, marks=pytest.mark.slow)]
+)
+def test_a_signal_to_the_launcher_reaches_its_processes_and_it_waits_for_them(folder, tmp_path, number, seconds):
+    """torch's launcher kills its processes 30 seconds after SIGTERM, and SIGUSR1 kills the launcher."""
+    (tmp_path / "told.py").write_text(TOLD)
+    command = f"""
+from hf_hybrid.cli import main, train
+train.MODULE = "told"
+main.sys.exit(main.main(["train", "--config", {str(folder / "run.yaml")!r}, "--cpu", "--num_processes", "2"]))
+"""
+    values = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "NUMBER": str(int(number)), "SECONDS": str(seconds)}
+    ended = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, env={**os.environ, **values}, capture_output=True, text=True
+    )
+    assert ended.returncode == 143, ended.stderr[-3000:]
+    assert (tmp_path / "told-0").exists() or (tmp_path / "told-1").exists()  # torch ends the other, which is as far
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_whose_launcher_alone_is_told_to_end_saves_and_goes_on(folder, tmp_path, number):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hf_hybrid", "train", "--config", str(folder / "run.yaml"), "--max_steps", "2000"]
+    command += ["--cpu", "--num_processes", "2", "--output_dir", str(tmp_path / "out"), "--save_steps", "5"]
+    command += ["--enable_jit_checkpoint", "true", "--resume_from_checkpoint", "auto", "--eval_share", "0"]
+    launched = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("out/checkpoint-*")) and launched.poll() is None:
+        time.sleep(0.1)
+    launched.send_signal(number)
+    _, said = launched.communicate()
+    assert launched.returncode == 143, said[-3000:]
+    steps = [int(path.name.split("-")[1]) for path in tmp_path.glob("out/checkpoint-*")]
+    again = [*command, "--max_steps", str(max(steps) + 2)]
+    assert subprocess.run(again, cwd=folder, env=environment, capture_output=True).returncode == 0
+    assert is_sealed(tmp_path / "out" / f"checkpoint-{max(steps) + 2}")
 
 
 def test_a_packed_base_is_streamed_under_adapters(folder, tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_a_flipped_bit_ends_the_run_and_the_same_command_names_the_process(tmp_p
 
 def test_of_three_processes_the_one_that_differs_is_named(tmp_path):
     assert together(3, lambda: train(tmp_path, Fault("weights", process=1))) == [0, 0, 0]
-    assert "Process 1 drifted from the 2 others. This checkpoint is not saved" in of(tmp_path, "first")["error"]
+    assert "Process 1 drifted from the 2 others. No checkpoint of this step is saved" in of(tmp_path, "first")["error"]
     assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-3"]
 
 
