@@ -4,7 +4,7 @@ GRPO of SmolLM2-135M with a verifier: it learns to calculate, and every answer i
     python -m benchmarks.speedup.pretrained                 # fetches SmolLM2, once
     python -m benchmarks.skips.arithmetic --rates 5e-4 1e-3 2e-3 --arms hybrid      # which rate is best
     python -m benchmarks.skips.arithmetic --rates 1e-3 --seeds 0 1      # both trainers, forty minutes
-    python -m benchmarks.skips.arithmetic --report
+    python docs/generate_tables.py --print grpo-arithmetic
 
 A prompt has three worked examples and one task: a sum, a difference or a product of whole numbers. The reward of a
 completion is 1 if its first line, read as a whole number, is the result that Python calculates, and else 0. The
@@ -129,28 +129,6 @@ def train(arm: str, rate: float, seed: int, steps: int, every: int) -> dict:
 KEY = ("arm", "rate", "seed", "steps")
 
 
-def report(results: Results) -> None:
-    """Print the table of docs/grpo.md: pairs of runs, and rates that one trainer alone was tried at."""
-
-    def spent(row: dict | None) -> str:
-        parts = row["seconds"] if row else {}
-        some = [parts["generation"], parts["update"], sum(parts.values())] if parts else []
-        return ", ".join(f"{seconds:.0f}" for seconds in some)
-
-    head = ["rate, seed", "TRL: generation, update, all", "here", "held-out reward before", "TRL after", "here after"]
-    head += ["TRL after as many CPU seconds", "rows left out"]
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for ours in sorted(results.rows(arm="hybrid"), key=lambda row: (row["steps"], row["rate"], row["seed"])):
-        theirs = results.get(**{name: ours[name] for name in KEY} | {"arm": "trl"})
-        looks = theirs["held_out"] if theirs else []
-        within = [look for look in looks if look[1] <= sum(ours["seconds"].values())]
-        cells = [f"{ours['rate']:g}, {ours['seed']}", spent(theirs), spent(ours), f"{ours['held_out'][0][2]:.2f}"]
-        cells += [f"{looks[-1][2]:.2f}" if looks else "", f"{ours['held_out'][-1][2]:.2f}"]
-        cells += [f"{within[-1][2]:.2f} (step {within[-1][0]})" if within else ""]
-        cells += [f"{ours['rows_skipped']} of {ours['rows']}"]
-        print(f"| {' | '.join(cells)} |")
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="Trainers.")
@@ -158,12 +136,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds; a run of each arm for each.")
     parser.add_argument("--steps", type=int, default=40, help="Steps of a run.")
     parser.add_argument("--every", type=int, default=5, help="Steps between two looks at the held-out tasks.")
-    parser.add_argument("--report", action="store_true", help="Print the table of what the file has.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "arithmetic", KEY)
-    if args.report:
-        return report(results)
     for rate, seed, arm in itertools.product(args.rates, args.seeds, args.arms):
         found = train(arm, rate, seed, args.steps, args.every)
         run = {"arm": arm, "rate": rate, "seed": seed, "steps": args.steps}

@@ -4,7 +4,6 @@ A whole GRPO run, part by part: CPU seconds of TRL's trainer and of `HybridGRPOT
     python -m benchmarks.skips.rewards                      # a Llama of 3.2M parameters, half an hour
     python -m benchmarks.skips.rewards --model smollm2 --generations 8 --iterations 1 --rewards binary --prompts 2
     python -m benchmarks.skips.rewards --report
-    python -m benchmarks.skips.rewards --learn              # rewards before and after on SmolLM2, ten minutes
 
 Completions of SmolLM2 end with a line, those of `--model smollm2-sentences` with a sentence too. SmolLM2 needs
 `python -m benchmarks.speedup.pretrained` first.
@@ -15,12 +14,6 @@ The parts of a step are generation, rewards, log-probabilities before the update
 the same weights and seeds, draw the same completions, and train in turn, so that a machine whose speed drifts does it
 to both. With several iterations, each generation batch is trained on as often. SmolLM2 is trained with LoRA, the small
 one too if `--beta` is not zero: the reference is the model without adapters then.
-
-`--learn`: SmolLM2-135M with LoRA says what functions of Python's standard library do. A completion has the reward 1 if
-its first line is a sentence of three words or more that ends with a full stop, and else 0. The pretrained model mostly
-starts a new line, a list or a program. Groups whose completions are all alike have no advantage. The reward before and
-after is that of greedy completions for functions of modules that no run trains on. Both trainers draw completions from
-the same seed.
 """
 
 from __future__ import annotations
@@ -41,9 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl import GRPOTrainer
 
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.skips.grpo import ARMS, CHARACTERS, UpdateClock, make_tokenizer
-from benchmarks.speedup.pretrained import FOLDER, DocstringsAndSmolLM2, one_sentence
-from benchmarks.speedup.tasks import COMPLETION, COMPLETIONS
+from benchmarks.skips.grpo import ARMS, CHARACTERS, make_tokenizer
+from benchmarks.speedup.pretrained import FOLDER
 from benchmarks.texts import language_reference
 
 PARTS = ("generation", "rewards", "log-probabilities", "reference", "update")
@@ -214,52 +206,13 @@ def line_of(row: dict) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-# Learning.
-
-PROMPTS, TEST = 2, 32
-"""Prompts of a step, held-out functions."""
-
-
-def learn(arm: str, steps: int, rate: float, seed: int) -> dict:
-    """Train once; return the rewards, the seconds, and what was left out."""
-    trainer_class, config_class = ARMS[arm]
-    sources = DocstringsAndSmolLM2()
-    learned, held_out = ([row["prompt"] for row in rows] for rows in sources._rows())
-    set_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
-    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    with tempfile.TemporaryDirectory() as folder:
-        args = config_class(
-            folder, max_steps=steps, per_device_train_batch_size=PROMPTS * COMPLETIONS, num_generations=COMPLETIONS,
-            max_completion_length=COMPLETION, learning_rate=rate, seed=seed, bf16=True, use_cpu=True, report_to="none",
-            save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
-            gradient_checkpointing=False,
-        )  # fmt: skip
-        trainer = trainer_class(
-            model, one_sentence, args, train_dataset=Dataset.from_dict({"prompt": learned}), peft_config=adapters,
-            processing_class=sources.tokenizer,
-        )  # fmt: skip
-        before = sources.reward(trainer.model, held_out[:TEST], sample=False)
-        clock = UpdateClock(trainer)
-        trainer.train()
-    after = sources.reward(trainer.model, held_out[:TEST], sample=False)
-    sampled = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    found = {
-        "reward_before": before, "reward_after": after, "sampled_rewards": sampled,
-        "generation_seconds": clock.generation, "update_seconds": clock.update,
-    }  # fmt: skip
-    kept = ("rows", "rows_skipped", "tokens", "tokens_shared", "backward_passes_avoided_exactly")
-    summary = trainer.hybrid_summary() if arm == "hybrid" else {}
-    return found | {name: summary[name] for name in kept if name in summary}
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--model", choices=MODELS, default="small", help="What is trained.")
     parser.add_argument("--prompts", type=int, default=4, help="Prompts of a generation batch.")
     parser.add_argument("--length", type=int, default=64, help="Tokens of a prompt.")
     parser.add_argument("--tokens", type=int, help="Most tokens of a completion: 64, with SmolLM2 24.")
-    parser.add_argument("--steps", type=int, help="Generation batches of a run; with --learn steps: 2, 30.")
+    parser.add_argument("--steps", type=int, default=2, help="Generation batches of a run.")
     parser.add_argument("--accumulation", type=int, default=2, help="Micro-batches of a step.")
     parser.add_argument("--beta", type=float, default=0.0, help="Weight of the distance from the reference.")
     parser.add_argument("--rewards", nargs="+", choices=EASY, default=list(EASY), help="Kinds of rewards.")
@@ -267,20 +220,9 @@ def main() -> None:
     parser.add_argument("--generations", nargs="+", type=int, default=[4, 8, 16], help="Completions of a prompt.")
     parser.add_argument("--rounds", type=int, default=3, help="Pairs of runs.")
     parser.add_argument("--report", action="store_true", help="Print the table of what the file has.")
-    parser.add_argument("--learn", action="store_true", help="Rewards before and after on SmolLM2.")
-    parser.add_argument("--rate", type=float, default=2e-4, help="With --learn: learning rate.")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="With --learn: one pair of runs each.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.tokens = args.tokens or (64 if args.model == "small" else 24)
-    args.steps = args.steps or (30 if args.learn else 2)
-    if args.learn:
-        results = Results(args.results, "rewards", ("arm", "steps", "rate", "seed"))
-        for seed, arm in itertools.product(args.seeds, ARMS):
-            found = learn(arm, args.steps, args.rate, seed)
-            results.add({**provenance(1), "arm": arm, "steps": args.steps, "rate": args.rate, "seed": seed, **found})
-            print(arm, {name: value for name, value in found.items() if name != "sampled_rewards"})
-        return
     results = Results(args.results, "whole_run", KEY)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     if args.report:

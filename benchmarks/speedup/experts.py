@@ -2,10 +2,10 @@
 Does it pay to orthogonalise every expert? Tiny mixtures of experts from scratch, rates swept to interior optima.
 
     python -m benchmarks.speedup.experts                    # about half an hour on one core; goes on where it stopped
-    python -m benchmarks.speedup.experts --report
+    python docs/generate_tables.py --print experts
 
 The models are a Mixtral and a Qwen3-MoE of 0.2M weights, 8 experts of which each token has 2, in two layers. They
-learn bytes of Python's language reference, 80 steps of 8 rows of 32 bytes, with the router's loss. Arms:
+learn bytes of Python's language reference, 80 steps of 8 rows of 32 bytes (`--steps`), with the router's loss. Arms:
 
 - `adamw`: plain `Trainer`.
 - `fast`: `preset="fast"`, Muon for hidden matrices and for each expert.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -141,46 +140,22 @@ def search(results: Results, kind: str, arm: str, steps: int) -> float:
     raise SystemExit(f"{kind}, {arm}: no interior optimum between {rates[0]:g} and {rates[-1]:g}")
 
 
-def report(results: Results, steps: int, seeds: list[int]) -> None:
-    """Print the table of the documents: losses at each arm's best rate, and differences from AdamW seed by seed."""
-    print(
-        f"| model | arm | best rate | held-out loss after {steps} steps, by seed | over AdamW, mean ± standard error |"
-    )
-    print("|---|---|---|---|---|")
-    for kind in MODELS:
-        losses: dict[str, list[float]] = {}
-        for arm in ARMS:
-            rows = [row for row in results.rows(model=kind, arm=arm, steps=steps) if row["eval_loss"] is not None]
-            if not rows:
-                continue
-            best = min((row for row in rows if row["seed"] == 0), key=lambda row: row["eval_loss"])["rate"]
-            by_seed = {row["seed"]: row["eval_loss"] for row in rows if row["rate"] == best}
-            losses[arm] = [by_seed[seed] for seed in seeds if seed in by_seed]
-            apart = [ours / theirs - 1 for ours, theirs in zip(losses[arm], losses["adamw"])]
-            error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
-            over = "" if arm == "adamw" else f"{statistics.mean(apart):+.1%} ± {error:.1%}"
-            print(f"| {kind} | `{arm}` | {best:g} | {', '.join(f'{loss:.3f}' for loss in losses[arm])} | {over} |")
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="What is trained.")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="How.")
     parser.add_argument("--steps", type=int, default=80, help="Steps of a run.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="Seeds at the best rate.")
-    parser.add_argument("--report", action="store_true", help="Print the table of what the file has.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "experts", KEY)
-    if not args.report:
-        for kind, arm in itertools.product(args.models, args.arms):
-            rate = search(results, kind, arm, args.steps)
-            for seed in args.seeds:
-                key = {"model": kind, "arm": arm, "steps": args.steps, "rate": rate, "seed": seed}
-                if results.get(**key) is None:
-                    results.add({**provenance(1), **key, **train(kind, arm, args.steps, rate, seed)})
-            print(f"{kind} {arm}: best rate {rate:g}", flush=True)
-    report(results, args.steps, args.seeds)
+    for kind, arm in itertools.product(args.models, args.arms):
+        rate = search(results, kind, arm, args.steps)
+        for seed in args.seeds:
+            key = {"model": kind, "arm": arm, "steps": args.steps, "rate": rate, "seed": seed}
+            if results.get(**key) is None:
+                results.add({**provenance(1), **key, **train(kind, arm, args.steps, rate, seed)})
+        print(f"{kind} {arm}: best rate {rate:g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -178,3 +178,27 @@ def grpo_equal_rewards() -> str:
         ]
         rows.append([row["kind"], *cells, f"{row['largest']:.0e}".replace("e-0", "e-") if row["largest"] else "0"])
     return markdown(["rewards", "2 or 4 completions", "8 or 16 completions", "largest advantage"], rows)
+
+
+@table("grpo-arithmetic")
+def grpo_arithmetic() -> str:
+    """Pairs of runs at one rate; the held-out reward at the end, and where TRL is after as many CPU seconds."""
+    rows = []
+    found = results("skips", "arithmetic", "arm", "rate", "seed", "steps")
+    for ours in sorted(found.rows(arm="hybrid"), key=lambda row: (row["rate"], row["seed"])):
+        theirs = found.get(arm="trl", rate=ours["rate"], seed=ours["seed"], steps=ours["steps"])
+        if theirs is None:
+            continue
+        spent = [[row["seconds"]["generation"], row["seconds"]["update"]] for row in (theirs, ours)]
+        whole = [sum(row["seconds"].values()) for row in (theirs, ours)]
+        rewards = [dict((step, reward) for step, _, reward in row["held_out"]) for row in (theirs, ours)]
+        looks = [f"{reward:.2f}" for reward in rewards[1].values()]
+        within = [(step, reward) for step, seconds, reward in theirs["held_out"] if seconds <= whole[1]][-1]
+        same = "the same" if rewards[0] == rewards[1] else ", ".join(f"{reward:.2f}" for reward in rewards[0].values())
+        rows.append([
+            ours["seed"], *(f"{a:.0f}, {b:.0f}" for a, b in zip(*spent)), f"{whole[0] / whole[1]:.1f}",
+            f"{ours['rows_skipped']} of {ours['rows']}", ", ".join(looks), same, f"{within[1]:.2f} (step {within[0]})",
+        ])  # fmt: skip
+    heading = ["seed", "CPU seconds of generation, TRL and here", "of the update", "whole run, ratio", "rows left out"]
+    heading += ["held-out reward here before the run and every 5 steps", "of TRL at these steps"]
+    return markdown([*heading, "of TRL after as many CPU seconds"], rows)

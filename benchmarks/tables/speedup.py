@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -450,3 +451,32 @@ def pretrained_pairs() -> str:
         steps = 40 if where == "smol-lora" else 200
         rows.append([f"`{task}`, {steps} steps" if task else "", f"{name}, {rate(at)}", of_seeds(found), mean, other])
     return markdown(["task", "arm, rate", "held-out loss by seed", "mean", "other text (before: 3.335)"], rows)
+
+
+@table("experts")
+def experts() -> str:
+    """Losses of each arm at its best rate, and how far they are from AdamW's, seed by seed."""
+    told = {
+        "adamw": "AdamW",
+        "fast": '`preset="fast"`',
+        "fast-whole": "the same, experts by AdamW",
+        "leaps": "leaps under AdamW",
+        "leaps-whole": "the same, experts along the average gradient",
+    }
+    rows, found = [], results("speedup", "experts", "model", "arm", "steps", "rate", "seed")
+    for steps, kind in itertools.product((80, 400), ("mixtral", "qwen3_moe")):
+        plain: list[float] = []
+        for arm, words in told.items():
+            runs = [row for row in found.rows(model=kind, arm=arm, steps=steps) if row["eval_loss"] is not None]
+            if not runs:
+                continue
+            best = min((row for row in runs if row["seed"] == 0), key=lambda row: row["eval_loss"])["rate"]
+            at_best = sorted((row for row in runs if row["rate"] == best), key=lambda row: row["seed"])
+            ends = [row["eval_loss"] for row in at_best]
+            plain = plain or ends
+            apart = [ours / theirs - 1 for ours, theirs in zip(ends, plain)]
+            over = "" if arm == "adamw" else f"{percent(statistics.fmean(apart))} +- {100 * standard_error(apart):.1f}"
+            name = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE"}[kind]
+            rows.append([f"{name}, {steps}", words, rate(best), losses(ends), over])
+    heading = ["model, steps", "trained by", "best rate", "held-out loss of three seeds"]
+    return markdown([*heading, "over AdamW, mean and standard error"], rows)
