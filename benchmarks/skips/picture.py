@@ -43,7 +43,7 @@ def main() -> None:
     for place, (_, beside, ratio) in enumerate(rows):
         axis.barh(-place, 100, color=THEIRS, height=0.72)
         axis.barh(-place, 100 / ratio, color=OURS, height=0.72)
-        axis.text(100 / ratio + 1, -place, f"{ratio:.1f} times fewer than {beside}", va="center", fontsize=9)
+        axis.text(100 / ratio + 1, -place, f"{ratio:.1f} times fewer than {beside}", va="center", fontsize=8.5)
     axis.set_yticks([-place for place in range(len(rows))], [name for name, _, _ in rows], fontsize=9)
     axis.set_xlim(0, 104)
     axis.set_xticks(range(0, 101, 20))
