@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+import tempfile
 import textwrap
 from collections.abc import Generator
 from pathlib import Path
@@ -83,6 +84,8 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write a YAML file. Returns 0; 1 if nothing fits to be written; 2 for wrong options."""
     try:
+        if args.output is not None:
+            _check_output(args.output)
         with _quiet():
             report = _Report(args)
     except (ImportError, ValueError) as error:
@@ -95,16 +98,25 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"hf-hybrid plan: nothing fits, so `{args.output}` is not written.\n")
         return 1
     try:
-        output = Path(args.output)
-        if output.is_symlink() or output.exists() and not output.is_file():
-            raise ValueError("it is a link, a folder or a device")  # which a file would replace
-        write_text(output, report.as_yaml(report.best))
-    except (OSError, ValueError) as error:  # a ValueError: of a NUL, too
-        reason = getattr(error, "strerror", None) or error
-        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {reason}.\n")
+        write_text(Path(args.output), report.as_yaml(report.best))
+    except OSError as error:  # the disk may be full by now
+        sys.stderr.write(f"hf-hybrid plan: error: `--output {args.output}` cannot be written: {error.strerror}.\n")
         return 2
     sys.stderr.write(f"Written: {args.output}\n")
     return 0
+
+
+def _check_output(name: str) -> None:
+    """Refuse a file that cannot be written, before the work that would be lost with it."""
+    try:
+        output = Path(name)
+        if output.is_symlink() or output.exists() and not output.is_file():
+            raise ValueError("it is a link, a folder or a device")  # which a file would replace
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except (OSError, ValueError) as error:  # a ValueError: of a NUL, too
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"`--output {name}` cannot be written: {reason}.") from None
 
 
 @contextlib.contextmanager
