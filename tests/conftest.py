@@ -39,15 +39,20 @@ sys.modules.setdefault("lomo_optim", None)
 
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
+    "export/test_export.py",
     "streaming/test_streaming.py",
+    "hub/test_card_and_hub.py",
+    "cli/test_plan_cli.py",
+    "checkpoints/test_state.py",
     "run/test_weights.py",
+    "leaps/test_leaps.py",
+    "integrations/test_trl.py",
+    "rows/test_windows.py",
     "test_recovery.py",
     "simulated_gpu/test_commands.py",
-    "hub/test_card_and_hub.py",
-    "rows/test_windows.py",
-    "integrations/test_trl.py",
-    "leaps/test_leaps.py",
-    "checkpoints/test_state.py",
+    "documents/test_examples.py",
+    "test_machine.py",
+    "export/test_merged.py",
 )
 """Files that take half a minute and more."""
 LENGTH = 32
@@ -108,10 +113,16 @@ def pytest_runtest_teardown(item):
     return result
 
 
-def pytest_collection_finish(session):
-    """Every full garbage collection would look through the million objects that the libraries made at import."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Every garbage collection would look through the million objects that the libraries make at import."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def mostly_slow(values, quick) -> list:

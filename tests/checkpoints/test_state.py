@@ -194,7 +194,7 @@ def test_data_order_of_real_steps_survives_a_resume(tmp_path):
         return data.seen
 
     whole = go(tmp_path / "a")
-    for step in (10, 20, 30, 40):
+    for step in (10, 30):
         rest = go(tmp_path / "b", str(tmp_path / "a" / f"checkpoint-{step}"))
         assert rest == whole[len(whole) - len(rest) :], step
         assert len(rest) < len(whole)

@@ -139,7 +139,7 @@ def test_weights_of_adapters(loss_type, tmp_path):
     check_equal(theirs, ours, 0.7)
 
 
-@pytest.mark.parametrize("share", [0.7, 1.0])
+@pytest.mark.parametrize("share", mostly_slow([0.7, 1.0], [0.7]))
 def test_weights_with_a_gradient_scaler(share, tmp_path):
     """
     As fp16 has it on a GPU. Micro-batches and whole windows are left out between its scaled losses. Autocast is off:

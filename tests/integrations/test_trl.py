@@ -137,7 +137,7 @@ def made(options):
     return {name: value() if callable(value) else value for name, value in options.items()}
 
 
-@pytest.mark.parametrize("case", SFT_CASES)
+@pytest.mark.parametrize("case", mostly_slow(SFT_CASES, ["accumulation", "packing", "lora", "mixture"]))
 def test_sft_disabled_equals_trl(case, tmp_path):
     options = {"max_steps": 6, **SFT_CASES[case]}
     plain = sft(SFTTrainer, SFTConfig, tmp_path / "plain", **made(options))

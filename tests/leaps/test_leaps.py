@@ -6,7 +6,17 @@ import types
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, finite, hybrid_config, losses, tiny_model, weights
+from conftest import (
+    ByteText,
+    assert_same_weights,
+    config_values,
+    finite,
+    hybrid_config,
+    losses,
+    mostly_slow,
+    tiny_model,
+    weights,
+)
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -304,9 +314,9 @@ def test_terrible_leap_that_was_not_probed_is_rolled_back(tmp_path, monkeypatch)
 
 
 def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
-    """The same 8 sequences a step as 8, 2 or 1 at a time: the same phases, leaps and verdicts, the same losses."""
+    """The same 8 sequences a step as 8 or 2 at a time: the same phases, leaps and verdicts, the same losses."""
     found = {}
-    for size, parts in ((8, 1), (2, 4), (1, 8)):
+    for size, parts in ((8, 1), (2, 4)):
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": parts, "probe_budget": 1.0}
         trainer = run(tmp_path / str(size), max_steps=40, **options)
         summary, log = trainer.hybrid_summary(), trainer.state.log_history
@@ -319,10 +329,9 @@ def test_leaps_do_not_depend_on_how_a_batch_is_accumulated(tmp_path):
         )
     phases, leaps, losses, probed = found[8]
     assert set(phases) == {phase.index for phase in Phase} and len(leaps) >= 4 and probed
-    for size in (2, 1):
-        assert found[size][:2] == (phases, leaps)
-        assert found[size][2] == pytest.approx(losses, abs=1e-5)
-        assert found[size][3] == pytest.approx(probed, abs=1e-5)
+    assert found[2][:2] == (phases, leaps)
+    assert found[2][2] == pytest.approx(losses, abs=1e-5)
+    assert found[2][3] == pytest.approx(probed, abs=1e-5)
 
 
 def test_a_leap_into_nan_is_rolled_back(tmp_path, monkeypatch):
@@ -432,7 +441,9 @@ class LikeAdamW(torch.optim.AdamW):
     """A user's optimizer, which may step in any way."""
 
 
-@pytest.mark.parametrize("optim", ["muon", "sgd", "rmsprop", "adafactor", "adagrad"])
+@pytest.mark.parametrize(
+    "optim", mostly_slow(["muon", "sgd", "rmsprop", "adafactor", "adagrad"], ["muon", "adafactor"])
+)
 def test_optimizers_that_leaps_were_not_measured_with_make_none(optim, tmp_path, caplog):
     summary = summary_of(tiny_model(), tmp_path / "auto", options={"optim": optim})
     assert summary["leaps_made"] == summary["predicted_steps"] == 0

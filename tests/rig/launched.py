@@ -189,13 +189,13 @@ def iterable(folder: Path):
 
 
 def off(folder: Path):
-    trainer = build(folder / "off", enable_predict=False)
+    trainer = build(folder / "off", enable_predict=False, max_steps=8)
     trainer.train()
     return trainer
 
 
 def plain(folder: Path):
-    trainer = build(folder / "plain", Trainer, enable_predict=False)
+    trainer = build(folder / "plain", Trainer, enable_predict=False, max_steps=8)
     trainer.train()
     return trainer
 

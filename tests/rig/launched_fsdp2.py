@@ -29,7 +29,7 @@ from hf_hybrid.run.weights import canonical
 from rig import fsdp2_on_cpu
 
 BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
-STEPS = 40
+STEPS = 24
 BATCH = 12
 """Of all processes together, so that runs on one, two and three are the same."""
 BASE = {

@@ -178,7 +178,11 @@ def test_gradients_of_a_window_are_those_of_padded_rows(architecture, tmp_path):
     assert summary["tokens_shared"] > 0.5 * summary["tokens"]
 
 
-@pytest.mark.parametrize("model", [functools.partial(build, attention="eager"), lora], ids=["eager", "lora"])
+@pytest.mark.parametrize(
+    "model",
+    [functools.partial(build, attention="eager"), pytest.param(lora, marks=pytest.mark.slow)],
+    ids=["eager", "lora"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_kind_of_data(kind, model, tmp_path):
     assert_same_gradients(tmp_path, KINDS[kind]()[-12:], model)

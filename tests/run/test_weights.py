@@ -23,12 +23,12 @@ from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
 
 TESTS = Path(__file__).parents[1]
 RUNS = (
-    "base", "accumulated", "offloaded", "memory", "rescued", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole",
+    "base", "accumulated", "memory", "rescued", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole",
     "rescued_lora",
 )  # fmt: skip
 SLOW_RUNS = (
-    "sampled", "muon_lora", "experts", "muon_experts", "world_model", "iterable", "plain_muon", "plain_base",
-    "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
+    "offloaded", "sampled", "muon_lora", "experts", "muon_experts", "world_model", "iterable", "plain_muon",
+    "plain_base", "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
 
@@ -171,7 +171,7 @@ def test_a_launcher_says_how_to_shard(tmp_path, alone):
 def test_the_runs_had_something_to_decide(two):
     base, looked, unseen = (two.decisions(name) for name in ("base", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
-    assert all(two.decisions(name)["leaps_made"] >= 4 for name in ("base", "memory", "muon", "lora", "bf16"))
+    assert all(two.decisions(name)["leaps_made"] >= 2 for name in ("base", "memory", "muon", "lora", "bf16"))
     assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
     assert looked["skipped_batches"] == 1
     assert two.decisions("rescued")["learning_rate_scale"] > 1.5

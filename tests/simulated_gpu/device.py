@@ -146,14 +146,20 @@ def reset() -> None:
 # Where in the code something happened.
 
 Site = tuple[tuple[types.CodeType, int], ...]
+_ours: dict[types.CodeType, bool] = {}
+"""Whether a function is of the package."""
 
 
 def _site(most: int = 4) -> Site:
     """The innermost frames of the package; formatted only if somebody asks."""
     frame, frames = sys._getframe(2), []
     while frame is not None and len(frames) < most:
-        if "/hf_hybrid/" in frame.f_code.co_filename and "/tests/" not in frame.f_code.co_filename:
-            frames.append((frame.f_code, frame.f_lineno))
+        code = frame.f_code
+        ours = _ours.get(code)
+        if ours is None:
+            ours = _ours[code] = "/hf_hybrid/" in code.co_filename and "/tests/" not in code.co_filename
+        if ours:
+            frames.append((code, frame.f_lineno))
         frame = frame.f_back
     return tuple(frames)
 

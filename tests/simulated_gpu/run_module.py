@@ -46,6 +46,7 @@ def main() -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(OMP_NUM_THREADS="1")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    gc.disable()  # collections would look through what is imported, again and again
     try:
         from simulated_gpu import device
 
@@ -58,7 +59,8 @@ def main() -> None:
     import hf_hybrid.trainer  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # collections in the processes do not look through what was imported
+    gc.freeze()  # and those in the processes do not
+    gc.enable()
     os.chdir(folder)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")

@@ -16,7 +16,9 @@ used it, and bitsandbytes uses it when it is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -27,6 +29,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SECONDS = {False: 150, True: 900}
 """After which a simulated or a real scenario is killed: something waits that nobody wakes."""
+ROOMS = (
+    "prints.digests", "prints.fingerprint", "rows.sharing", "rows.windows", "world_model.final_loss",
+    "world_model.forecast", "integrations.grpo", "integrations.other_optimizers", "phase_memory.int8",
+)  # fmt: skip
+"""What trainings load when an option asks for it, and their process imports before it forks them."""
 MOST_ON_A_GPU = 12
 """Processes that share a real GPU. Each of them has its own CUDA context, half a gigabyte."""
 HIDDEN = "HIDDEN_FROM_TESTS_"
@@ -48,6 +55,7 @@ def main() -> None:
     sys.path[:0] = [str(HERE.parent)]
     if args.alone:
         _run_on_gpu(args.folder, args.names[0], args.place)
+    gc.disable()  # collections would look through what is imported, again and again
     try:
         device = None if args.real else _simulated(args.mutate)
     except ImportError:
@@ -58,12 +66,16 @@ def main() -> None:
     for_gpu = _hide_gpu() if args.real else {}
     from simulated_gpu import scenarios
 
+    for room in ROOMS:  # which each process would load by itself otherwise
+        with contextlib.suppress(ImportError):  # TRL may be missing
+            importlib.import_module(f"hf_hybrid.{room}")
     if args.real:
         from simulated_gpu.real import RealDevice
 
         device, args.workers = RealDevice(), min(args.workers, MOST_ON_A_GPU)
     gc.collect()
-    gc.freeze()  # collections in the processes do not look through what was imported
+    gc.freeze()  # and those in the processes do not
+    gc.enable()
     jobs = [
         (name, place)
         for name in args.names or scenarios.SCENARIOS

@@ -83,7 +83,7 @@ class Place:
         self._runs += 1
         values = {
             "output_dir": str(self.folder / str(self._runs)),
-            "max_steps": 4,
+            "max_steps": 3,
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
             "learning_rate": 3e-3,
@@ -237,8 +237,10 @@ def trainer_of(place: Place, made: torch.nn.Module, data=None, **options) -> Hyb
 
 
 def train(place: Place, *, tied: bool = True, lora: bool = False, architecture: dict | None = None, **options):
-    """One training."""
-    if place.resident:
+    """One training. Beside it nothing is streamed: tests/streaming shows that on a CPU this changes nothing."""
+    # Only streamed layers are held in int8, and those that are walked layer by layer draw dropout in another order.
+    streamed_alone = options.get("base_precision") == "int8" or "attention_dropout" in (architecture or {})
+    if place.resident or (not place.on_device and not streamed_alone):
         options = {name: value for name, value in options.items() if name not in STREAMED}
     made = model(tie_word_embeddings=tied, **(architecture or {}))
     if options.pop("on_device_already", False) and place.on_device:
@@ -367,7 +369,7 @@ def with_peak(place: Place, *, architecture: dict, **options) -> dict[str, Tenso
     return found
 
 
-for _layers in (4, 12):
+for _layers in (4, 8):
     _options = {"architecture": {"layers": _layers}, "gradient_accumulation_steps": 1}
     SCENARIOS[f"layers_{_layers}"] = Scenario(partial(with_peak, **_options))
 
@@ -389,7 +391,7 @@ training("leaps_bf16", **STREAM, **LEAPS, **ALONG_GRADIENTS, bf16=True,
          expect=AS_RESIDENT | {"tolerance": 1e-3})  # fmt: skip
 training("leaps_ends_streamed", **STREAM, **LEAPS, stream_embeddings=True, tied=False)
 training("leaps_probed", **STREAM, **LEAPS, distinct=4, probe_budget=1.0)
-training("leaps_undone", **STREAM, **LEAPS, probe_budget=1.0, leap_gain=300.0, expect={"tolerance": 1e-5})
+training("leaps_undone", **STREAM, **A_LEAP, probe_budget=1.0, leap_gain=300.0, expect={"tolerance": 1e-5})
 training("leaps_deeper", **STREAM, **A_LEAP, distinct=4, architecture={"layers": 5})
 training("leaps_probed_deeper", **STREAM, **LEAPS, distinct=4, probe_budget=1.0, architecture={"layers": 5})
 training("leaps_and_saves", **STREAM, **A_LEAP, save_strategy="steps", save_steps=1)
@@ -494,7 +496,7 @@ def resident_leaps_of_large_matrices(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True, tolerance=1e-5)
 def int8_probes(place: Place) -> dict[str, Tensor]:
     """The weights are codes while a leap is probed, and wait on the host."""
-    return train(place, **LEAPS, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
+    return train(place, **A_LEAP, **ALONG_GRADIENTS, weight_precision="predict=int8", probe_budget=1.0)
 
 
 @scenario(keeps_model=True, tolerance=1e-5)
@@ -657,7 +659,7 @@ def gradients_looked_at(place: Place) -> dict[str, Tensor]:
 @scenario()
 def failed_evaluation(place: Place) -> dict[str, Tensor]:
     """A layer fails in an evaluation, while the next ones are under way; then the trainer trains."""
-    trainer = trainer_of(place, model(layers=5), **STREAM)
+    trainer = trainer_of(place, model(), **STREAM)
     handle = trainer.model.model.layers[1].mlp.register_forward_pre_hook(_fail)
     with place.watched(), contextlib.suppress(ArithmeticError):
         trainer.evaluate()
@@ -674,7 +676,7 @@ def _fail(*_) -> None:
 @scenario()
 def walk_that_does_not_fit(place: Place) -> dict[str, Tensor]:
     """Memory ends where the second micro-batch of a window is computed again, and the window is computed anew."""
-    made, calls = model(layers=4), Counter()
+    made, calls = model(), Counter()
 
     def fail(*_) -> None:
         calls["all"] += 1
@@ -841,7 +843,7 @@ def profiled(place: Place) -> dict[str, Tensor]:
 def told(place: Place) -> dict[str, Tensor]:
     """What profiler and card say of a device."""
     profiler = MemoryProfilerCallback()
-    trainer = trainer_of(place, model(), **STREAM, **A_LEAP, callbacks=[profiler])
+    trainer = trainer_of(place, model(), **STREAM, callbacks=[profiler])
     with place.counted(trainer):
         trainer.train()
     trainer.create_model_card()
@@ -883,7 +885,7 @@ def guarded(place: Place) -> dict[str, Tensor]:
 @scenario(keeps_model=True)
 def with_a_bar(place: Place) -> dict[str, Tensor]:
     """The progress bar shows the device's memory."""
-    return train(place, disable_tqdm=False, **A_LEAP, **ALONG_GRADIENTS)
+    return train(place, disable_tqdm=False)
 
 
 @scenario()
@@ -926,7 +928,7 @@ def chats() -> list[dict[str, Tensor]]:
 
 def shared_rows(place: Place, **options) -> dict[str, Tensor]:
     """Windows as trees, with the plan on the host."""
-    if place.resident:
+    if place.name != "device":
         options = {name: value for name, value in options.items() if name not in STREAMED}
     trainer = trainer_of(place, model(), chats(), share_rows="on", gradient_accumulation_steps=2, **options)
     with place.counted(trainer):
@@ -967,7 +969,10 @@ def dpo(place: Place) -> dict[str, Tensor]:
     from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
     pairs = [{"prompt": f"Say {n}.", "chosen": f" It is {n}.", "rejected": " No."} for n in range(32)]
-    options = {**A_LEAP, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3, "probe_budget": 1.0}
+    options = {
+        **A_LEAP, **ALONG_GRADIENTS, "bf16": False, "max_length": 32, "learning_rate": 1e-3, "probe_budget": 1.0,
+        "gradient_accumulation_steps": 1,
+    }  # fmt: skip
     trainer = HybridDPOTrainer(
         model(vocab_size=320), ref_model=model(vocab_size=320), args=place.config(HybridDPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=tokenizer(),
@@ -1037,7 +1042,7 @@ def buffers_that_do_not_fit(place: Place) -> dict[str, Tensor]:
 
     place.simulator.fault = fault if place.on_device else None
     options = {} if place.on_device else {"buffers_device": "cpu"}
-    return train(place, **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, **options)
+    return train(place, **A_LEAP, **ALONG_GRADIENTS, probe_budget=1.0, **options)
 
 
 @scenario()
@@ -1135,15 +1140,15 @@ class Lines(logging.Handler):
 
 SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "bf16_by_micro_batch", "bf16_copies",
-    "bf16_of_a_device_model", "checkpointed", "dropout", "eight_bit_by_micro_batch", "ends_streamed_tied",
-    "fast_streamed", "fetched_far_ahead", "grpo_more", "grpo_rewards_first", "grpo_sampled_by_trl",
-    "int8_probes_registered", "interrupted_on_the_way_home", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch",
-    "leaps_eight_bit", "leaps_ends_streamed",
-    "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned", "leaps_probed_deeper", "moved_by_hand",
+    "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dropout", "eight_bit", "eight_bit_by_micro_batch",
+    "eight_bit_more", "ends_streamed_tied", "fast_streamed", "fetched_far_ahead", "grpo_more", "grpo_rewards_first",
+    "grpo_sampled_by_trl", "int8_probes_registered", "interrupted_on_the_way_home", "leaps_and_saves", "leaps_bf16",
+    "leaps_by_micro_batch", "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory",
+    "leaps_host_buffers", "leaps_planned", "leaps_probed", "leaps_probed_deeper", "lora_int8", "moved_by_hand",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
-    "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory",
-    "resident_leaps_host_buffers", "resident_leaps_of_large_matrices", "resident_leaps_planned", "saves_eight_bit",
+    "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory", "resident_leaps_host_buffers",
+    "resident_leaps_of_large_matrices", "resident_leaps_planned", "resident_leaps_undone", "resumed", "saves_eight_bit",
     "saves_lora_int8", "sft_streamed", "sgd", "states_eight_bit", "states_on_host", "states_pinned",
     "states_pinned_and_saves", "trained_twice", "two_trainers", "uneven_by_micro_batch",
 )  # fmt: skip

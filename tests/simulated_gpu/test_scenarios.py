@@ -19,9 +19,8 @@ SMALL_CHANGE = 64
 def results(request, tmp_path_factory):
     here = [item for item in request.session.items if item.fspath == request.path]
     asked = {name for item in here for mark in item.iter_markers("needs") for name in mark.args}
-    asked |= {item.callspec.params["name"] for item in here if hasattr(item, "callspec")}
-    if any(not hasattr(item, "callspec") and not list(item.iter_markers("needs")) for item in here):
-        asked = set(ALWAYS)
+    if any(not list(item.iter_markers("needs")) for item in here):
+        asked |= set(ALWAYS)
     made = Results([name for name in SCENARIOS if name in asked], tmp_path_factory.mktemp("scenarios"))
     yield made
     made.end()
@@ -32,9 +31,13 @@ def needs(*names: str):
     return pytest.mark.needs(*names)
 
 
-def marked(names) -> list:
-    """The scenarios as parameters; some are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+def marked(names, beside: str = "{}") -> list:
+    """The scenarios as parameters, with one that each needs beside it; some are slow."""
+
+    def marks(*asked: str) -> list:
+        return [needs(*asked)] + [pytest.mark.slow] * any(name in SLOW for name in asked)
+
+    return [pytest.param(name, marks=marks(name, beside.format(name))) for name in names]
 
 
 each = pytest.mark.parametrize("name", marked(SCENARIOS))
@@ -57,12 +60,12 @@ def test_the_weights_are_those_of_the_other_place(name, results):
     assert not wrong, f"more than {scenario.tolerance} from {scenario.beside}: {wrong}"
 
 
-@needs("layers_4", "layers_12")
+@needs("layers_4", "layers_8")
 def test_what_leaves_the_device_does_not_pile_up_on_it(results):
     """The host runs ahead of the device. Gradients of several layers must not wait there for their copies."""
-    grown = {name: results.of(name)["facts"]["grown"] for name in ("layers_4", "layers_12")}
+    grown = {name: results.of(name)["facts"]["grown"] for name in ("layers_4", "layers_8")}
     one_layer = 4 * (4 * 32 * 32 + 3 * 32 * 64)
-    assert 0 < grown["layers_12"] <= grown["layers_4"] + one_layer, grown
+    assert 0 < grown["layers_8"] <= grown["layers_4"] + one_layer, grown
 
 
 @each
@@ -89,14 +92,15 @@ def test_memory_is_given_back(name, results):
 # What single scenarios are about.
 
 
-@needs("leaps", "leaps_probed", "leaps_undone", "resident_leaps_undone")
-def test_leaps_are_made_kept_and_undone(results):
-    for name in ("leaps", "leaps_probed"):
-        assert "kept" in results.of(name)["facts"]["leaps"]
-    for name in ("leaps_undone", "resident_leaps_undone"):
-        assert "rejected" in results.of(name)["facts"]["leaps"]
+LEAPT = {"leaps": "kept", "leaps_probed": "kept", "leaps_undone": "rejected", "resident_leaps_undone": "rejected"}
 
 
+@pytest.mark.parametrize("name", marked(LEAPT))
+def test_leaps_are_made_kept_and_undone(name, results):
+    assert LEAPT[name] in results.of(name)["facts"]["leaps"]
+
+
+@pytest.mark.slow
 @needs("leaps", "leaps_deeper")
 def test_leaps_stop_the_host_no_oftener_in_deeper_models(results):
     assert stops_at_leaps("leaps", results) == stops_at_leaps("leaps_deeper", results)
@@ -134,17 +138,15 @@ def test_rollouts_stop_the_host_no_oftener_than_those_of_trl(results):
     assert results.of("grpo_rewards_first")["facts"]["rollouts"]["log_probs_skipped"] > 0
 
 
-@needs("by_micro_batch", "by_micro_batch_more", "by_layer", "by_layer_more", "eight_bit", "eight_bit_more")
-def test_steps_stop_the_host_no_oftener_with_more_layers_and_micro_batches(results):
-    for name in ("by_micro_batch", "by_layer", "eight_bit"):
-        few, many = (results.of(n)["facts"]["stops"].get("hf_hybrid", 0) for n in (name, f"{name}_more"))
-        assert few == many, results.of(f"{name}_more")["stop_sites"]
+@pytest.mark.parametrize("name", marked(("by_micro_batch", "by_layer", "eight_bit"), beside="{}_more"))
+def test_steps_stop_the_host_no_oftener_with_more_layers_and_micro_batches(name, results):
+    few, many = (results.of(n)["facts"]["stops"].get("hf_hybrid", 0) for n in (name, f"{name}_more"))
+    assert few == many, results.of(f"{name}_more")["stop_sites"]
 
 
-@needs("resumed", "resumed_eight_bit")
-def test_a_resumed_run_ends_with_the_weights_of_one_run(results):
-    assert results.of("resumed")["facts"]["as_without"] == 0
-    assert results.of("resumed_eight_bit")["facts"]["as_without"] <= 1e-6
+@pytest.mark.parametrize("name", marked(("resumed", "resumed_eight_bit")))
+def test_a_resumed_run_ends_with_the_weights_of_one_run(name, results):
+    assert results.of(name)["facts"]["as_without"] <= {"resumed": 0, "resumed_eight_bit": 1e-6}[name]
 
 
 @pytest.mark.parametrize("name", marked(("bf16", "bf16_by_micro_batch", "eight_bit_bf16")))
