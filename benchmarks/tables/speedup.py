@@ -203,6 +203,21 @@ def leaps_arms() -> str:
     return markdown(["", "`code`: loss", "backward passes", "S", "`docs`: loss", "backward passes", "S"], rows)
 
 
+PREDICTORS = {
+    "lines through past weights": "linear", "the average of past displacements (EMA-Nesterov)": "drift", "SNOO": "snoo",
+    "reduced rank extrapolation": "rre", "NiNo, a published network": "nino",
+    "control: a random direction of the same length": "random",
+    "the default: the last ten gradients, orthogonalised": "hybrid",
+}  # fmt: skip
+
+
+@table("why-predictors")
+def why_predictors() -> str:
+    found = {task: table_of(speedup(), task, None, SEEDS)["arms"] for task in ("code", "docs")}
+    rows = [[name, *(f"{found[task][arm]['S']:.2f}" for task in found)] for name, arm in PREDICTORS.items()]
+    return markdown(["leaps along", "S, from scratch (`code`)", "S, fine-tuning (`docs`)"], rows)
+
+
 @table("leaps-overhead")
 def leaps_overhead() -> str:
     last = {row["arm"]: row for row in all_lines("speedup", "overhead")}
