@@ -332,11 +332,6 @@ class HybridArguments:
         "is not changed. MemoryProfilerCallback does it in any Trainer.",
         group="Memory profile",
     )
-    memory_spike_threshold: float = option(
-        0.1,
-        "With profile_memory, a step is a spike if its peak is this share above the usual one of its phase.",
-        above=0,
-    )
 
     def __post_init__(self):
         for name, hint in get_type_hints(HybridArguments).items():
@@ -346,11 +341,6 @@ class HybridArguments:
             raise ValueError(
                 f"`guard_warn_at={self.guard_warn_at}` must not be above `guard_checkpoint_at="
                 f"{self.guard_checkpoint_at}`, as the warning comes first. Lower the one or raise the other."
-            )
-        if self.memory_spike_threshold != 0.1 and not self.profile_memory:
-            raise ValueError(
-                f"`memory_spike_threshold={self.memory_spike_threshold}` is for the memory profile, and "
-                "`profile_memory` is `False`. Set `profile_memory=True`, or leave it out."
             )
 
     def preset_value(self, name: str) -> Any:
