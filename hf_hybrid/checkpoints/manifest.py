@@ -226,15 +226,24 @@ def _put_in_place(sealed: Path, folder: Path) -> None:
     try:
         os.replace(sealed, folder)  # an empty folder is replaced in one stroke
     except OSError:  # not on Windows, nor where the name is a link; and some mounted buckets rename no folders
-        shutil.copytree(sealed, folder, dirs_exist_ok=True)
-        for path in (*folder.rglob("*"), folder):
-            _flush(path)
+        _copy(sealed, folder)
         _delete(sealed)
     _flush(folder.parent)
     if len(_checkpoints(folder.parent)) == 1:  # the folder of the run may be new too, and those above it
         for above in folder.parent.absolute().parents:
             with contextlib.suppress(OSError):  # it may not be readable
                 _flush(above)
+
+
+def _copy(path: Path, to: Path) -> None:
+    """Copy what has a name, and make sure that the copy is on the disk. Links stay links."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, to, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy2(path, to, follow_symlinks=False)
+    for copied in (*to.rglob("*"), to):
+        if not copied.is_symlink():
+            _flush(copied)
 
 
 def _is_own(folder: Path, sealed: Path) -> bool:
@@ -255,9 +264,12 @@ def _move_aside(path: Path) -> None:
     place = path.parent / EARLIER_NAME
     place.mkdir(exist_ok=True)
     moved = next(to for number in itertools.count(1) if not os.path.lexists(to := place / f"{path.name}-{number}"))
-    shutil.move(path, moved)  # in one stroke, or where folders are not renamed by a copy
-    for folder in (place, path.parent):
-        _flush(folder)
+    try:
+        os.replace(path, moved)
+    except OSError:  # some mounted buckets rename no folders
+        _copy(path, moved)
+        _delete(path)
+    _flush(place)  # before the folder that it comes from, which is flushed when its successor has its name
     logger.warning("`%s` was not saved by this run: it is `%s` now.", path, moved)
 
 

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 DATA_NAME = "_hybrid_data.json"
 """In `output_dir`, for `hf-hybrid export`: where the data came from. Files with a leading underscore are not pushed."""
+TRY_AGAIN = 75
+"""Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
 _SAVED = re.compile(
     r"(all|train|eval)_results\.json|trainer_state\.json|training_args\.bin|README\.md|(generation_|adapter_)?config\.json"
     r"|(adapter_)?(model|pytorch_model)[-.].*|.*token.*\.(json|model)|vocab\..*|merges\.txt|chat_template\..*|.*\.py"
@@ -63,7 +65,8 @@ def train(line: CommandLine) -> int:
     Train as the command line says.
 
     Returns 0; 2 after a message if the options cannot work; 1 after a message if the training diverged or ran out of
-    memory for good, or if the disk is full; 130 after Ctrl-C, and 143 if the job was asked to end before its last step.
+    memory for good, or if the disk is full; 75 if processes drifted apart and the same command shall go on; 130 after
+    Ctrl-C, and 143 if the job was asked to end before its last step.
     """
     from hf_hybrid.files import is_disk_full
 
@@ -88,6 +91,7 @@ def _train(line: CommandLine) -> int:
     from transformers import TrainerCallback
 
     from hf_hybrid.files import is_disk_full
+    from hf_hybrid.prints.digests import RanksDriftedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
 
@@ -120,6 +124,9 @@ def _train(line: CommandLine) -> int:
     except (TrainingDivergedError, UnrecoveredMemoryError) as error:
         complain(error, program)
         return 1
+    except RanksDriftedError as error:
+        complain(error, program)
+        return TRY_AGAIN
     except KeyboardInterrupt:
         if trainer is not None:
             screen.tell_of_interruption(trainer)

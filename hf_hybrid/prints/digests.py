@@ -249,6 +249,7 @@ class Digests(Part):
         self.run = run
         self._trail: list[StepPrint] = []
         self._fetched: Batches | None = None
+        self._waiting: Batches | None = None
         self._work: list[tuple[str, str, bool, Any]] = []
         self._last: tuple[int, dict[str, str]] | None = None
         self._agreed = self._said = False
@@ -262,7 +263,11 @@ class Digests(Part):
     # Steps.
 
     def begin_step(self, step: Step) -> None:
-        self._fetched = None if step.phase is Phase.PREDICT else Batches.of(step.batches)
+        found, is_real = Batches.of(step.batches), step.phase is not Phase.PREDICT
+        if self._waiting is not None and self._waiting.were_changed():
+            self._changed.append(f"A batch changed in memory while it waited for step {step.index + 1}{_UNWRITTEN}")
+        # The batches of a predicted step are those of the next real one.
+        self._fetched, self._waiting = (found, None) if is_real else (None, found)
 
     def decide(self, step: Step) -> None:
         """The step is over, and nothing changes the weights any more."""
@@ -280,7 +285,7 @@ class Digests(Part):
 
     def clean_up(self) -> None:
         """Let go of batches, data and numbers on a device."""
-        self._trail, self._fetched, self._work, self._data = [], None, [], []
+        self._trail, self._fetched, self._waiting, self._work, self._data = [], None, None, [], []
 
     # Saves.
 

@@ -61,11 +61,12 @@ class Flip(TrainerCallback):
     def _flip(self, model, optimizer) -> str:
         chance = self.chance
         if self.what == "data":
-            in_batch = chance.random() < 0.5
+            in_batch, waits = chance.random() < 0.5, self.trainer.phase_name == "predict"
             held = self.trainer.run.step.batches[0]["input_ids"] if in_batch else self.trainer.train_dataset.blocks
             place, bit = chance.randrange(held.numel()), chance.randrange(7)  # a token of the vocabulary again
             flip(held, 8 * place, bit)
-            return f"bit {bit} of token {place} of {'the batch' if in_batch else 'the data set'}"
+            held_by = "the data set" if not in_batch else "a waiting batch" if waits else "the batch"
+            return f"bit {bit} of token {place} of {held_by}"
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         name, tensor = chance.choices(named, [parameter.numel() for _, parameter in named])[0]
         if self.what == "optimizer":
@@ -155,7 +156,7 @@ def flipped(case: str, seed: int, folder: Path, expected: Ended) -> Result:
         return Result(case, "silent", f"{said}; named at {named}, the save was {save}", 1)
     start, end = step // EVERY * EVERY, drifts[0]["step"] if drifts else trainings.STEPS
     truth = step + 1
-    if "data set" in first[process]["flipped"]:  # the first step that reads it
+    if any(held in first[process]["flipped"] for held in ("data set", "waiting")):  # the first step that reads it
         before = expected.value[process]["batches"]
         truth = min((int(n) for n, batch in first[process]["batches"].items() if batch != before[n]), default=None)
     made = run(partial(replayed, kind, out, start, end), log=log, patience=2 * PATIENCE)

@@ -101,6 +101,22 @@ def test_a_flipped_bit_ends_the_run_and_the_same_command_names_the_process(tmp_p
     assert corrupted(tmp_path) == [1] and is_sealed(tmp_path / "checkpoint-8")
 
 
+def test_of_two_processes_the_one_whose_value_jumped_is_named_at_once(tmp_path):
+    assert together(2, lambda: train(tmp_path, Fault("weights", process=1, bit=25))) == [0, 0]
+    for process in (0, 1):
+        assert "It is probably process 1 that is wrong" in of(tmp_path, "first", process)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_steps", [1, 10])
+def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps):
+    """At the next save, or when the run ends because it diverged."""
+    train_both = lambda: train(tmp_path, Fault("weights", process=1, bit=30), max_bad_steps=bad_steps)  # noqa: E731
+    assert together(2, train_both) == [0, 0]
+    assert corrupted(tmp_path)[0] == 1
+    assert "RanksDriftedError" in of(tmp_path, "first")["error"]
+
+
 def test_of_three_processes_the_one_that_differs_is_named(tmp_path):
     assert together(3, lambda: train(tmp_path, Fault("weights", process=1))) == [0, 0, 0]
     assert "Process 1 drifted from the 2 others. No checkpoint of this step is saved" in of(tmp_path, "first")["error"]

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.prints.replay import Replay, replay
+from hf_hybrid.records.log import read_log
 
 STEPS, START, END = 12, 4, 10
 OPTIONS = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
@@ -95,3 +96,24 @@ def test_the_step_is_found_and_the_reason(tmp_path, kind):
 def test_in_twenty_of_twenty_cases(tmp_path, kind, mode, number):
     found, step = found_in(tmp_path, kind, mode, number, digest_steps=1)
     assert found.step == step and (found.verdict == "other data") == (kind == "data"), found
+
+
+class FlipsWaiting(TrainerCallback):
+    """Flips a bit of the batch that waits while the first step is predicted."""
+
+    trainer = step = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.step is None and self.trainer.phase_name == "predict":
+            self.step = state.global_step + 1
+            flip(self.trainer.run.step.batches[0]["input_ids"], 8 * 3, 2)
+
+
+def test_a_batch_that_changes_while_it_waits_behind_a_leap_is_named(tmp_path):
+    options = {"leap_budget": 1e3, "leap_worth": 1.0, "warmup_phase_steps": 3, "full_phase_steps": 2}
+    callback = FlipsWaiting()
+    trainer = build(tmp_path, callbacks=[callback], direction="orthogonal", **options)
+    callback.trainer = trainer
+    trainer.train()
+    (found,) = [line["corrupted"] for line in read_log(tmp_path) if "corrupted" in line]
+    assert f"while it waited for step {callback.step + 1}" in found["what"] and found["process"] == 0
