@@ -884,8 +884,8 @@ def guarded(place: Place) -> dict[str, Tensor]:
 
 @scenario(keeps_model=True)
 def with_a_bar(place: Place) -> dict[str, Tensor]:
-    """The progress bar shows the device's memory."""
-    return train(place, disable_tqdm=False)
+    """The progress bar of a run with leaps shows the device's memory."""
+    return train(place, disable_tqdm=False, **LEAPS)
 
 
 @scenario()

@@ -577,7 +577,8 @@ def test_evaluation_and_best_model(tmp_path, train_set):
     assert losses[0] == losses[1] and len(losses[0]) >= 2
     assert_same_weights(weights(streamed.model), weights(plain.model))
     assert streamed.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert streamed.model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
+    written = [t.model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False) for t in (plain, streamed)]
+    assert torch.equal(*written) and written[0].shape[1] > 2
 
 
 def test_second_training_goes_on(tmp_path, train_set):
