@@ -1,7 +1,7 @@
 """
 How leaps along `gradient_memory` step under optimizers other than Adam: pure functions on one parameter.
 
-The direction loads this room when it is named and the optimizer is none of Adam's. leaps/directions/preconditioners.py
+The direction loads this room when it is named and the optimizer is none of Adam's. leaps/directions/gradient_memory.py
 explains what a preconditioner is. Leaps under these optimizers were not measured to pay (docs/evaluation/leaps.md).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner, as_number
+from hf_hybrid.leaps.directions.gradient_memory import Preconditioner, as_number
 from hf_hybrid.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, at_once, muon_scale, orthogonalise
 
 

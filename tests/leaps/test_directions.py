@@ -14,7 +14,7 @@ from transformers.optimization import Adafactor
 from hf_hybrid import Direction, HybridTrainer, optimizers
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
-from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.directions.gradient_memory import preconditioner_of
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, orthogonalisation_flops, split_parameters

@@ -8,7 +8,7 @@ import torch
 
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import GradientMemory, NoDirection
-from hf_hybrid.leaps.directions.preconditioners import preconditioner_of
+from hf_hybrid.leaps.directions.gradient_memory import preconditioner_of
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights

@@ -16,11 +16,15 @@ which is what this direction does with AdamW; `gain` is AdEMAMix's `alpha`. `m2`
 `memory_steps` gradients and an exponential average from then on, so it needs no bias correction. AdEMAMix warms
 `alpha` up because an early average is soon obsolete; here the gain grows with the square of the run's progress.
 
-Under another optimizer "the same preconditioner" means that optimizer's own rule (preconditioners.py): a leap then is
-the step that the optimizer would make if the slow average were its gradient. Where the rule is unknown (Lion, 8-bit
-states, ...), only its scale can be matched: each tensor of the average is scaled to the distance that its weights moved
-in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly spaced weights, which
-are copied when the block begins, so that it costs no second copy of the model.
+Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment
+`v`, SGD takes the gradient as it is, Muon orthogonalises a matrix. That map, without the optimizer's own momentum, is
+its preconditioner. Below stands Adam's, because leaps are made with Adam-type optimizers unless a direction is named;
+integrations/other_optimizers.py has those of SGD, Muon and Adafactor. A rule reads what it needs (second moments, their
+step count) from the optimizer's state without changing it. Its results are per unit of learning rate and point
+downhill. So a leap is the step that the optimizer would make if the slow average were its gradient. Where the rule is
+unknown (Lion, 8-bit states, ...), only its scale can be matched: each tensor of the average is scaled to the distance
+that its weights moved in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly
+spaced weights, which are copied when the block begins, so that it costs no second copy of the model.
 
 Where weights are spread over processes (FSDP2), all of this is done on the rows that a process holds, except for
 orthogonalised matrices. These are computed when a leap is prepared, in rounds (run/weights.py), and kept until the
@@ -30,16 +34,72 @@ that a process holds are whole.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import cast
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner, orthogonalises, preconditioner_of
-from hf_hybrid.optimizers import orthogonalisation_flops
+from hf_hybrid.optimizers import is_adam, orthogonalisation_flops
 from hf_hybrid.run.weights import Shards, sum_of_squares
+
+# From an average of the gradients to a step: pure functions on one parameter.
+
+Preconditioner = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], Tensor], Tensor]
+"""Takes `memory` (fp32), the parameter's optimizer state and group, and `out`, shaped as `memory`; returns `out`."""
+
+
+def adam(memory: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], out: Tensor) -> Tensor:
+    """
+    `-memory / (sqrt(v_hat) + eps)`: Adam's rule, and the slow term of AdEMAMix (Pagliardini et al., 2024, arXiv
+    2409.03137).
+    """
+    step = state["step"]
+    if not torch.is_tensor(step) or step.device != out.device or out.device.type == "cpu":
+        step = as_number(step)  # fused optimizers count on the device: there it stays, and nobody waits for it
+    bias = 1.0 - group["betas"][1] ** step
+    second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    denominator = out.copy_(second_moment).div_(bias).sqrt_().add_(group.get("eps", 1e-8))
+    return torch.div(memory, denominator, out=out).neg_()
+
+
+def preconditioner_of(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], group: Mapping[str, Any], shape: torch.Size
+) -> Preconditioner | None:
+    """
+    The rule of an optimizer whose state is known: Adam-type with an elementwise, unquantised second moment, and those
+    in integrations/other_optimizers.py; `None` for any other.
+    """
+    second_moment = state.get("exp_avg_sq")
+    if torch.is_tensor(second_moment) and "step" in state and "betas" in group:
+        return adam if second_moment.shape == shape and second_moment.is_floating_point() else None
+    others = None if is_adam(optimizer) else _other_rules()
+    return None if others is None else others.rule_of(optimizer, state, group, shape)
+
+
+def _orthogonalises(rule: Preconditioner | None) -> bool:
+    """Whether a rule orthogonalises matrices, for which it needs them whole."""
+    others = None if rule in (None, adam) else _other_rules()
+    return others is not None and rule is others.muon
+
+
+@functools.cache
+def _other_rules() -> ModuleType | None:
+    name = "integrations.other_optimizers"
+    return load_room(name, "direction") if has_room(name) else None
+
+
+def as_number(value: Any) -> float:
+    """Return a number that an optimizer may keep as a tensor."""
+    return value.item() if torch.is_tensor(value) else float(value)
+
+
+# The direction.
 
 
 class GradientMemory(Direction):
@@ -47,7 +107,7 @@ class GradientMemory(Direction):
     Leaps along a slow average of the gradients, by the optimizer's own rule (AdEMAMix, arXiv 2409.03137).
 
     Adam-type optimizers, SGD, Muon and Adafactor make a step of the average by their own rule
-    ([`~hf_hybrid.leaps.directions.preconditioners.preconditioner_of`]). For any other optimizer the average is scaled,
+    ([`preconditioner_of`]). For any other optimizer the average is scaled,
     per tensor, to the distance that the weights moved in the last block.
     """
 
@@ -91,7 +151,7 @@ class GradientMemory(Direction):
         return preconditioner_of(context.optimizer, context.state(index), context.group(index), shape)
 
     def _orthogonalises(self, index: int) -> bool:
-        return orthogonalises(self._preconditioner(index))
+        return _orthogonalises(self._preconditioner(index))
 
     def _is_sampled(self, index: int) -> bool:
         """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""

@@ -31,8 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_hybrid.leaps.directions.base import DirectionContext
-from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.directions.preconditioners import Preconditioner
+from hf_hybrid.leaps.directions.gradient_memory import GradientMemory, Preconditioner
 from hf_hybrid.optimizers import at_once, muon_scale, orthogonalise
 
 
