@@ -447,7 +447,7 @@ def _check(folder: Path, manifest: Manifest | None) -> None:
     """Raise [`CheckpointError`] with the reason if no run can resume from a checkpoint."""
     if manifest is None:
         _read_json(folder / TRAINER_STATE_NAME)
-    elif _step_of(folder) not in (-1, manifest.step):
+    elif step_of(folder) not in (-1, manifest.step):
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     elif found := damages(folder, manifest):
         raise CheckpointError("; ".join(found))
@@ -518,7 +518,7 @@ def _has_saved(output_dir: Path) -> bool:
 
 def _left_alone(output_dir: Path) -> list[str]:
     """Return a sentence on the checkpoints in the folder of a run that begins anew, if there are any."""
-    earlier = [_step_of(folder) for folder in _checkpoints(output_dir)]
+    earlier = [step_of(folder) for folder in _checkpoints(output_dir)]
     if not earlier:
         return []
     many = f"{len(earlier)} checkpoints" if len(earlier) > 1 else "a checkpoint"
@@ -567,7 +567,7 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     Return `None` for a run that was interrupted in its first save. It has saved nothing that could be lost, and a job
     that is restarted may always resume. `cut_short` is what [`settle`] deleted.
     """
-    folders = sorted(_checkpoints(output_dir), key=_step_of, reverse=True)
+    folders = sorted(_checkpoints(output_dir), key=step_of, reverse=True)
     run, passed_over = _run_of(output_dir), {}
     sealed = run is not None or any(is_sealed(folder) for folder in folders)
     for folder in folders:
@@ -631,17 +631,17 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
         sealed = [folder for folder in _checkpoints(output_dir) if is_sealed(folder)]
     else:
         sealed = [path for path, manifest in _manifests(output_dir) if is_on_course(manifest.run, manifest.step, run)]
-    return str(max(sealed, key=_step_of)) if sealed else None
+    return str(max(sealed, key=step_of)) if sealed else None
 
 
 # The checkpoints and the run of a folder.
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and _step_of(folder) >= 0]
+    return [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir() and step_of(folder) >= 0]
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint; -1 if it is the name of none."""
     found = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
     return -1 if found is None else int(found[1])

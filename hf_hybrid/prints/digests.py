@@ -58,7 +58,7 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.checkpoints.manifest import last_checkpoint, step_of
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.prints.courses import WIDTH, Course, differing
 from hf_hybrid.prints.fingerprint import inner_optimizer, stored_tensors
@@ -253,6 +253,7 @@ class Digests(Part):
         self._work: list[tuple[str, str, bool, Any]] = []
         self._last: tuple[int, dict[str, str]] | None = None
         self._agreed = self._said = False
+        self._parted: int | None = None
         self._changed: list[str] = []
         held = stored_tensors(self._trainer.train_dataset)
         self._data = [(tensor, tensor._version, hash_on_host(tensor)) for tensor in held]
@@ -351,7 +352,7 @@ class Digests(Part):
         if len(set(digests)) > 1:
             self._tell_of_drift(step, digests, comparable, line)
         elif len(digests) > 1:
-            self._agreed = True
+            self._agreed, self._parted = True, None
             self._tell_what_is_left_out(len(comparable), len(entries))
 
     def after_seal(self, step: int, files: dict[str, dict]) -> None:
@@ -435,6 +436,7 @@ class Digests(Part):
         else:
             who = "Two that differ cannot tell which of them is right. The steps made again do."
         saved = last_checkpoint(self._trainer.run_folder)
+        self._parted = step if self._parted is None else self._parted
         if 2 * count <= len(digests) and values:
             likely = gather_object([self._moved_too_far(name, values, saved)])[0]
             if likely is not None:
@@ -479,9 +481,11 @@ class Digests(Part):
         """
         Return the process whose values moved farther from the last checkpoint than all others of the tensor.
 
-        The first process alone reads the checkpoint.
+        The first process alone reads the checkpoint. One that was saved since they differ holds what one of them had.
         """
         if saved is None or not self._trainer.is_world_process_zero():
+            return None
+        if self._parted is not None and step_of(Path(saved)) >= self._parted:
             return None
         then, now = self._saved_tensor(name, Path(saved)), self._tensor(name).detach().cpu().reshape(-1).double()
         if then is None or then.numel() != now.numel() or now.numel() < len(values["places"]) + FEWEST:

@@ -107,6 +107,15 @@ def test_of_two_processes_the_one_whose_value_jumped_is_named_at_once(tmp_path):
         assert "It is probably process 1 that is wrong" in of(tmp_path, "first", process)["error"]
 
 
+def test_a_checkpoint_of_the_wrong_process_accuses_nobody(tmp_path):
+    """A run without leaps goes on, and saves what the first process holds, which then is where the values come from."""
+    options = {"enable_predict": False}
+    assert together(2, lambda: train(tmp_path, Fault("weights", process=0, bit=25), **options)) == [0, 0]
+    lines = (tmp_path / "checkpoint-8" / "hybrid_log.jsonl").read_text().splitlines()
+    drifts = {line["step"]: line["drift"] for line in map(json.loads, lines) if "drift" in line}
+    assert {step: drift.get("likely") for step, drift in drifts.items()} == {6: 0, 8: None}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_steps", [1, 10])
 def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps):
