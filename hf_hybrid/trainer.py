@@ -883,11 +883,21 @@ class HybridTrainerMixin(PublishingMixin):
                 with self._as_before_step():
                     self._show_real_weights()
                     self.run.call("before_save")
+                    self._check_that_all_are_finite()
                     super()._save_checkpoint(model, trial)
                     self._seal()
             finally:
                 self._unsealed = None
                 self.saves.abandon()
+
+    def _check_that_all_are_finite(self) -> None:
+        """Let all processes raise where the weights of one are not finite: the others would wait for it in the save."""
+        if self.run.weights is None or self.accelerator.num_processes == 1:
+            return
+        wrong = torch.tensor([not self.run.weights.are_finite()], device=self.args.device)
+        if self.accelerator.gather(wrong).any():
+            self.run.call("diverged", self.state.global_step)
+            raise self._diverged(TrainingDivergedError("The weights are not saved."))
 
     def _seal(self) -> None:
         """

@@ -272,6 +272,13 @@ class Digests(Part):
 
     def decide(self, step: Step) -> None:
         """The step is over, and nothing changes the weights any more."""
+        self._keep(step)
+        if self.every and (step.index + 1) % self.every == 0:
+            self._begin_to_hash()
+            self.before_seal(step.index + 1)
+
+    def _keep(self, step: Step) -> None:
+        """Keep the batches of a step and its numbers, until they are compared."""
         batches, self._fetched, losses, numbers = self._fetched, None, [], []
         if batches is not None:
             if batches.were_changed():
@@ -280,9 +287,6 @@ class Digests(Part):
             losses, numbers = step.losses, [step.loss, getattr(self._trainer, "_gradient_norm", None)]
         kept = [[_kept(number) for number in of if number is not None] for of in (losses, numbers)]
         self._trail.append(StepPrint(step.index + 1, batches, kept[0], kept[1], step.withheld))
-        if self.every and (step.index + 1) % self.every == 0:
-            self._begin_to_hash()
-            self.before_seal(step.index + 1)
 
     def clean_up(self) -> None:
         """Let go of batches, data and numbers on a device."""
@@ -307,6 +311,9 @@ class Digests(Part):
         pool.shutdown(wait=False)
 
     def diverged(self, step: int) -> None:
+        self._trainer.saves.join()  # the last checkpoint may be behind the steps
+        if self._fetched is not None:  # in the middle of the step
+            self._keep(self.run.step)
         self._begin_to_hash()
         self.before_seal(step)
 

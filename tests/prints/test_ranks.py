@@ -39,8 +39,13 @@ class Fault(TrainerCallback):
         elif self.kind == "data":
             flip(trainer.train_dataset.blocks, 8 * 7, 2)
         else:
-            parameter = next(p for name, p in model.named_parameters() if "up_proj" in name)
-            tensor = parameter if self.kind == "weights" else inner_optimizer(optimizer).state[parameter]["exp_avg"]
+            of = "model.norm" if self.kind == "norm" else "up_proj"
+            parameter = next(p for name, p in model.named_parameters() if of in name)
+            tensor = (
+                parameter
+                if self.kind in ("weights", "norm")
+                else inner_optimizer(optimizer).state[parameter]["exp_avg"]
+            )
             flip(getattr(tensor, "to_local", lambda: tensor)(), 4 * 9 + self.bit // 8, self.bit % 8)
 
 
@@ -116,11 +121,19 @@ def test_a_checkpoint_of_the_wrong_process_accuses_nobody(tmp_path):
     assert {step: drift.get("likely") for step, drift in drifts.items()} == {6: 0, 8: None}
 
 
+def test_weights_that_are_not_saved_on_one_process_end_all(tmp_path):
+    """They are finite, and their squares are not. The others would wait for it in the save."""
+    assert together(2, lambda: train(tmp_path, Fault("weights", process=1, bit=30))) == [0, 0]
+    for process in (0, 1):
+        assert "It is probably process 1 that is wrong" in of(tmp_path, "first", process)["error"]
+    assert not (tmp_path / "checkpoint-6").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_steps", [1, 10])
 def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps):
-    """At the next save, or when the run ends because it diverged."""
-    train_both = lambda: train(tmp_path, Fault("weights", process=1, bit=30), max_bad_steps=bad_steps)  # noqa: E731
+    """At the next save, or when the run ends because it diverged. A 1 becomes infinite."""
+    train_both = lambda: train(tmp_path, Fault("norm", process=1, bit=30), max_bad_steps=bad_steps)  # noqa: E731
     assert together(2, train_both) == [0, 0]
     assert corrupted(tmp_path)[0] == 1
     assert "RanksDriftedError" in of(tmp_path, "first")["error"]
