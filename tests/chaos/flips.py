@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 
 from chaos import Result, generator, trainings
 from chaos.children import Ended, run
+from hf_hybrid.part import Phase
 from hf_hybrid.prints.fingerprint import inner_optimizer
 from hf_hybrid.prints.replay import replay
 from hf_hybrid.records.log import LOG_NAME
@@ -45,16 +46,18 @@ KINDS = {
 
 
 class Flip(TrainerCallback):
-    """Flips a bit on one process when a step begins, and notes the batches of all steps."""
+    """Flips a bit on one process when a step begins, and notes the batches of all steps, and which train on them."""
 
     def __init__(self, what: str, process: int, step: int, chance: random.Random):
         self.what, self.process, self.step, self.chance = what, process, step, chance
         self.batches: dict[int, str] = {}
+        self.trained: list[int] = []
         self.flipped = ""
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        batches = [batch["input_ids"].numpy().tobytes() for batch in self.trainer.run.step.batches]
-        self.batches[state.global_step + 1] = hashlib.sha256(b"".join(batches)).hexdigest()
+        if self.trainer.run.step.phase is not Phase.PREDICT:  # its batches are those of the next real step
+            batches = [batch["input_ids"].numpy().tobytes() for batch in self.trainer.run.step.batches]
+            self.batches[state.global_step + 1] = hashlib.sha256(b"".join(batches)).hexdigest()
         if state.global_step == self.step and args.process_index == self.process and not self.flipped:
             self.flipped = self._flip(model, inner_optimizer(optimizer))
 
@@ -94,7 +97,7 @@ def train(kind: str, out: Path, fault: tuple[int, int, str] | None, resume: bool
             found |= {"bits": trainings.facts(trainer)["weights"]}
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"
-        found |= {"batches": callback.batches, "flipped": callback.flipped}
+        found |= {"batches": callback.batches, "trained": callback.trained, "flipped": callback.flipped}
         (out.parent / f"{'again' if resume else 'first'}-{process}.json").write_text(json.dumps(found))
 
     return together(2, work, timeout=PATIENCE - 50)
@@ -158,7 +161,8 @@ def flipped(case: str, seed: int, folder: Path, expected: Ended) -> Result:
     truth = step + 1
     if any(held in first[process]["flipped"] for held in ("data set", "waiting")):  # the first step that reads it
         before = expected.value[process]["batches"]
-        truth = min((int(n) for n, batch in first[process]["batches"].items() if batch != before[n]), default=None)
+        after, trained = first[process]["batches"], first[process]["trained"]
+        truth = min((n for n in trained if after[str(n)] != before[str(n)]), default=None)
     made = run(partial(replayed, kind, out, start, end), log=log, patience=2 * PATIENCE)
     if made.how != "returned" or any(made.value):
         return Result(case, "lost", f"{said}; replay: {made}\n{log.read_text()[-3000:]}", 1)
