@@ -477,7 +477,7 @@ def _samples(samples: Sequence[dict]) -> str:
     """Completions of the same prompts by step, the newest evaluation first."""
     rows = [
         (sample["step"], sample["prompt"], sample["completion"] + ("" if sample.get("ended") else " …"))
-        for sample in reversed(samples)
+        for sample in sorted(samples, key=lambda sample: -sample["step"])
     ]
     table = _table(("step", "prompt", "completion"), rows, "Samples", words=True)
     told = "Written greedily at evaluations; … where the completion reached <code>sample_tokens</code>."

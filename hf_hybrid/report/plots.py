@@ -13,7 +13,7 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -260,15 +260,11 @@ def running_mean(points: Sequence[tuple[float, float]], width: int) -> list[tupl
     return found
 
 
-def _show_most(axis, values: Sequence[float]) -> None:
-    """
-    Limit the axis to the middle 98 % of the values and a margin, so that neither the first losses of a training from
-    scratch nor a wide forecast presses the rest flat. Nothing is limited that reaches little beyond.
-    """
-    ordered = sorted(values)
-    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.01, 0.99))
-    margin = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
-    axis.set_ylim(max(low - margin, ordered[0] - margin), high + margin)
+def _limit_to(axis, values: Sequence[float]) -> None:
+    """Limit the axis to the values and a margin, so that a wide early forecast does not press the losses flat."""
+    low, high = min(values), max(values)
+    margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    axis.set_ylim(low - margin, high + margin)
 
 
 def _phases(run: Run) -> list[Stretch]:
@@ -364,14 +360,19 @@ def paint_loss(figure, run: Run) -> bool | None:
     if held_out:
         options = {"marker": "o", "markersize": 3.2} if len(held_out) < 60 else {}
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
-    axes[0].set_ylabel("loss (nats)")
+    axes[0].set_ylabel(f"loss{_unit([run])}")
     lines(axes[0], series)
-    _show_most(axes[0], [value for _, value in (*trained, *held_out)])
+    _limit_to(axes[0], [value for _, value in (*trained, *held_out)])
     if rows:
         _rug(axes[1], rows)
     if phases:
         phase_strip(axes[-1], phases)
     return None
+
+
+def _unit(runs: Iterable[Run]) -> str:
+    """The unit behind the name of a loss: that of a policy, which is trained on rewards, has none."""
+    return "" if any(run.series("reward") for run in runs) else " (nats)"
 
 
 def forecasts_of(run: Run, loss: str = "") -> list[tuple[float, float, float, float]]:
@@ -536,8 +537,8 @@ def paint_gradient(figure, run: Run) -> bool | None:
 def _gradient_alt(found: dict) -> str:
     norm = found["gradient_norm"] or {"median": 0.0, "highest": 0.0, "highest_step": 0}
     return (
-        f"Norm of the gradients before clipping, by step. Median {norm['median']:.3g}, highest {norm['highest']:.3g} in "
-        f"step {norm['highest_step']:,}."
+        f"Norm of the gradients before clipping, by step. Median {norm['median']:.3g}, highest {norm['highest']:.3g} "
+        f"in step {norm['highest_step']:,}."
     )
 
 
@@ -595,8 +596,8 @@ def paint_over_each_other(
 
 def paint_losses(figure, runs: dict[str, Run]) -> bool | None:
     """Training and held-out loss of runs, by their letters."""
-    kinds = (("loss", "training loss (nats)"), ("eval_loss", "held-out loss (nats)"))
-    panels = [(name, {letter: run.series(key) for letter, run in runs.items()}) for key, name in kinds]
+    kinds, unit = (("loss", "training loss"), ("eval_loss", "held-out loss")), _unit(runs.values())
+    panels = [(f"{name}{unit}", {letter: run.series(key) for letter, run in runs.items()}) for key, name in kinds]
     return paint_over_each_other(figure, [panel for panel in panels if _in_several(panel)])
 
 
