@@ -185,8 +185,9 @@ def complete(model: Any, processing_class: Any, prompts: Sequence[str], max_new_
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     device, positions, samples = model.device, positions_of(model), []
     ends = getattr(model.generation_config, "eos_token_id", None)
-    known = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-    pad = next((token for token in (tokenizer.pad_token_id, *sorted(known)) if token is not None), 0)
+    listed = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    known = sorted({token for token in listed if token is not None})
+    pad = next((token for token in (tokenizer.pad_token_id, *known) if token is not None), 0)
     training = [module for module in model.modules() if module.training]
     before = RandomStates.now(device)
     model.eval()
@@ -202,7 +203,7 @@ def complete(model: Any, processing_class: Any, prompts: Sequence[str], max_new_
                     num_beams=1,
                     max_new_tokens=room,
                     pad_token_id=pad,
-                    eos_token_id=sorted(known) or None,
+                    eos_token_id=known or None,
                 )
                 made = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
                 new = made[0, length:].tolist()

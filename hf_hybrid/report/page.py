@@ -470,7 +470,7 @@ def _score(score: dict) -> tuple[str, str, str]:
         told.append(
             f"training{value or ', step ' + format(trained['step'], ',')}, at first {format_loss(trained['first'])}"
         )
-    return score["name"], format_loss((held_out or trained)["last"]), "; ".join(told)
+    return score["name"], format_loss((held_out or trained or {}).get("last")), "; ".join(told)
 
 
 def _samples(samples: Sequence[dict]) -> str:

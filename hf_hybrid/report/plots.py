@@ -13,7 +13,7 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -260,10 +260,16 @@ def running_mean(points: Sequence[tuple[float, float]], width: int) -> list[tupl
     return found
 
 
-def _limit_to(axis, values: Sequence[float]) -> None:
-    """Limit the axis to the values and a margin, so that a wide early forecast does not press the losses flat."""
+def _limit_to(axis, values: Sequence[float], fan: Sequence[tuple[float, float, float, float]]) -> None:
+    """
+    Limit the axis to the values, and to the fan as far as it reaches half of their range beyond them: a wide early
+    forecast must not press the losses flat.
+    """
     low, high = min(values), max(values)
-    margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    room = 0.5 * (high - low)
+    low = max(low - room, min([low, *(end for *_, end, _ in fan)]))
+    high = min(high + room, max([high, *(end for *_, end in fan)]))
+    margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
     axis.set_ylim(low - margin, high + margin)
 
 
@@ -362,7 +368,7 @@ def paint_loss(figure, run: Run) -> bool | None:
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
     axes[0].set_ylabel(f"loss{_unit([run])}")
     lines(axes[0], series)
-    _limit_to(axes[0], [value for _, value in (*trained, *held_out)])
+    _limit_to(axes[0], [value for _, value in (*trained, *held_out)], _fan_of(run)[1])
     if rows:
         _rug(axes[1], rows)
     if phases:
@@ -397,9 +403,9 @@ def _fan(axis, run: Run) -> None:
     One fan: at each step the 90 % interval of the final loss as it was forecast there, and a line where it came. It is
     of the held-out loss if that was forecast, else of the training loss; two over each other could not be read.
     """
-    loss = "eval_" if forecasts_of(run, "eval_") else ""
+    loss, found = _fan_of(run)
     name, colour = ("held-out end" if loss else "end"), PALETTE["real"]
-    if not (found := forecasts_of(run, loss)):
+    if not found:
         return
     steps, median, low, high = zip(*found)
     label = f"{name}, forecast (90 %)"
@@ -407,6 +413,12 @@ def _fan(axis, run: Run) -> None:
     axis.plot(steps, median, drawstyle="steps-post", color=colour, linewidth=0.9)
     if (came := held_out_end_of(run) if loss else came_of(run)) is not None:
         axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label=f"{name}, as it came")
+
+
+def _fan_of(run: Run) -> tuple[str, list[tuple[float, float, float, float]]]:
+    """Return which forecasts are drawn, and these, as [`forecasts_of`] does."""
+    held_out = forecasts_of(run, "eval_")
+    return ("eval_", held_out) if held_out else ("", forecasts_of(run))
 
 
 def held_out_end_of(run: Run) -> float | None:
@@ -556,7 +568,7 @@ def _speed_alt(found: dict) -> str:
 
 def paint_over_each_other(
     figure,
-    panels: Sequence[tuple[str, dict[str, Sequence]]],
+    panels: Sequence[tuple[str, Mapping[str, Sequence]]],
     colours: Sequence[str] = OF_RUNS,
     *,
     log: bool = False,
@@ -612,7 +624,7 @@ def paint_all_scores(figure, runs: dict[str, Run]) -> bool | None:
     return paint_over_each_other(figure, [panel for panel in panels if _in_several(panel)])
 
 
-def _in_several(panel: tuple[str, dict[str, Sequence]]) -> bool:
+def _in_several(panel: tuple[str, Mapping[str, Sequence]]) -> bool:
     """Whether there is anything to compare."""
     return sum(bool(series) for series in panel[1].values()) > 1
 

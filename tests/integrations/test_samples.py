@@ -68,6 +68,18 @@ def test_modes_and_random_states_are_as_before():
     assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
 
 
+def test_only_the_first_process_completes_prompts(tmp_path):
+    from transformers import TrainerControl, TrainerState
+
+    args = TrainingArguments(**config_values(tmp_path, eval_strategy="steps", eval_steps=1))
+    callback, model = SampleCallback(["ab"], 2), tiny_model(vocab_size=len(TOKENIZER))
+    for first in (False, True):
+        state = TrainerState(is_world_process_zero=first, global_step=3)
+        callback.on_train_begin(args, state, TrainerControl())
+        callback.on_evaluate(args, state, TrainerControl(), model=model, processing_class=TOKENIZER)
+        assert len(samples_of(tmp_path)) == first and (tmp_path / "samples.jsonl").exists() == first
+
+
 def test_a_prompt_is_the_message_of_a_user_where_there_is_a_chat_template():
     tokenizer = rollouts.make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

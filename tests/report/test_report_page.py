@@ -12,7 +12,8 @@ from rig.pages import Page
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
 from hf_hybrid.report.page import letters, write_comparison, write_report
-from hf_hybrid.report.plots import PALETTE, running_mean, thinned
+from hf_hybrid.report.plots import PALETTE, paint_loss, running_mean, thinned
+from hf_hybrid.report.run_folder import load_run
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,37 @@ def test_reward_speed_gradient_norm_and_samples(tmp_path):
     write_comparison(tmp_path / "run", tmp_path / "run", output=tmp_path / "both")
     names = {path.name for path in (tmp_path / "both").iterdir()}
     assert {"loss.png", "scores.png", "gradient.png", "speed.png"} <= names
+
+
+def test_the_loss_has_one_fan_and_a_legend_outside_of_it(tmp_path):
+    """Of the held-out loss where that was forecast. No loss is cut off, a far wider fan is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    def painted(name, *kinds):
+        forecasts = {f"hybrid/forecast_{kind}": 0 for kind in kinds}
+        ends = {"loss": 1.0, "low": -50.0, "high": 9.0}
+        values = {key: ends[key.rpartition("_")[2]] for key in forecasts}
+        lines = [{"step": 0, "begun": True, "max_steps": 20}]
+        lines += [{"step": step, "loss": 6.0 - step / 4, **values} for step in range(1, 21)]
+        lines.insert(21, {"step": 20, "eval_loss": 1.5})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        FigureCanvasAgg(figure)
+        paint_loss(figure, load_run(tmp_path / name))
+        figure.canvas.draw()
+        axis = figure.axes[0]
+        names = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert axis.get_legend().get_window_extent().y0 >= axis.get_window_extent().y1 - 1
+        assert axis.get_ylim()[0] < 1.0 and axis.get_ylim()[1] > 5.75 and axis.get_ylim()[0] > -5
+        return names, len(axis.collections)
+
+    kinds = ("loss", "low", "high")
+    held_out = [f"eval_{kind}" for kind in kinds]
+    assert painted("a", *kinds) == (["end, forecast (90 %)", "end, as it came", "training", "held out"], 1)
+    both = ["held-out end, forecast (90 %)", "held-out end, as it came", "training", "held out"]
+    assert painted("b", *kinds, *held_out) == (both, 1)
 
 
 def test_only_a_page_that_is_written_again_reloads_itself(tmp_path):
