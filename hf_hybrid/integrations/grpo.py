@@ -573,8 +573,8 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
 class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
     """
     [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
-    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory` and the guard. One default of the former
-    differs, `bf16`, as in [`HybridSFTConfig`].
+    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory`, the guard and samples. One default of the
+    former differs, `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.

@@ -107,8 +107,8 @@ class SampleCallback(TrainerCallback):
         elif getattr(args.eval_strategy, "value", args.eval_strategy) == "no":
             if state.is_world_process_zero:
                 logger.warning(
-                    "`sample_prompts` are completed at evaluations, and `eval_strategy=no` makes none. Set "
-                    "`eval_strategy` and `eval_steps`."
+                    "`sample_prompts` are completed at evaluations, and `eval_strategy=no` makes none while it trains. "
+                    "Set `eval_strategy` and `eval_steps`."
                 )
         self._write(args, state, {"step": state.global_step, "begun": True})
 
