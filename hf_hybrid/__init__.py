@@ -27,10 +27,11 @@ _LAZY = {
     "MemoryProfilerCallback": "hf_hybrid.records.profiler",
     "Phase": "hf_hybrid.part",
     "Part": "hf_hybrid.part",
+    "SampleCallback": "hf_hybrid.integrations.samples",
     "UnrecoveredMemoryError": "hf_hybrid.recovery",
     "plan_memory": "hf_hybrid.cli.planner",
 }
-# Without those that need TRL or Optuna: `from hf_hybrid import *` works without them.
+# Without those of integrations/, of which most need TRL or Optuna: `from hf_hybrid import *` works without them.
 __all__ = [
     "Direction",
     "ForecastCallback",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from hf_hybrid.integrations.grpo import HybridRLOOConfig as HybridRLOOConfig
     from hf_hybrid.integrations.grpo import HybridRLOOTrainer as HybridRLOOTrainer
     from hf_hybrid.integrations.optuna import ForecastPruner as ForecastPruner
+    from hf_hybrid.integrations.samples import SampleCallback as SampleCallback
     from hf_hybrid.integrations.trl import HybridDPOConfig as HybridDPOConfig
     from hf_hybrid.integrations.trl import HybridDPOTrainer as HybridDPOTrainer
     from hf_hybrid.integrations.trl import HybridSFTConfig as HybridSFTConfig

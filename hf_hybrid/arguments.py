@@ -326,6 +326,15 @@ class HybridArguments:
         group="Forecast",
     )
 
+    sample_prompts: Optional[str] = option(
+        None,
+        "Text file with a prompt per line. They are completed greedily at every evaluation, and the completions go to "
+        "samples.jsonl and to the report. Training is not changed. SampleCallback does it in any Trainer. Default: no "
+        "samples.",
+        group="Samples",
+    )
+    sample_tokens: int = option(64, "With sample_prompts, the tokens of a completion at most.", at_least=1)
+
     profile_memory: bool = option(
         False,
         "Record the memory of every step, by phase and category, in the profile of the run and in its report. Training "
@@ -341,6 +350,11 @@ class HybridArguments:
             raise ValueError(
                 f"`guard_warn_at={self.guard_warn_at}` must not be above `guard_checkpoint_at="
                 f"{self.guard_checkpoint_at}`, as the warning comes first. Lower the one or raise the other."
+            )
+        if self.sample_tokens != 64 and self.sample_prompts is None:
+            raise ValueError(
+                f"`sample_tokens={self.sample_tokens}` is the length of samples, and `sample_prompts` has no file. "
+                "Set it, or leave `sample_tokens` out."
             )
 
     def preset_value(self, name: str) -> Any:

@@ -245,6 +245,8 @@ class HybridTrainerMixin(PublishingMixin):
         self.probe_dataset: Any = probe_dataset
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
+        if options.sample_prompts is not None:
+            load_room("integrations.samples", f"sample_prompts={options.sample_prompts}").install(self)
         if options.enable_predict:
             self._prepare_leaps()
 

@@ -75,6 +75,7 @@ CALLED = {
 ATTRIBUTES = {"_train_batch_size"}
 # Of our callbacks: what they take by name from an event, beside `args`, `state` and `control`.
 EVENTS = {
+    "on_init_end": "model processing_class",
     "on_train_begin": "model optimizer lr_scheduler",
     "on_train_end": "",
     "on_epoch_begin": "",
@@ -84,7 +85,7 @@ EVENTS = {
     "on_optimizer_step": "",
     "on_step_end": "",
     "on_prediction_step": "",
-    "on_evaluate": "",
+    "on_evaluate": "model processing_class",
     "on_predict": "",
     "on_save": "",
     "on_push_begin": "",

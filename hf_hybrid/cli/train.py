@@ -24,6 +24,7 @@ from hf_hybrid.cli.options import TRAIN, CommandLine, LaunchOptions, OptionError
 from hf_hybrid.cli.screen import quiet_imports
 from hf_hybrid.cli.tasks import FINE_TUNING
 from hf_hybrid.cli.yaml_file import read_options
+from hf_hybrid.report.samples import read_prompts
 
 MODULE = "hf_hybrid.cli.run"
 CONFIGS = Path(__file__).parent / "accelerate_configs"
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be missing without torch, whose import takes seconds. Raises [`OptionError`]."""
+    _check_samples(line)
     if line.command is not TRAIN:
         from hf_hybrid.cli.fine_tune import check_early as check
 
@@ -95,6 +97,14 @@ def check_early(line: CommandLine) -> None:
     for option in ("dataset", "eval_dataset"):
         for name in given[option] or []:
             check_path(option, name)
+
+
+def _check_samples(line: CommandLine) -> None:
+    for name in line.glimpse("sample_prompts")["sample_prompts"] or []:
+        try:
+            read_prompts(name)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
 
 
 def processes(values: argparse.Namespace) -> int:

@@ -517,7 +517,7 @@ def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 
 _NEED_NO_LEAPS = {
     "enable_predict", "preset", "muon_lr_scale", "muon_momentum", "optimizer_states", "out_of_memory", "guard_warn_at",
-    "guard_checkpoint_at", "share_rows",
+    "guard_checkpoint_at", "share_rows", "sample_prompts", "sample_tokens",
 }  # fmt: skip
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 
@@ -573,8 +573,8 @@ class RolloutConfigBase(ExactSkipArguments, HybridConfigBase, _Arguments):
 class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
     """
     [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
-    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory` and the guard. One default of the former
-    differs, `bf16`, as in [`HybridSFTConfig`].
+    and its options, `preset="fast"`, `optimizer_states`, `out_of_memory`, the guard and samples. One default of the
+    former differs, `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
         ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.

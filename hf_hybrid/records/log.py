@@ -223,7 +223,8 @@ class Log:
 
 def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None) -> Log:
     """Read `hybrid_log.jsonl` of an output folder; arguments as in [`read_log`]."""
-    log, ended = Log(), False
+    log, ended, names = Log(), False, None if only is None else frozenset(only)
+    under = tuple(name for name in names or () if name.endswith("/"))
     for line in read_lines(_log_in(Path(folder)), [] if notes is None else notes):
         if "begun" in line:
             if line["step"]:
@@ -236,7 +237,9 @@ def load_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
             runtime = number(line.get("train_runtime"))
             ended = runtime is not None
             log.starts[-1] = runtime if ended else number(line.get("seconds"))
-        log.lines.append(line if only is None else {key: line[key] for key in only if key in line})
+        if names is not None:
+            line = {key: value for key, value in line.items() if key in names or key.startswith(under)}
+        log.lines.append(line)
     return log
 
 
@@ -247,7 +250,7 @@ def read_log(folder: str | Path, notes: list[str] | None = None, only: Iterable[
     Args:
         folder (`str` or `Path`): The output folder of the run.
         notes (`list[str]`, *optional*): Gets a sentence on lines that could not be read; they are left out.
-        only (`Iterable[str]`, *optional*): Keys to keep. Default: all.
+        only (`Iterable[str]`, *optional*): Keys to keep; `rewards/` keeps all that begin so. Default: all.
     """
     return load_log(folder, notes, only).lines
 

@@ -6,6 +6,8 @@ from datetime import datetime, timezone
 
 from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading
 from hf_hybrid.report.run_folder import Run, leaps_made, phase_stretches, verdicts_of
+from hf_hybrid.report.samples import samples_of
+from hf_hybrid.report.scores import score_rows, speed
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
 """Verdicts of leaps that stayed in the weights."""
@@ -41,7 +43,11 @@ def findings(run: Run) -> dict:
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
             "peak_memory": _highest(run.profile.steps),
+            "tokens_per_second": speed(run),
         },
+        "scores": score_rows(run),
+        "gradient_norm": _gradient_norm(run),
+        "samples": samples_of(run.folder),
         "tokens": _tokens(run),
         "phases": _phase_rows(run),
         "leaps": _leap_summary(run),
@@ -96,6 +102,16 @@ def _final_loss(run: Run) -> dict:
     held_out_step, last = held_out[-1] if held_out else (None, None)
     found = {"held_out": last, "held_out_step": held_out_step, "training": training, "training_step": training_step}
     return {**found, "best_held_out": min((value for _, value in held_out), default=None)}
+
+
+def _gradient_norm(run: Run) -> dict | None:
+    """Return the middle, the highest and the last of the norms that were logged, before clipping."""
+    norms = run.series("grad_norm")
+    if not norms:
+        return None
+    step, highest = max(norms, key=lambda point: point[1])
+    middle = sorted(norm for _, norm in norms)[len(norms) // 2]
+    return {"median": middle, "highest": highest, "highest_step": step, "last": norms[-1][1]}
 
 
 _TOKENS = {

@@ -1,5 +1,5 @@
 """
-Reports on runs and comparisons of two runs: CSV, JSON, PNG and one HTML file.
+Reports on runs and comparisons of several: CSV, JSON, PNG and one HTML file.
 
 The page has style and plots inside, no script, and loads nothing: its content policy forbids every request, so that it
 opens offline and can be mailed. Whatever comes from files (names, options, reasons) is escaped.
@@ -23,6 +23,7 @@ from hf_hybrid.records.summary import format_bytes, format_number, format_second
 from hf_hybrid.report.findings import MOST_RECORDS, accepted, findings, used_memory
 from hf_hybrid.report.plots import Plot, comparison_plots, plots_available, run_plots
 from hf_hybrid.report.run_folder import Run, leaps_made, load_run, phase_stretches
+from hf_hybrid.report.scores import MOST_PARTS, SCORES, scores_of, speed_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ _LEAP_FIELDS = (
 )  # fmt: skip
 
 
-def write_report(folder: str | Path, output: str | Path | None = None) -> list[Path]:
+def write_report(folder: str | Path, output: str | Path | None = None, *, refresh: int | None = None) -> list[Path]:
     """
     Write a report: `report.html`, `report.json`, `steps.csv`, `leaps.csv` if there were leaps, and a PNG for each plot.
 
@@ -46,6 +47,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     Args:
         folder (`str` or `Path`): `output_dir` of the run, which may have been killed or still be going on.
         output (`str` or `Path`, *optional*): Where the report goes; by default `report` in `folder`.
+        refresh (`int`, *optional*): Seconds after which a browser loads the page anew, while the run is not finished.
 
     Returns the files, the page first.
 
@@ -60,7 +62,8 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     steps, leaps = _recorded_steps(run), evenly(run.leaps, MOST_RECORDS)
     found["notes"] += _cut(run, len(steps))
     body = _run_body(found, run.leaps, plots)
-    files = _write(output, "report", body, f"{run.name}: run report", {**found, "leap_records": leaps}, plots)
+    values, again = {**found, "leap_records": leaps}, None if run.finished else refresh
+    files = _write(output, "report", body, f"{run.name}: run report", values, plots, again)
     files.insert(2, _write_csv(output / "steps.csv", _step_rows(run, evenly(steps, MOST_RECORDS))))
     if leaps_made(run):
         rows = [{**{key: leap.get(key) for key in _LEAP_FIELDS}, "accepted": accepted(leap)} for leap in leaps]
@@ -69,25 +72,29 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> list[P
     return files
 
 
-def write_comparison(first: str | Path, second: str | Path, output: str | Path | None = None) -> list[Path]:
+def write_comparison(*folders: str | Path, output: str | Path | None = None, refresh: int | None = None) -> list[Path]:
     """
-    Compare two runs: `comparison.html`, `comparison.json`, and PNGs of both losses and memories.
+    Compare runs: `comparison.html`, `comparison.json`, and PNGs of their losses, scores, speeds and memories.
 
     Args:
-        first (`str` or `Path`), second (`str` or `Path`): `output_dir` of run A, which B is measured against, and of B.
-        output (`str` or `Path`, *optional*): Where the comparison goes; by default `report/comparison` in `second`.
+        folders (`str` or `Path`): `output_dir` of run A, which B is measured against if there are two, of B, and so on.
+        output (`str` or `Path`, *optional*): Where the comparison goes; by default `report/comparison` in the last one.
+        refresh (`int`, *optional*): As in [`write_report`], while one of the runs is not finished.
 
     Returns the files, the page first.
 
     Raises:
-        ValueError: If there is nothing in one of the folders to report on.
+        ValueError: If there is nothing in one of the folders to report on, or there are fewer than two.
     """
-    runs = load_run(first), load_run(second)
+    if len(folders) < 2:
+        raise ValueError(f"A comparison needs two runs at least, got {len(folders)}. Name their folders.")
+    runs = [load_run(folder) for folder in folders]
     found = compare(*runs)
-    output = _made(output, runs[1].folder / "report" / "comparison")
-    plots = comparison_plots(*runs, output) if _can_plot() else []
-    title = f"{runs[0].name} and {runs[1].name}: comparison"
-    return _write(output, "comparison", _comparison_body(found, plots), title, found, plots)
+    output = _made(output, runs[-1].folder / "report" / "comparison")
+    plots = comparison_plots(dict(zip(found["runs"], runs)), output) if _can_plot() else []
+    title = f"{', '.join(run.name for run in runs[:-1])} and {runs[-1].name}: comparison"
+    again = None if all(run.finished for run in runs) else refresh
+    return _write(output, "comparison", _comparison_body(found, plots), title, found, plots, again)
 
 
 def _cut(run: Run, steps: int) -> list[str]:
@@ -117,10 +124,12 @@ def _can_plot() -> bool:
     return plots_available()
 
 
-def _write(output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot]) -> list[Path]:
+def _write(
+    output: Path, name: str, body: Iterable[str], title: str, values: dict, plots: list[Plot], refresh: int | None
+) -> list[Path]:
     files = [output / f"{name}.html", output / f"{name}.json"]
     values = {**values, "plots": [f"{plot.name}.png" for plot in plots]}
-    write_text(files[0], _page(title, body))
+    write_text(files[0], _page(title, body, refresh))
     write_text(files[1], json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
     return files + [output / f"{plot.name}.png" for plot in plots]
 
@@ -144,7 +153,11 @@ def _step_rows(run: Run, steps: Sequence[int]) -> list[dict]:
         logged.setdefault(entry["step"], {}).update(entry)
     stretches = iter(phase_stretches(run))
     first, last, phase = next(stretches, (0, 0, None))
-    total = reading(run.profile.run, "device.total_memory")
+    total, speeds = reading(run.profile.run, "device.total_memory"), dict(speed_of(run))
+    names = ["loss", "eval_loss", "learning_rate", "grad_norm"]
+    names += [f"{kind}{key}" for key in scores_of(run) for kind in ("", "eval_") if run.series(f"{kind}{key}")]
+    parts = sorted({key for entry in run.logs for key in entry if key.startswith("rewards/") and key not in names})
+    names += parts[: 4 * MOST_PARTS]
     rows = []
     for step in steps:
         entry, logs = profiled.get(step, {}), logged.get(step, {})
@@ -152,8 +165,8 @@ def _step_rows(run: Run, steps: Sequence[int]) -> list[dict]:
             first, last, phase = following
         of_record = phase if first <= step <= last else None
         row = {"step": step, "phase": entry.get("phase", of_record), **_memory_columns(entry, total)}
-        names = ("loss", "eval_loss", "learning_rate", "grad_norm")
         rows.append({**row, **{name: number(logs.get(name)) for name in names}})
+        rows[-1] |= {"tokens_per_second": speeds.get(step)} if speeds else {}
     return rows
 
 
@@ -188,7 +201,7 @@ def _write_csv(path: Path, rows: Sequence[dict]) -> Path:
     return path
 
 
-# Two runs.
+# Several runs.
 
 
 def format_loss(loss: float | None) -> str:
@@ -205,84 +218,112 @@ _COMPARED = (
     ("predicted steps", "steps.predicted", format_number),
     ("backward passes", "backward_passes.done", format_number),
     ("wall time", "seconds.value", format_seconds),
+    ("tokens per second", "tokens_per_second.value", format_number),
     ("peak memory", "peak_memory.bytes", format_bytes),
 )
 
 
-def compare(first: Run, second: Run) -> dict:
+def letters(count: int) -> list[str]:
+    """Names of runs that are compared: A to Z, then AA, AB and so on."""
+    alphabet = [chr(ord("A") + index) for index in range(26)]
+    return [("" if index < 26 else alphabet[index // 26 - 1]) + alphabet[index % 26] for index in range(count)]
+
+
+def compare(*runs: Run) -> dict:
     """
-    Compare two runs, and return plain values.
+    Compare runs, and return plain values.
 
     Args:
-        first (`Run`), second (`Run`): A, which B is measured against, and B.
+        runs (`Run`): A, B and so on; of two, B is measured against A.
 
     Returns:
-        `dict`: `runs` with the headline of each, `table` with rows of text (name, A, B, difference, ratio),
-        `different_options`, `notes`.
+        `dict`: `runs` with the headline and the scores of each, `table` with rows of text (name, a value by run, and of
+        two runs difference and ratio), `different_options`, `notes`.
     """
-    both = {key: shareable(findings(run)) for key, run in zip("AB", (first, second))}
-    leaps = any(found["leaps"] for found in both.values())
+    all_found = {key: shareable(findings(run)) for key, run in zip(letters(len(runs)), runs)}
+    each = all_found.values()
+    leaps = any(found["leaps"] for found in each)
     rows = [
-        _compared(label, show, *(reading(found["headline"], place) for found in both.values()))
+        _compared(label, show, [reading(found["headline"], place) for found in each])
         for label, place, show in _COMPARED
         if leaps or label not in ("real steps", "predicted steps")
     ]
-    kept = ("name", "folder", "finished", "status", "headline")
+    kinds = (
+        ("held out, last", "held_out.last"),
+        ("held out, best", "held_out.best"),
+        ("training, last", "training.last"),
+    )
+    rows[3:3] = [
+        _compared(
+            f"{name.lower()}, {kind}", format_loss, [reading(found["scores"].get(key, {}), place) for found in each]
+        )
+        for key, name in SCORES
+        for kind, place in kinds
+    ]
+    kept = ("name", "folder", "finished", "status", "headline", "scores")
     return {
         "schema_version": 1,
-        "runs": {key: {name: found[name] for name in kept} for key, found in both.items()},
+        "runs": {key: {name: found[name] for name in kept} for key, found in all_found.items()},
         "table": [row for row in rows if row is not None],
-        "different_options": _different_options(*(found["options"] for found in both.values())),
-        "notes": _comparison_notes(both),
+        "different_options": _different_options([found["options"] for found in each]),
+        "notes": _comparison_notes(all_found),
     }
 
 
-def _compared(label: str, show, a: float | None, b: float | None) -> list[str] | None:
-    if a is None and b is None:
+def _compared(label: str, show, values: Sequence[float | None]) -> list[str] | None:
+    """A row of the table, with difference and ratio if there are two values; `None` if no run has one."""
+    if all(value is None for value in values):
         return None
-    shown = [label, *(show(value) for value in (a, b))]
+    shown = [label, *("–" if value is None else show(value) for value in values)]
+    if len(values) > 2:
+        return shown
+    a, b = values
     if a is None or b is None:
         return [*shown, "–", "–"]
     sign = "+" if b > a else "−" if b < a else ""
     return [*shown, f"{sign}{show(abs(b - a))}", f"{b / a:.3g}" if a else "–"]
 
 
-def _different_options(first: dict, second: dict) -> list[list[str]]:
-    """Options whose values differ: name, A, B. A run does not record every option that it left at its default."""
+def _different_options(each: Sequence[dict]) -> list[list[str]]:
+    """Options whose values differ: name, A, B... A run does not record every option that it left at its default."""
     missing = object()
     return [
-        [name, *(str(options[name]) if name in options else "not recorded" for options in (first, second))]
-        for name in sorted({*first, *second} - {"output_dir", "logging_dir", "run_name"})
-        if first.get(name, missing) != second.get(name, missing)
+        [name, *(str(options[name]) if name in options else "not recorded" for options in each)]
+        for name in sorted({name for options in each for name in options} - {"output_dir", "logging_dir", "run_name"})
+        if any(options.get(name, missing) != each[0].get(name, missing) for options in each[1:])
     ]
 
 
-def _comparison_notes(both: dict[str, dict]) -> list[str]:
-    notes = [f"{key} did not finish. Its numbers are of its last record." for key in both if not both[key]["finished"]]
-    heads = [found["headline"] for found in both.values()]
-    sources = [head["seconds"]["source"] for head in heads]
-    if None not in sources and sources[0] != sources[1]:
-        notes.append(f"Wall times are of different kinds: A {sources[0]}; B {sources[1]}.")
-    places = {(head["peak_memory"] or {}).get("where") for head in heads}
-    if len(places - {None}) > 1:
-        notes.append("Peak memory is of the device in one run and of the process on the host in the other.")
-    if None in places:
-        notes.append("Memory is compared only if both runs had `profile_memory=True` or `MemoryProfilerCallback`.")
-    steps = [head["final_loss"]["held_out_step"] for head in heads]
-    if None not in steps and steps[0] != steps[1]:
-        notes.append(f"The last held-out losses are of different steps: A {steps[0]}, B {steps[1]}.")
+def _comparison_notes(runs: dict[str, dict]) -> list[str]:
+    notes = [f"{key} did not finish. Its numbers are of its last record." for key in runs if not runs[key]["finished"]]
+    heads = {key: found["headline"] for key, found in runs.items()}
+    sources = {key: head["seconds"]["source"] for key, head in heads.items()}
+    if None not in sources.values() and len(set(sources.values())) > 1:
+        told = "; ".join(f"{key} {source}" for key, source in sources.items())
+        notes.append(f"Wall times are of different kinds: {told}.")
+    places = {key: (head["peak_memory"] or {}).get("where") for key, head in heads.items()}
+    if len(set(places.values()) - {None}) > 1:
+        notes.append("Peak memory is of the device in some runs and of the process on the host in others.")
+    if None in places.values():
+        notes.append("Memory is compared only if all runs had `profile_memory=True` or `MemoryProfilerCallback`.")
+    steps = {key: head["final_loss"]["held_out_step"] for key, head in heads.items()}
+    if None not in steps.values() and len(set(steps.values())) > 1:
+        told = ", ".join(f"{key} {step}" for key, step in steps.items())
+        notes.append(f"The last held-out losses are of different steps: {told}.")
     return notes
 
 
 # The page.
 
 
-def _page(title: str, body: Iterable[str]) -> str:
+def _page(title: str, body: Iterable[str], refresh: int | None = None) -> str:
+    """The whole page. `refresh`: seconds after which a browser loads it anew, which is no request of its content."""
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Browsers request an icon unless one is named.
         f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n'
         + "\n".join(part for part in body if part)
@@ -295,9 +336,10 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
     return [
         f"<header><h1>{escape(found['name'])}</h1>",
         f'<p>{escape(found["status"])}</p><p class="muted"><code>{escape(found["folder"])}</code></p></header>',
-        _headline(found["headline"], found["leaps"]),
+        _headline(found["headline"], found["leaps"], found["scores"]),
         _notes(found["notes"]),
         *map(_figure, plots),
+        _samples(found["samples"]),
         _phases(found["phases"]),
         _leaps(found["leaps"], leaps),
         _memory(found["memory"]),
@@ -313,20 +355,22 @@ def _run_body(found: dict, leaps: Sequence[dict], plots: Sequence[Plot]) -> list
 
 def _comparison_body(found: dict, plots: Sequence[Plot]) -> list[str]:
     runs = found["runs"]
+    names, title = [f"{key}: {escape(run['name'])}" for key, run in runs.items()], "Both runs"
+    difference = ["B − A", "B / A"] if len(runs) == 2 else []
+    if not difference:
+        title = f"{len(runs)} runs"
     status = [
         f'<p>{key}: {escape(run["status"])} <span class="muted"><code>{escape(run["folder"])}</code></span></p>'
         for key, run in runs.items()
     ]
     return [
-        f"<header><h1>A: {escape(runs['A']['name'])}<br>B: {escape(runs['B']['name'])}</h1>",
+        f"<header><h1>{'<br>'.join(names)}</h1>",
         *status,
         "</header>",
-        _section("Both runs", _table(("", "A", "B", "B − A", "B / A"), found["table"], "Both runs")),
+        _section(title, _table(("", *runs, *difference), found["table"], title)),
         _notes(found["notes"]),
         *map(_figure, plots),
-        _section(
-            "Options that differ", _table(("option", "A", "B"), found["different_options"], "Options", words=True)
-        ),
+        _section("Options that differ", _table(("option", *runs), found["different_options"], "Options", words=True)),
     ]
 
 
@@ -373,8 +417,8 @@ def _notes(notes: Sequence[str]) -> str:
     return f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
 
 
-def _headline(numbers: dict, leaps: dict | None) -> str:
-    """Show the five most important numbers, each with its meaning."""
+def _headline(numbers: dict, leaps: dict | None, scores: dict) -> str:
+    """Show the five most important numbers, each with its meaning; before them the score, if the run has one."""
     loss, steps, passes = numbers["final_loss"], numbers["steps"], numbers["backward_passes"]
     seconds, peak = numbers["seconds"], numbers["peak_memory"]
     trained = f"training {format_loss(loss['training'])}" if loss["training"] is not None else ""
@@ -405,11 +449,41 @@ def _headline(numbers: dict, leaps: dict | None) -> str:
     else:
         whose = "device, allocated" if peak["where"] == "device" else "host, process"
         cards.append(("Peak memory", format_bytes(peak["bytes"]), f"{whose}; step {peak['step']:,}, {peak['phase']}"))
+    if speed := numbers["tokens_per_second"]:
+        tokens = "" if speed["tokens"] is None else f"{int(speed['tokens']):,} tokens"
+        value = "–" if speed["value"] is None else format_number(speed["value"])
+        cards.append(("Tokens per second", value, "; ".join(filter(None, (tokens, speed["source"])))))
+    cards[:0] = [_score(score) for score in list(scores.values())[:1]]
     items = "".join(
         f'<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
         for label, value, detail in cards
     )
     return f'<dl class="headline">{items}</dl>'
+
+
+def _score(score: dict) -> tuple[str, str, str]:
+    """The card of an accuracy or a reward: the last of evaluations, or else of the training."""
+    held_out, trained = score.get("held_out"), score.get("training")
+    told = [f"held out, step {held_out['step']:,}"] if held_out else []
+    if trained:
+        value = "" if held_out is None else f" {format_loss(trained['last'])}"
+        told.append(
+            f"training{value or ', step ' + format(trained['step'], ',')}, at first {format_loss(trained['first'])}"
+        )
+    return score["name"], format_loss((held_out or trained or {}).get("last")), "; ".join(told)
+
+
+def _samples(samples: Sequence[dict]) -> str:
+    """Completions of the same prompts by step, the newest evaluation first."""
+    rows = [
+        (sample["step"], sample["prompt"], sample["completion"] + ("" if sample.get("ended") else " …"))
+        for sample in sorted(samples, key=lambda sample: -sample["step"])
+    ]
+    table = _table(("step", "prompt", "completion"), rows, "Samples", words=True)
+    told = "Written greedily at evaluations; … where the completion reached <code>sample_tokens</code>."
+    many = len(rows) > 12
+    title = f"{len(rows):,} samples, the newest first"
+    return _section("Samples", table and f'<p class="muted">{told}</p>', _folded(title, table) if many else table)
 
 
 def _phases(phases: Sequence[dict]) -> str:

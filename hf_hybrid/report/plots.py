@@ -1,5 +1,5 @@
 """
-The plots of a report: memory, loss and leaps, learning rate and gain.
+The plots of a report: memory, loss and leaps, learning rate and gain, scores, gradient norm and speed.
 
 A *painter* draws one plot on an empty figure and returns `False` if the run has nothing to draw. [`draw`] writes it as
 PNG and as SVG for the page, which takes its colours from the page, so that light and dark both work. Phases have the
@@ -13,7 +13,7 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +25,7 @@ from hf_hybrid.records.readings import evenly, number, reading
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
 from hf_hybrid.report.findings import ACCEPTED, accepted
 from hf_hybrid.report.run_folder import Run, Stretch, leaps_made, phase_stretches
+from hf_hybrid.report.scores import SCORES, parts_of, scores_of, speed_of
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {
@@ -43,8 +44,8 @@ PALETTE = {
 _NOT_PHASES = ("bad", "line", "ink", "muted", "grid")
 KEPT, LOST = PALETTE["predict"], PALETTE["bad"]
 """Colours of leaps that stayed in the weights, and of those that did not."""
-A, B = PALETTE["full"], PALETTE["predict"]
-"""Colours of the first and the second run of a comparison."""
+OF_RUNS = tuple(PALETTE[name] for name in ("full", "predict", "correct", "bad", "line", "warmup", "evaluate", "ink"))
+"""Colours of the runs of a comparison. After the last one they begin again, with dashes."""
 MOST_POINTS = 1500
 """More points than that are thinned."""
 
@@ -70,18 +71,32 @@ def run_plots(run: Run, found: dict, folder: Path) -> list[Plot]:
     plots = (
         ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
         ("loss", loss, _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
+        ("scores", _score_title(run), _score_alt(found), lambda figure: paint_scores(figure, run)),
         ("rate", rate, _rate_alt(run), lambda figure: paint_rate(figure, run)),
+        ("gradient", "Gradient norm", _gradient_alt(found), lambda figure: paint_gradient(figure, run)),
+        ("speed", "Tokens per second", _speed_alt(found), lambda figure: paint_speed(figure, run)),
     )
     return [plot for plot in (draw(*plot, folder) for plot in plots) if plot is not None]
 
 
-def comparison_plots(first: Run, second: Run, folder: Path) -> list[Plot]:
-    """Loss and memory of two runs over each other."""
-    names = f"A, {first.name}, and B, {second.name}"
+def comparison_plots(runs: dict[str, Run], folder: Path) -> list[Plot]:
+    """Losses, scores, gradient norms, speeds and memories of runs, by their letters, over each other."""
+    *others, last = (f"{letter}, {run.name}" for letter, run in runs.items())
+    names = f"{'; '.join(others)}; and {last}"
+    norms, speeds = ({letter: series(run) for letter, run in runs.items()} for series in (_norms, speed_of))
     plots = (
-        ("loss", "Loss", f"Training and held-out loss of {names}.", lambda figure: paint_losses(figure, first, second)),
-        ("memory", "Memory", f"Memory by step of {names}.", lambda figure: paint_memories(figure, first, second)),
-    )
+        ("loss", "Loss", f"Training and held-out loss of {names}.", lambda figure: paint_losses(figure, runs)),
+        ("scores", "Scores", f"Accuracy or reward of {names}.", lambda figure: paint_all_scores(figure, runs)),
+        (
+            "gradient", "Gradient norm", f"Norm of the gradients of {names}.",
+            lambda figure: paint_over_each_other(figure, [("gradient norm", norms)], log=True),
+        ),
+        (
+            "speed", "Tokens per second", f"Tokens per second of {names}.",
+            lambda figure: paint_over_each_other(figure, [("tokens per second", speeds)], from_zero=True),
+        ),
+        ("memory", "Memory", f"Memory by step of {names}.", lambda figure: paint_memories(figure, runs)),
+    )  # fmt: skip
     return [plot for plot in (draw(*plot, folder) for plot in plots) if plot is not None]
 
 
@@ -245,6 +260,19 @@ def running_mean(points: Sequence[tuple[float, float]], width: int) -> list[tupl
     return found
 
 
+def _limit_to(axis, values: Sequence[float], fan: Sequence[tuple[float, float, float, float]]) -> None:
+    """
+    Limit the axis to the values, and to the fan as far as it reaches half of their range beyond them: a wide early
+    forecast must not press the losses flat.
+    """
+    low, high = min(values), max(values)
+    room = 0.5 * (high - low)
+    low = max(low - room, min([low, *(end for *_, end, _ in fan)]))
+    high = min(high + room, max([high, *(end for *_, end in fan)]))
+    margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
+    axis.set_ylim(low - margin, high + margin)
+
+
 def _phases(run: Run) -> list[Stretch]:
     """Phases of the steps, where there is more than one."""
     stretches = phase_stretches(run)
@@ -338,13 +366,19 @@ def paint_loss(figure, run: Run) -> bool | None:
     if held_out:
         options = {"marker": "o", "markersize": 3.2} if len(held_out) < 60 else {}
         series.append(("held out", held_out, PALETTE["line"], {"linewidth": 0.9, **options}))
-    axes[0].set_ylabel("loss (nats)")
+    axes[0].set_ylabel(f"loss{_unit([run])}")
     lines(axes[0], series)
+    _limit_to(axes[0], [value for _, value in (*trained, *held_out)], _fan_of(run)[1])
     if rows:
         _rug(axes[1], rows)
     if phases:
         phase_strip(axes[-1], phases)
     return None
+
+
+def _unit(runs: Iterable[Run]) -> str:
+    """The unit behind the name of a loss: that of a policy, which is trained on rewards, has none."""
+    return "" if any(run.series("reward") for run in runs) else " (nats)"
 
 
 def forecasts_of(run: Run, loss: str = "") -> list[tuple[float, float, float, float]]:
@@ -365,15 +399,32 @@ def came_of(run: Run) -> float | None:
 
 
 def _fan(axis, run: Run) -> None:
-    """The 90 % intervals of the final losses as they were forecast at each step, and the training loss that came."""
-    kinds = (("", "end, forecast (90 %)", PALETTE["real"]), ("eval_", "end, held out (90 %)", PALETTE["line"]))
-    for loss, label, colour in kinds:
-        if found := forecasts_of(run, loss):
-            steps, median, low, high = zip(*found)
-            axis.fill_between(steps, low, high, color=colour, alpha=0.22, linewidth=0, label=label)
-            axis.plot(steps, median, color=colour, linewidth=0.9)
-    if forecasts_of(run) and (came := came_of(run)) is not None:
-        axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label="end, as it came")
+    """
+    One fan: at each step the 90 % interval of the final loss as it was forecast there, and a line where it came. It is
+    of the held-out loss if that was forecast, else of the training loss; two over each other could not be read.
+    """
+    loss, found = _fan_of(run)
+    name, colour = ("held-out end" if loss else "end"), PALETTE["real"]
+    if not found:
+        return
+    steps, median, low, high = zip(*found)
+    label = f"{name}, forecast (90 %)"
+    axis.fill_between(steps, low, high, step="post", color=colour, alpha=0.25, linewidth=0, label=label)
+    axis.plot(steps, median, drawstyle="steps-post", color=colour, linewidth=0.9)
+    if (came := held_out_end_of(run) if loss else came_of(run)) is not None:
+        axis.axhline(came, color=PALETTE["bad"], linewidth=0.8, linestyle=(0, (4, 2)), label=f"{name}, as it came")
+
+
+def _fan_of(run: Run) -> tuple[str, list[tuple[float, float, float, float]]]:
+    """Return which forecasts are drawn, and these, as [`forecasts_of`] does."""
+    held_out = forecasts_of(run, "eval_")
+    return ("eval_", held_out) if held_out else ("", forecasts_of(run))
+
+
+def held_out_end_of(run: Run) -> float | None:
+    """The `eval_loss` after the last step, which the held-out forecasts are of; `None` if there was none."""
+    held_out = run.series("eval_loss")
+    return held_out[-1][1] if run.finished and held_out and held_out[-1][0] == run.last_step else None
 
 
 def _rug(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
@@ -445,31 +496,150 @@ def _rate_alt(run: Run) -> str:
     return f"Learning rate by step{gains}.{told}"
 
 
-# Two runs.
+# Scores, gradient norm and speed.
 
 
-def paint_losses(figure, first: Run, second: Run) -> bool | None:
-    """Training and held-out loss of two runs."""
-    kinds = (("loss", "training"), ("eval_loss", "held out"))
-    kinds = [(key, name) for key, name in kinds if first.series(key) and second.series(key)]
-    if not kinds:
+def _score_title(run: Run) -> str:
+    return next((score["name"] for score in scores_of(run).values()), "Scores")
+
+
+def paint_scores(figure, run: Run) -> bool | None:
+    """Accuracy or reward of training and evaluations; below it what a reward consists of."""
+    scores, parts = scores_of(run), parts_of(run)
+    parts = {} if len(parts) == 1 and "reward" in scores else parts  # a single function is the reward
+    if not scores and not parts:
         return False
-    axes = stacked(figure, [1] * len(kinds), 0.6 + 2.1 * len(kinds))
-    for axis, (key, name) in zip(axes, kinds):
-        axis.set_ylabel(f"{name} loss (nats)")
-        runs = (("A", first, A, 2.4), ("B", second, B, 1.1))
-        lines(axis, [_smooth(axis, label, run.series(key), colour, linewidth=w) for label, run, colour, w in runs])
+    panels = len(scores) + bool(parts)
+    axes = stacked(figure, [1] * panels, 0.7 + 1.9 * panels)
+    for axis, score in zip(axes, scores.values()):
+        series = [_smooth(axis, "training", score["training"], PALETTE["ink"])] if score["training"] else []
+        if score["held_out"]:
+            options = {"marker": "o", "markersize": 3.2} if len(score["held_out"]) < 60 else {}
+            series.append(("held out", score["held_out"], PALETTE["line"], {"linewidth": 0.9, **options}))
+        axis.set_ylabel(score["name"].lower())
+        lines(axis, series)
+    if parts:
+        axes[-1].set_ylabel("rewards")
+        lines(
+            axes[-1],
+            [_smooth(axes[-1], name, series, colour) for (name, series), colour in zip(parts.items(), OF_RUNS)],
+        )
     return None
 
 
-def paint_memories(figure, first: Run, second: Run) -> bool | None:
-    """Peak memory of two runs by step: of the device where both have one, else of the process."""
+def _score_alt(found: dict) -> str:
+    told = []
+    for score in found["scores"].values():
+        for kind, name in (("training", "training"), ("held_out", "held out")):
+            if ends := score.get(kind):
+                told.append(f"{score['name']}, {name}: at first {ends['first']:.4g}, at last {ends['last']:.4g}.")
+    return " ".join(told) or "Rewards of chosen and rejected completions by step."
+
+
+def _norms(run: Run) -> list[tuple[int, float]]:
+    """Norms of the gradients that a logarithmic axis can show."""
+    return [(step, norm) for step, norm in run.series("grad_norm") if norm > 0]
+
+
+def paint_gradient(figure, run: Run) -> bool | None:
+    """The norm of the gradients before clipping, on a logarithmic axis."""
+    return paint_over_each_other(figure, [("gradient norm", {"training": _norms(run)})], (PALETTE["ink"],), log=True)
+
+
+def _gradient_alt(found: dict) -> str:
+    norm = found["gradient_norm"] or {"median": 0.0, "highest": 0.0, "highest_step": 0}
+    return (
+        f"Norm of the gradients before clipping, by step. Median {norm['median']:.3g}, highest {norm['highest']:.3g} "
+        f"in step {norm['highest_step']:,}."
+    )
+
+
+def paint_speed(figure, run: Run) -> bool | None:
+    """Tokens per second between entries of the log."""
+    panels = [("tokens per second", {"training": speed_of(run)})]
+    return paint_over_each_other(figure, panels, (PALETTE["ink"],), from_zero=True)
+
+
+def _speed_alt(found: dict) -> str:
+    speed = found["headline"]["tokens_per_second"] or {}
+    mean = "" if speed.get("value") is None else f" {speed['value']:,.0f} over the run ({speed['source']})."
+    return f"Tokens per second by step.{mean}"
+
+
+def paint_over_each_other(
+    figure,
+    panels: Sequence[tuple[str, Mapping[str, Sequence]]],
+    colours: Sequence[str] = OF_RUNS,
+    *,
+    log: bool = False,
+    from_zero: bool = False,
+) -> bool | None:
+    """Panels above each other, each with its name and its series by name; those without points are left out."""
+    panels = [(name, {label: of for label, of in series.items() if of}) for name, series in panels]
+    if not (panels := [(name, series) for name, series in panels if series]):
+        return False
+    axes = stacked(figure, [1] * len(panels), 0.7 + 2.0 * len(panels))
+    known = list(dict.fromkeys(label for _, series in panels for label in series))
+    for axis, (name, series) in zip(axes, panels):
+        axis.set_ylabel(name)
+        drawn = []
+        for label, points in series.items():
+            index = known.index(label)
+            dashes = {"linestyle": (0, (4, 1.5))} if index >= len(colours) else {}
+            marks = {"marker": "o", "markersize": 2.6} if len(points) < 20 else {}
+            options = {"linewidth": 1.2, **dashes, **marks}
+            drawn.append(_smooth(axis, label, points, colours[index % len(colours)], **options))
+        lines(axis, drawn)
+        if log:
+            axis.set_yscale("log", subs=[])
+            values = [value for points in series.values() for _, value in points]
+            few = max(values) > 1000 * min(values)  # only powers of ten, or also 2 and 5 times as much
+            axis.yaxis.get_major_locator().set_params(subs=(1.0,) if few else (1.0, 2.0, 5.0))
+            axis.yaxis.set_major_formatter("{x:g}")
+        else:
+            axis.yaxis.set_major_formatter("{x:,g}")
+        if from_zero:
+            axis.set_ylim(bottom=0)
+    return None
+
+
+# Several runs.
+
+
+def paint_losses(figure, runs: dict[str, Run]) -> bool | None:
+    """Training and held-out loss of runs, by their letters."""
+    kinds, unit = (("loss", "training loss"), ("eval_loss", "held-out loss")), _unit(runs.values())
+    panels = [(f"{name}{unit}", {letter: run.series(key) for letter, run in runs.items()}) for key, name in kinds]
+    return paint_over_each_other(figure, [panel for panel in panels if _in_several(panel)])
+
+
+def paint_all_scores(figure, runs: dict[str, Run]) -> bool | None:
+    """The scores that several runs logged, of the training and of evaluations."""
+    scores = {letter: scores_of(run) for letter, run in runs.items()}
+    panels = [
+        (f"{name.lower()}, {word}", {letter: of[key][kind] for letter, of in scores.items() if key in of})
+        for key, name in SCORES
+        for kind, word in (("training", "training"), ("held_out", "held out"))
+    ]
+    return paint_over_each_other(figure, [panel for panel in panels if _in_several(panel)])
+
+
+def _in_several(panel: tuple[str, Mapping[str, Sequence]]) -> bool:
+    """Whether there is anything to compare."""
+    return sum(bool(series) for series in panel[1].values()) > 1
+
+
+def paint_memories(figure, runs: dict[str, Run]) -> bool | None:
+    """Peak memory of runs by step: of the device where several have one, else of the process."""
     for place, name in (("device", "device.peak_allocated"), ("host", "host.peak_rss"), ("host", "host.rss")):
-        points = [_points(run, name) for run in (first, second)]
-        if all(points):
+        points = {letter: found for letter, run in runs.items() if (found := _points(run, name))}
+        if len(points) > 1:
             (axis,) = stacked(figure, [1], 2.7)
-            looks = (("A", A, 2.4), ("B", B, 1.1))
-            found = [(label, of, colour, {"linewidth": w}) for of, (label, colour, w) in zip(points, looks)]
+            letters = list(runs)
+            found = [
+                (letter, of, OF_RUNS[letters.index(letter) % len(OF_RUNS)], {"linewidth": 1.2})
+                for letter, of in points.items()
+            ]
             _draw_bytes(axis, f"{place}, peak", found)
             return None
     return False

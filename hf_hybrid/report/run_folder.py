@@ -30,7 +30,9 @@ from hf_hybrid.records.readings import (
 
 _SHOWN = (
     "step", "begun", "max_steps", "phases", "leap", "event", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "train_runtime",
+    "train_runtime", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "train_tokens_per_second",
+    "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
+    "rewards/", "eval_rewards/",
     "hybrid/forecast_loss", "hybrid/forecast_low", "hybrid/forecast_high",
     "hybrid/forecast_eval_loss", "hybrid/forecast_eval_low", "hybrid/forecast_eval_high",
     "hybrid/phase", "hybrid/leaps", "hybrid/predicted_steps", "hybrid/backward_passes",

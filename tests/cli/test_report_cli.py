@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 from rig.run_folders import hybrid_run
@@ -23,6 +24,67 @@ def test_command(tmp_path, capsys, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "file")]) == 2
     assert "`output`" in capsys.readouterr().err
+
+
+def test_several_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folders = [str(tmp_path / name) for name in "abc"]
+    for folder in folders:
+        hybrid_run(tmp_path / folder)
+    assert main(["report", *folders]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "c" / "report" / "comparison" / "comparison.html")
+    assert main(["report", *folders, str(tmp_path / "missing")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["--every", "5"], "is for `--follow`"), (["--follow", "--every", "0"], "`--every` must be at least 1 second")],
+)
+def test_bad_options_of_following(tmp_path, capsys, words, expected):
+    hybrid_run(tmp_path)
+    assert main(["report", str(tmp_path), *words]) == 2
+    told = capsys.readouterr().err
+    assert expected in told and told.count("\n") == 1 and not (tmp_path / "report").exists()
+
+
+REFRESH = 'http-equiv="refresh" content="7"'
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_report_follows_a_run_until_it_has_finished(tmp_path, monkeypatch, several):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hybrid_run(tmp_path / "first")
+    hybrid_run(tmp_path / "run", steps=40, finished=False)
+    folder = tmp_path / "run" / "report"
+    page = folder / "comparison" / "comparison.html" if several else folder / "report.html"
+    seen = []
+
+    def sleep(seconds):
+        seen.append((seconds, REFRESH in page.read_text(), "of 100" in page.read_text()))
+        if len(seen) == 2:
+            hybrid_run(tmp_path / "run")
+        assert len(seen) < 6
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    words = [str(tmp_path / "first")] if several else []
+    assert main(["report", *words, str(tmp_path / "run"), "--follow", "--every", "7"]) == 0
+    # Once more when it has finished, as its last evaluation comes after its last step.
+    assert [refreshes for _, refreshes, _ in seen] == [True, True, False] and {every for every, *_ in seen} == {7}
+    assert "Finished at step 100" in page.read_text() and "refresh" not in page.read_text()
+
+
+def test_ctrl_c_ends_following(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hybrid_run(tmp_path, steps=40, finished=False)
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["report", str(tmp_path), "--follow"]) == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Did not finish" in page and "refresh" not in page, "nobody writes it anew"
 
 
 @pytest.mark.processes

@@ -18,6 +18,7 @@ from hf_hybrid.records.profiler import MemoryProfilerCallback
 from hf_hybrid.report.findings import OPTIONS_OF_LEAPS, PROFILER_HINT, findings
 from hf_hybrid.report.page import compare, write_report
 from hf_hybrid.report.run_folder import load_run, phase_stretches
+from hf_hybrid.report.scores import speed, speed_of
 
 
 @pytest.fixture
@@ -416,7 +417,76 @@ def test_forecasts_are_scored_by_kind_of_parameter_and_windows_ahead(tmp_path):
     assert findings(load_run(tmp_path))["forecast_errors"] == errors
 
 
-# Two runs.
+# Accuracy, reward and speed.
+
+
+def logged(folder, lines):
+    """A run of ten steps with these lines in its log, between its begin and its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": 0, "begun": True, "max_steps": 10}, *lines]
+    (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("mean_token_accuracy", "Token accuracy"), ("rewards/accuracies", "Preference accuracy"), ("reward", "Reward")],
+)
+def test_accuracy_or_reward_is_what_the_trainer_logs(tmp_path, key, name):
+    lines = [{"step": step, "loss": 1.0, key: value} for step, value in ((1, 0.2), (5, 0.9), (10, 0.6))]
+    lines.append({"step": 10, f"eval_{key}": 0.7})
+    found = findings(logged(tmp_path, lines))["scores"]
+    training = {"first": 0.2, "last": 0.6, "step": 10, "best": 0.9, "best_step": 5}
+    held_out = {"first": 0.7, "last": 0.7, "step": 10, "best": 0.7, "best_step": 10}
+    assert found == {key: {"name": name, "training": training, "held_out": held_out}}
+
+
+def test_a_run_that_logged_none_of_it_has_none_of_it(tmp_path, undrawn):
+    run = logged(tmp_path, [{"step": 10, "loss": 1.0}])
+    found = findings(run)
+    assert found["scores"] == {} and found["gradient_norm"] is None and found["samples"] == []
+    assert found["headline"]["tokens_per_second"] is None
+    assert "tokens_per_second" not in rows_of(write_report(tmp_path)[2])[0]
+
+
+def test_tokens_per_second_are_of_the_time_between_entries_of_a_start(tmp_path):
+    lines = [{"step": step, "loss": 1.0, "num_tokens": 100 * step, "seconds": float(step)} for step in (1, 2, 4)]
+    lines += [{"step": 4, "begun": True, "max_steps": 10}]  # resumed: its clock begins at zero
+    lines += [{"step": 5, "loss": 1.0, "num_tokens": 500, "seconds": 50.0}]
+    lines += [{"step": 6, "loss": 1.0, "num_tokens": 600, "seconds": 50.01}]  # too short to say
+    lines += [{"step": 7, "loss": 1.0, "num_tokens": 700, "seconds": 52.0}]
+    run = logged(tmp_path, lines)
+    assert speed_of(run) == [(2, 100.0), (4, 100.0), (7, 100.0)]
+    assert speed(run) == {"value": 100.0, "tokens": 700, "source": "log, with evaluation and saving"}
+
+
+def test_without_times_tokens_per_second_are_as_they_were_logged(tmp_path):
+    plain_run(tmp_path)
+    path = tmp_path / STATE
+    state = json.loads(path.read_text())
+    state["log_history"][-1] |= {"num_input_tokens_seen": 900, "train_tokens_per_second": 12.5}
+    write(path, state)
+    found = findings(load_run(tmp_path))["headline"]["tokens_per_second"]
+    assert found == {"value": 12.5, "tokens": 900, "source": "logged by the trainer"}
+
+
+def test_gradient_norms(tmp_path):
+    lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in ((1, 1.0), (2, 9.0), (3, 2.0))]
+    found = findings(logged(tmp_path, lines))["gradient_norm"]
+    assert found == {"median": 2.0, "highest": 9.0, "highest_step": 2, "last": 2.0}
+
+
+# Several runs.
+
+
+def test_comparison_of_three_runs(tmp_path):
+    runs = [logged(tmp_path / name, [{"step": 10, "loss": 2.0, "reward": value}]) for name, value in zip("ab", (1, 2))]
+    runs.append(logged(tmp_path / "c", [{"step": 9, "loss": 3.0}]))
+    found = compare(*runs)
+    table = {row[0]: row[1:] for row in found["table"]}
+    assert table["reward, training, last"] == ["1.000", "2.000", "–"]
+    assert table["training loss, last logged"] == ["2.000", "2.000", "3.000"]
+    assert list(found["runs"]) == ["A", "B", "C"] and "C did not finish" in found["notes"][0]
 
 
 def test_comparison_of_two_runs(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from rig.pages import Page
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, phases, plain_run, profile, step_record, write
 
-from hf_hybrid.report.page import write_comparison, write_report
-from hf_hybrid.report.plots import PALETTE, running_mean, thinned
+from hf_hybrid.report.page import letters, write_comparison, write_report
+from hf_hybrid.report.plots import PALETTE, paint_loss, running_mean, thinned
+from hf_hybrid.report.run_folder import load_run
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +125,101 @@ def test_comparison_page(tmp_path):
     assert files[0].parent == (tmp_path / "<i>b" / "report" / "comparison").resolve()
     page = Page(files[0].read_text())
     assert page.open == [] and "i" not in page.tags and "B: <i>b" in page.text and page.tags.count("svg") == 2
-    files = write_comparison(tmp_path / "a", tmp_path / "plain", tmp_path / "out")
+    files = write_comparison(tmp_path / "a", tmp_path / "plain", output=tmp_path / "out")
     assert [path.name for path in files] == ["comparison.html", "comparison.json", "loss.png"]
     assert "MemoryProfilerCallback" in Page(files[0].read_text()).text
+
+
+def test_comparison_of_many_runs(tmp_path):
+    names = [f"<i>{index}" for index in range(10)]
+    for index, name in enumerate(names):
+        hybrid_run(tmp_path / name, steps=100 if index else 80, finished=bool(index))
+    files = write_comparison(*(tmp_path / name for name in names))
+    page = Page(files[0].read_text())
+    assert page.open == [] and "i" not in page.tags and "J: <i>9" in page.text and "10 runs" in page.text
+    assert "B − A" not in page.text and "A did not finish" in page.text
+    assert [path.name for path in files] == ["comparison.html", "comparison.json", "loss.png"]
+    assert letters(28)[-3:] == ["Z", "AA", "AB"]
+    with pytest.raises(ValueError, match="needs two runs at least, got 1"):
+        write_comparison(tmp_path / names[0])
+
+
+def scored_run(folder):
+    """A run of GRPO as it is logged, with samples."""
+    history = [
+        {"step": step, "loss": 0.1, "grad_norm": 1.0 + step, "reward": step / 10, "rewards/<b>f</b>/mean": step / 20,
+         "rewards/g/mean": step / 20, "num_tokens": 100 * step, "seconds": 2.0 * step}
+        for step in range(1, 11)
+    ]  # fmt: skip
+    history.insert(5, {"step": 5, "eval_loss": 0.1, "eval_reward": 0.4, "seconds": 10.0})
+    lines = [{"step": 0, "begun": True, "max_steps": 10}, *history]
+    folder.mkdir(parents=True)
+    (folder / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [{"step": 5, "prompt": NASTY, "completion": f"{NASTY}\nsecond line", "tokens": 3, "ended": False}]
+    samples.append({"step": 5, "prompt": "two", "completion": "also at step 5", "tokens": 3, "ended": True})
+    samples.append({"step": 10, "prompt": NASTY, "completion": "done", "tokens": 1, "ended": True})
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+
+
+def test_reward_speed_gradient_norm_and_samples(tmp_path):
+    scored_run(tmp_path / "run")
+    files = {path.name: path for path in write_report(tmp_path / "run")}
+    assert {"scores.png", "gradient.png", "speed.png", "loss.png"} <= set(files)
+    text = files["report.html"].read_text()
+    page = Page(text)
+    assert page.open == [] and "script" not in page.tags and "b" not in page.tags
+    assert "0.4000" in page.text and "held out, step 5; training 1.000, at first 0.1000" in page.text
+    assert "Tokens per second" in page.text and "1,000 tokens; log, with evaluation and saving" in page.text
+    assert page.text.count(NASTY) == 3 and "second line …" in page.text
+    assert text.index("done") < text.index("second line") < text.index("also at step 5"), "the newest step first"
+    with files["steps.csv"].open(newline="") as file:
+        row = list(csv.DictReader(file))[4]
+    assert (row["reward"], row["eval_reward"], row["tokens_per_second"]) == ("0.5", "0.4", "50.0")
+    assert row["rewards/<b>f</b>/mean"] == "0.25"
+    write_comparison(tmp_path / "run", tmp_path / "run", output=tmp_path / "both")
+    names = {path.name for path in (tmp_path / "both").iterdir()}
+    assert {"loss.png", "scores.png", "gradient.png", "speed.png"} <= names
+
+
+def test_the_loss_has_one_fan_and_a_legend_outside_of_it(tmp_path):
+    """Of the held-out loss where that was forecast. No loss is cut off, a far wider fan is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    def painted(name, *kinds):
+        forecasts = {f"hybrid/forecast_{kind}": 0 for kind in kinds}
+        ends = {"loss": 1.0, "low": -50.0, "high": 9.0}
+        values = {key: ends[key.rpartition("_")[2]] for key in forecasts}
+        lines = [{"step": 0, "begun": True, "max_steps": 20}]
+        lines += [{"step": step, "loss": 6.0 - step / 4, **values} for step in range(1, 21)]
+        lines.insert(21, {"step": 20, "eval_loss": 1.5})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        FigureCanvasAgg(figure)
+        paint_loss(figure, load_run(tmp_path / name))
+        figure.canvas.draw()
+        axis = figure.axes[0]
+        names = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert axis.get_legend().get_window_extent().y0 >= axis.get_window_extent().y1 - 1
+        assert axis.get_ylim()[0] < 1.0 and axis.get_ylim()[1] > 5.75 and axis.get_ylim()[0] > -5
+        return names, len(axis.collections)
+
+    kinds = ("loss", "low", "high")
+    held_out = [f"eval_{kind}" for kind in kinds]
+    assert painted("a", *kinds) == (["end, forecast (90 %)", "end, as it came", "training", "held out"], 1)
+    both = ["held-out end, forecast (90 %)", "held-out end, as it came", "training", "held out"]
+    assert painted("b", *kinds, *held_out) == (both, 1)
+
+
+def test_only_a_page_that_is_written_again_reloads_itself(tmp_path):
+    hybrid_run(tmp_path / "run", steps=40, finished=False)
+    refresh = 'http-equiv="refresh" content="9"'
+    text = write_report(tmp_path / "run", refresh=9)[0].read_text()
+    assert refresh in text and "default-src 'none'" in text
+    assert "refresh" not in write_report(tmp_path / "run")[0].read_text()
+    hybrid_run(tmp_path / "run")
+    assert "refresh" not in write_report(tmp_path / "run", refresh=9)[0].read_text()
 
 
 def test_many_points_lose_no_peak():
