@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traine
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
 from hf_hybrid.hub import origins
-from hf_hybrid.hub.card import code, text
+from hf_hybrid.hub.card import code, rewards_of, text
 from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
 from hf_hybrid.records.log import load_log
@@ -541,6 +541,16 @@ def test_method_of_the_trainer_is_named_and_cited(tmp_path):
     assert r"DPO: [Direct \{Preference\}](https://huggingface.co/papers/2305.18290)" in section(card, "Citation")
     assert "```bibtex\n@inproceedings{x}\n```" in section(card, "Citation")
     assert "@software{hf_hybrid" in section(card, "Citation")
+
+
+def test_rewards_are_those_of_the_log():
+    log = [{"step": 1, "reward": 0.25}, {"step": 2, "loss": 0.0}, {"step": 3, "reward": 0.5}]
+    trainer = types.SimpleNamespace(state=types.SimpleNamespace(log_history=log), reward_func_names=["exact_match"])
+    found = rewards_of(trainer)
+    first, last = {"step": 1, "mean": 0.25}, {"step": 3, "mean": 0.5}
+    assert found == {"names": ["exact_match"], "first": first, "last": last}
+    del trainer.reward_func_names
+    assert rewards_of(trainer) is None
 
 
 def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
