@@ -55,27 +55,32 @@ def add_parser(subparsers, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Export and print the table. Returns 0; 2 after a message if the run, the format or the data cannot be used."""
-    import transformers
+    from hf_hybrid.cli import screen
 
-    from hf_hybrid.export import exporter, source
+    with screen.quiet_imports():
+        from hf_hybrid.export import exporter, source
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     folder = Path(args.folder)
     output = Path(args.output or f"{folder.resolve()}-{args.format}")
     try:
-        exporter.check_output(output)
-        source.check_source(folder)
-        source.read_config(folder)
-        batches = held_out_batches(args, folder)
-        options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
-        options["tasks"] = [name for name in args.tasks.split(",") if name]
-        result = exporter.export(folder, output, args.format, batches=batches, **options)
+        with screen.quiet_dependencies():
+            exporter.check_output(output)
+            source.check_source(folder)
+            source.read_config(folder)
+            batches = held_out_batches(args, folder)
+            options: dict[str, Any] = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "limit": args.limit}
+            options["tasks"] = [name for name in args.tasks.split(",") if name]
+            result = exporter.export(folder, output, args.format, batches=batches, **options)
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"hf-hybrid export: error: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result))
-    sys.stderr.write(f"Written: {output}\n")
+    width = screen.terminal_width()
+    sys.stdout.write(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
+    whole = output.resolve()
+    written = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
+    sys.stderr.write(f"Written: {written}\n")
+    if (output / "chat_template.jinja").is_file():
+        sys.stderr.write(f"To try it: hf-hybrid chat {screen.folder_name(written)}\n")
     return 0
 
 
@@ -160,7 +165,7 @@ def _read_note(path: Path) -> dict[str, Any]:
             wrong = f"`{name}` is no option of the data"
         elif not _is_of(hints[name], value) or (name == "command" and value not in FINE_TUNING):
             wrong = f"`{name}` cannot be `{value!r:.80}`"
-    if tuned and (missing := of_note.keys() - found.keys()):
+    if tuned and (missing := of_note.keys() - as_dict(found).keys()):
         wrong = f"it lacks `{min(missing)}`"
     if wrong is not None:
         raise OptionError(

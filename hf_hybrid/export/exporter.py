@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,12 +242,13 @@ def measured_on(result: Mapping[str, Any]) -> str:
     return f"{on}: {', and '.join(parts)}.{no_loss}"
 
 
-def as_text(result: Mapping[str, Any]) -> str:
-    """Return the table for a terminal."""
+def as_text(result: Mapping[str, Any], width: int = 80) -> str:
+    """Return the table for a terminal of so many columns, and below it sentences that are wrapped to it."""
     lines = [("", "original", result["format"]), *rows(result)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     shown = [f"{title:{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}" for title, before, after in lines]
-    return "\n".join([*map(str.rstrip, shown), measured_on(result), *filter(None, [result["caveat"]])]) + "\n"
+    said = [textwrap.fill(text, width) for text in (measured_on(result), result["caveat"]) if text is not None]
+    return "\n".join([*map(str.rstrip, shown), *said]) + "\n"
 
 
 def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
@@ -272,7 +274,7 @@ def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], to
     head = re.sub(r"^A (\S+) adapter for ", merged, head, flags=re.M)
     kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
     own = [_section(result, tokenizer), _serving(name, result["format"], tokenizer)]
-    body = "\n".join([head, *filter(None, own), *kept])
+    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *filter(None, own), *kept]))
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
 
 

@@ -309,6 +309,12 @@ def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, mo
     assert main(["export", "out", "--format", "gguf-f16", "--json"]) == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
     assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["export", "out", "--format", "merged"]) == 0
+    shown = capsys.readouterr()
+    assert "held-out loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    # Nothing comes before: no bars, and no warnings of dependencies.
+    assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
     note = tmp_path / "out" / "_hybrid_data.json"
     values = json.loads(note.read_text())
     for wrong, message in (

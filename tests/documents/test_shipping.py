@@ -80,7 +80,7 @@ def test_cells_of_the_notebook_name_extras_commands_and_options(notebook):
         if command in FINE_TUNING:
             assert CommandLine(words, FINE_TUNING[command]).values.output_dir == "out"
         else:
-            build_parser().parse_args([command, *words])
+            build_parser(command).parse_args([command, *words])
     for cell in cells:
         compile(re.sub(r"^[!%].*$", "pass", cell, flags=re.M), "cell", "exec")
 
