@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import data as sources
+from hf_hybrid.cli import formats, screen
 from hf_hybrid.cli import rewards as reward_functions
-from hf_hybrid.cli import screen
 from hf_hybrid.cli.options import CommandLine, ModelOptions, OptionError, required
 from hf_hybrid.cli.tasks import FineTunedModel, FineTuneOptions, FineTuningData, RewardOptions
 
@@ -75,7 +76,8 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
     from transformers import set_seed
 
     from hf_hybrid.cli.answers import needs_template, set_template
-    from hf_hybrid.cli.run import check_output, check_vocabulary, load_tokenizer, read_config
+    from hf_hybrid.cli.run import DATA_NAME, check_output, check_vocabulary, load_tokenizer, read_config
+    from hf_hybrid.files import write_note
 
     check_early(line)
     command, options = line.command.name, _options(line)
@@ -90,6 +92,7 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
         tokenizer = load_tokenizer(named)
     check_vocabulary(config, required("model", model.model), len(tokenizer))
     set_template(tokenizer, args)
+    note = data_note(command, options)  # before `assistant_only_loss` is done
     screen.say(line.command.program)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
@@ -108,6 +111,8 @@ def prepare(line: CommandLine) -> tuple[Any, dict[str, str], frozenset[str]]:
         told = [name if weight == 1 else f"{name} (x {weight:g})" for name, weight in named]
         screen.fact("rewards", ", ".join(told))
     set_seed(args.seed)  # as if the data had taken no random numbers
+    if args.should_save:
+        write_note(Path(args.output_dir) / DATA_NAME, note)
     trainer = _trainer(command, options, tokenizer, sets, functions)
     if command == "dpo":
         _tell_of_pairs(trainer, sets[0])
@@ -210,9 +215,7 @@ def _sets(
     data, args = options.data, options.config
     seed = args.data_seed or args.seed
     if data.eval_split and not data.eval_dataset:
-        names = data.dataset or []
-        whole = dataclasses.replace(data, limit=None)
-        evaluated = [_read(command, "eval_dataset", name, whole, tokenizer) for name in names]
+        evaluated = _of_eval_split(command, data, tokenizer)
     chats = "no chats"
     if command == "sft":
         train_parts, chats = _tokenised(options, parts, "dataset", tokenizer)
@@ -234,6 +237,11 @@ def _sets(
         train_set = _told_and_bare(train_set, args, chats)
         eval_set = None if eval_set is None else _bare(eval_set)
     return train_set, eval_set
+
+
+def _of_eval_split(command: str, data: FineTuningData, tokenizer: Any) -> list[sources.Rows]:
+    whole = dataclasses.replace(data, limit=None)
+    return [_read(command, "eval_dataset", name, whole, tokenizer) for name in data.dataset or []]
 
 
 def _tell_of_mixture(data: FineTuningData, parts: list[Any]) -> None:
@@ -339,6 +347,108 @@ def _tell_of_pairs(trainer: Any, before: Any) -> None:
         told = f"{screen.plural(cut, 'pair')} cut at --max_length {length:,}"
         told += f"; {lost:,} with a longer prompt left out" if lost else ""
         screen.fact("cut", told)
+
+
+# What was held out, for `hf-hybrid export`.
+
+
+@dataclass(frozen=True)
+class DataNote:
+    """
+    What a run notes of its data, beside the options in [`FineTuningData`], so that its held-out rows are found again.
+
+    Attributes:
+        command (`str`): `sft`, `dpo` or `grpo`.
+        seed (`int`): That drew the held-out rows.
+        answers_only, completions_only (`bool`): What of a row is learned.
+        max_length (`int`, *optional*): Tokens of a row at most.
+        keep_end (`bool`): Whether the beginning of long rows is cut, not their end.
+    """
+
+    command: str
+    seed: int
+    answers_only: bool
+    completions_only: bool
+    max_length: int | None
+    keep_end: bool
+
+
+def data_note(command: str, options: FineTuneOptions) -> dict[str, Any]:
+    """Return the note of a run on its data, as JSON: [`FineTuningData`] with whole paths, and [`DataNote`]."""
+    data, args = options.data, options.config
+    values = dataclasses.asdict(data)
+    for option in ("dataset", "eval_dataset"):
+        paths = [(name, Path(name).expanduser()) for name in values[option] or []]
+        values[option] = [str(path.resolve()) if path.exists() else name for name, path in paths] or None
+    note = DataNote(
+        command,
+        args.data_seed or args.seed,
+        "assistant_only_loss" in options.undecided or bool(getattr(args, "assistant_only_loss", True)),
+        getattr(args, "completion_only_loss", None) is not False,
+        getattr(args, "max_length", None),
+        getattr(args, "truncation_mode", "keep_start") == "keep_end",
+    )
+    return {**values, **dataclasses.asdict(note)}
+
+
+def held_out_rows(note: DataNote, data: FineTuningData, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
+    """
+    Return rows that a run did not train on, with `input_ids` and `labels`; of preference pairs the chosen side.
+
+    Args:
+        note, data: What the run noted; `data.eval_dataset` may be another.
+        tokenizer: Of the run, with its chat template.
+        most (`int`): Rows that are returned at most.
+
+    Returns:
+        `list[dict]`: None where nothing was held out, and of GRPO, whose prompts have no completions.
+
+    Raises:
+        OptionError: If the data cannot be read.
+    """
+    from hf_hybrid.cli.answers import Answers
+
+    command, share = note.command, data.eval_share
+    if share is None:
+        share = 0.0 if data.streaming else 0.05
+    if command == "grpo" or not (data.eval_dataset or data.eval_split or share):
+        return []
+    answers = Answers(tokenizer, answers_only=note.answers_only, completions_only=note.completions_only)
+
+    def rows_of(option: str, names: list[str]) -> list[Any]:
+        return [of_part(option, _read(command, option, name, data, tokenizer)) for name in names]
+
+    def of_part(option: str, part: sources.Rows) -> Any:
+        return part.data if command == "dpo" else answers.tokenise(part, option)
+
+    if data.eval_dataset:
+        rows = sources.mixed(rows_of("eval_dataset", data.eval_dataset), None, note.seed)
+    elif data.eval_split:
+        parts = _of_eval_split(command, data, tokenizer)
+        rows = sources.mixed([of_part("eval_dataset", part) for part in parts], None, note.seed)
+    else:
+        parts = rows_of("dataset", data.dataset or [])
+        rows = sources.held_out(sources.mixed(parts, data.dataset_weights, note.seed), share, note.seed)[1]
+    found = list(sources.first_of(rows, most))
+    if command == "dpo":
+        found = list(answers.tokenise(_chosen(found), "dataset"))
+    kept = slice(None) if note.max_length is None else slice(None, note.max_length)
+    if note.keep_end and note.max_length is not None:
+        kept = slice(-note.max_length, None)
+    cut = [{name: row[name][kept] for name in ("input_ids", "labels")} for row in found]
+    return [row for row in cut if any(label >= 0 for label in row["labels"][1:])]
+
+
+def _chosen(pairs: list[dict[str, Any]]) -> sources.Rows:
+    """The chosen sides of preference pairs as prompts with completions."""
+    from datasets import Dataset
+    from trl.data_utils import maybe_extract_prompt
+
+    whole = [maybe_extract_prompt(pair) for pair in pairs]
+    sides = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in whole]
+    first = sides[0]
+    chosen = formats.recognise("sft", list(first), first)
+    return sources.Rows("the chosen answers", chosen, Dataset.from_list(sides), len(sides))
 
 
 # The model and the trainer.

@@ -27,7 +27,7 @@ COMMANDS = {
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser for the command that was given; only the module of this command is imported."""
-    description = "Train language models with weight leaps, and models that do not fit on the device."
+    description = "Fine-tune and train language models, with less work for the same update; and models that do not fit."
     parser = argparse.ArgumentParser(prog="hf-hybrid", description=description)
     parser.add_argument("--version", action="version", version=f"hf_hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -46,22 +46,17 @@ def quiet_imports() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
+def quiet_dependencies() -> Generator[None]:
     """
-    Context in which warnings of the package are lines on the terminal, and dependencies speak of errors alone, unless
-    the user asked for more (`TRANSFORMERS_VERBOSITY`).
-
-    Args:
-        unsaid (`tuple[str, ...]`): Messages of the package, without their values, that are left out.
+    Context in which dependencies show no bars and speak of errors alone, unless the user asked for more
+    (`TRANSFORMERS_VERBOSITY`).
     """
     with quiet_imports():
         import datasets
         import transformers
-    said, own = Said(unsaid), logging.getLogger("hf_hybrid")
     others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft")]
     before = transformers.logging.get_verbosity(), [other.level for other in others]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    own.addHandler(said)
     try:
         with warnings.catch_warnings():
             datasets.disable_progress_bars()
@@ -73,7 +68,6 @@ def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
                 warnings.simplefilter("ignore")
             yield
     finally:
-        own.removeHandler(said)
         transformers.logging.set_verbosity(before[0])
         for other, level in zip(others, before[1], strict=True):
             other.setLevel(level)
@@ -81,6 +75,23 @@ def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
             transformers.logging.enable_progress_bar()
         if not bars[1]:
             datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def speaking(unsaid: tuple[str, ...] = ()) -> Generator[None]:
+    """
+    Context in which dependencies are quiet, and warnings of the package are lines on the terminal.
+
+    Args:
+        unsaid (`tuple[str, ...]`): Messages of the package, without their values, that are left out.
+    """
+    said, own = Said(unsaid), logging.getLogger("hf_hybrid")
+    with quiet_dependencies():
+        own.addHandler(said)
+        try:
+            yield
+        finally:
+            own.removeHandler(said)
 
 
 class Said(logging.Handler):
@@ -94,7 +105,9 @@ class Said(logging.Handler):
         if record.msg not in self.unsaid and first_process():
             from tqdm import tqdm
 
-            tqdm.write(textwrap.fill(record.getMessage(), _width(), subsequent_indent=" " * INDENT), file=sys.stdout)
+            tqdm.write(
+                textwrap.fill(record.getMessage(), terminal_width(), subsequent_indent=" " * INDENT), file=sys.stdout
+            )
 
 
 def first_process() -> bool:
@@ -105,7 +118,7 @@ def first_process() -> bool:
 def say(text: str = "") -> None:
     """Write a line, wrapped to the terminal."""
     if first_process():
-        sys.stdout.write(textwrap.fill(text, _width(), subsequent_indent=" " * INDENT) + "\n")
+        sys.stdout.write(textwrap.fill(text, terminal_width(), subsequent_indent=" " * INDENT) + "\n")
         sys.stdout.flush()
 
 
@@ -116,12 +129,15 @@ def fact(name: str, text: str, *, whole: bool = False) -> None:
     elif first_process():
         before = " " * INDENT + f"{name:<{NAME}} "
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        folded = textwrap.fill(text, _width(), initial_indent=before, subsequent_indent=" " * len(before), **options)
+        folded = textwrap.fill(
+            text, terminal_width(), initial_indent=before, subsequent_indent=" " * len(before), **options
+        )
         sys.stdout.write(folded + "\n")
         sys.stdout.flush()
 
 
-def _width() -> int:
+def terminal_width() -> int:
+    """Return the columns that lines are wrapped to: those of the terminal, between 40 and 100."""
     return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 100)
 
 
@@ -316,7 +332,7 @@ def progress_callback(trainer: Any, interrupts: Interrupts, *, chooses_steps: bo
             if scale == self.scale:  # said before
                 logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
             self.scale = scale or self.scale
-            text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=_width())
+            text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
             if "loss" in logs:
                 self.tokens, self.logged = tokens, now
             if text and self.bar is not None:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,9 +117,8 @@ def export(
         result["versions"] = provenance.versions(*(name for name in packages if name is not None))
         result = shareable(result)
         write_json(exported / RESULT_NAME, result)
-        write_text(
-            exported / REPOCARD_NAME, _card(Path(card or source / REPOCARD_NAME), output.name, result, tokenizer)
-        )
+        run_card = _card_of_run(Path(card or source / REPOCARD_NAME))
+        write_text(exported / REPOCARD_NAME, export_card(run_card, output.name, result, tokenizer))
         os.replace(exported, output)
     return result
 
@@ -242,17 +242,26 @@ def measured_on(result: Mapping[str, Any]) -> str:
     return f"{on}: {', and '.join(parts)}.{no_loss}"
 
 
-def as_text(result: Mapping[str, Any]) -> str:
-    """Return the table for a terminal."""
+def as_text(result: Mapping[str, Any], width: int = 80) -> str:
+    """Return the table for a terminal of so many columns, and below it sentences that are wrapped to it."""
     lines = [("", "original", result["format"]), *rows(result)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     shown = [f"{title:{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}" for title, before, after in lines]
-    return "\n".join([*map(str.rstrip, shown), measured_on(result), *filter(None, [result["caveat"]])]) + "\n"
+    said = [textwrap.fill(text, width) for text in (measured_on(result), result["caveat"]) if text is not None]
+    return "\n".join([*map(str.rstrip, shown), *said]) + "\n"
 
 
-def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
-    """The card of the run, whose results and usage give way to those of the export; or a short one."""
-    card = _card_of_run(path) or ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
+def export_card(card: ModelCard | None, name: str, result: Mapping[str, Any], tokenizer: Any) -> str:
+    """
+    Return the card of an export.
+
+    Args:
+        card (`ModelCard`, *optional*): Of the run. Its results and usage give way to those of the export.
+        name (`str`): Title, if the run has no card.
+        result (`dict`): As [`export`] returns it.
+        tokenizer (*optional*): That was exported.
+    """
+    card = card or ModelCard(f"---\nlibrary_name: transformers\n---\n\n# {name}\n")
     metadata = {key: value for key, value in card.data.to_dict().items() if key not in ("model-index", "metrics")}
     tags = [tag for tag in provenance.listed(metadata.get("tags")) if isinstance(tag, str)]
     tags = [tag for tag in tags if not tag.startswith("base_model:adapter:")]
@@ -261,8 +270,11 @@ def _card(path: Path, name: str, result: Mapping[str, Any], tokenizer: Any) -> s
     if metadata.get("base_model_relation") == "adapter":
         metadata["base_model_relation"] = "finetune"
     head, *sections = re.split(r"^(?=## )", card.text.strip() + "\n", flags=re.M)
+    merged = r"The adapter of a run is merged into these weights. The run trained a \1 adapter for "
+    head = re.sub(r"^A (\S+) adapter for ", merged, head, flags=re.M)
     kept = [section for section in sections if not section.startswith(("## Results", "## Usage"))]
-    body = "\n".join([head, _section(result, tokenizer), *kept])
+    own = [_section(result, tokenizer), _serving(name, result["format"], tokenizer)]
+    body = re.sub(r"\n{3,}", "\n\n", "\n".join([head, *filter(None, own), *kept]))
     return f"---\n{yaml_dump(metadata, sort_keys=False).strip()}\n---\n\n{body.strip()}\n"
 
 
@@ -306,3 +318,23 @@ def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _serving(name: str, format: str, tokenizer: Any) -> str:
+    """How servers load an export, and what of it was tried; empty for formats that none of them is known to load."""
+    of_gguf = FORMATS[format].package == "gguf"
+    if tokenizer is None or not (of_gguf or format == MERGED):
+        return ""
+    if of_gguf:
+        tag = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
+        chats = ", with the chat template that is in it" if getattr(tokenizer, "chat_template", None) else ""
+        said = f"llama.cpp and Ollama take `{GGUF_NAME}`{chats}. Files of this format were run in llama.cpp itself "
+        said += "when `hf_hybrid` was tested (node-llama-cpp). This file, these lines and Ollama were not tried."
+        lines = [
+            f"llama-server -m {GGUF_NAME}",
+            f'echo "FROM ./{GGUF_NAME}" > Modelfile && ollama create {tag} -f Modelfile && ollama run {tag}',
+        ]
+    else:
+        said = "vLLM takes this folder, if it knows the architecture. This line was not tried."
+        lines = ["vllm serve path/to/this/folder"]
+    return "\n".join(["## Serving", "", said, "", "```bash", *lines, "```", ""])

@@ -73,7 +73,7 @@ def _nf4(dtype: torch.dtype):
 
 
 FORMATS: dict[str, Format] = {
-    MERGED: Format(None, "16 bits in safetensors, for transformers, vLLM and every other library (transformers)"),
+    MERGED: Format(None, "16 bits in safetensors (transformers)"),
     "int8": Format("torchao", "8 bits, a scale for each row (torchao)", _int8),
     "int4": Format("torchao", f"4 bits, a scale for each {INT4_GROUP} weights (torchao; a GPU)", _int4),
     "nf4": Format("bitsandbytes", "4 bits, spaced as normally distributed weights (bitsandbytes)", _nf4),

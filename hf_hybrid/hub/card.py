@@ -132,7 +132,8 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, 
         "command": provenance.command(secrets),
         "versions": provenance.versions("peft" if model["adapter"] else "", "trl" if hasattr(trainer, "_name") else ""),
         "papers": origins.papers_of(trainer, summary),
-        "state": state,
+        "state": {"global_step": state.global_step, "max_steps": state.max_steps},
+        "rewards": rewards_of(trainer),
         "today": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "metadata": metadata_of(one_line(name), model, given, final, data),
     }
@@ -187,6 +188,16 @@ def history_of(log: list[dict], most: int = 20) -> list[dict]:
         if "eval_loss" in entry:
             rows.append({"epoch": None, **entry, "loss": loss})
     return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
+
+
+def rewards_of(trainer: TrainerLike) -> dict[str, Any] | None:
+    """Of TRL's trainers that learn by rewards: names of the functions, mean reward `first` and `last` in the log."""
+    names = getattr(trainer, "reward_func_names", None)
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    if not names or not logged:
+        return None
+    first, last = ({"step": entry["step"], "mean": entry["reward"]} for entry in (logged[0], logged[-1]))
+    return {"names": list(names), "first": first, "last": last}
 
 
 _SETTINGS = (

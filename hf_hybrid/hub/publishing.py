@@ -99,34 +99,39 @@ class PublishingMixin(Trainer):
             logger.warning("No model card is written, because the search for hyperparameters left no model.")
             return
         given = {
-            "language": language,
-            "license": license,
-            "tags": listed(tags),
-            "model_name": model_name,
-            "finetuned_from": finetuned_from,
-            "tasks": listed(tasks),
-            "datasets": unique([*listed(dataset_tags), *listed(dataset_name)]),
-            "dataset": listed(dataset),
-            "dataset_args": listed(dataset_args),
+            **{"language": language, "license": license, "tags": tags, "model_name": model_name, "tasks": tasks},
+            **{"finetuned_from": finetuned_from, "dataset_tags": dataset_tags, "dataset_name": dataset_name},
+            **{"dataset": dataset, "dataset_args": dataset_args, "baseline": baseline},
         }
         try:
-            self._write_card(given, baseline)
+            self._write_card(given)
         except Exception:
             logger.exception("The model card could not be written. Training and pushing go on without it.")
 
-    def _write_card(self, given: dict[str, Any], baseline: Any) -> None:
-        folder = Path(str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / REPOCARD_NAME
-        given, left_out = _acceptable(given)
+    def model_card_facts(self, **given: Any) -> tuple[dict[str, Any], list[str]]:
+        """
+        Return what the card says, as plain values by the names that its template uses, and phrases on what is left out.
+
+        `hf_hybrid.hub.card.render` makes the card of them. `given` are arguments of [`create_model_card`].
+        """
+        values = {**dict.fromkeys(("language", "license", "model_name", "finetuned_from")), **given}
+        baseline, path = values.pop("baseline", None), Path(str(self.args.output_dir)) / REPOCARD_NAME
+        values["datasets"] = unique(listed(values.pop("dataset_tags", None)) + listed(values.pop("dataset_name", None)))
+        values |= {name: listed(values.get(name)) for name in ("tags", "tasks", "dataset", "dataset_args")}
+        values, left_out = _acceptable(values)
         try:
-            compared = _baseline(baseline, folder)
+            compared = _baseline(baseline, path.parent)
         except ValueError as error:  # of a file that is damaged, too
             compared = None
             left_out.append(f"the baseline ({error})")
-        tags = _tags(self, given["tags"], path)
+        values["tags"] = _tags(self, values["tags"], path)
+        return card_facts(cast("HybridTrainerMixin", self), values, compared), left_out
+
+    def _write_card(self, given: dict[str, Any]) -> None:
+        path = Path(str(self.args.output_dir)) / REPOCARD_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts, left_out = self.model_card_facts(**given)
         # Replaced in one move: an upload in the background may be reading it.
-        facts = card_facts(cast("HybridTrainerMixin", self), {**given, "tags": tags}, compared)
         write_text(path, render(facts))
         if left_out:
             logger.warning("The model card `%s` leaves out %s.", path, "; ".join(left_out))

@@ -216,16 +216,23 @@ def test_a_template_that_forgets_makes_a_row_of_each_answer(tmp_path):
     assert rows["divided"][:] == [True, True]
 
 
-@pytest.mark.parametrize("name", ["chats", "completions", pytest.param("texts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["chats", "sharegpt", "completions", pytest.param("texts", marks=pytest.mark.slow)])
 def test_tokens_and_labels_are_those_of_trl(folder, tmp_path, monkeypatch, name):
-    from datasets import load_dataset
+    from datasets import Dataset
 
     monkeypatch.chdir(folder)
     ours, tokenizer, _ = tokens_of(f"{name}.jsonl", MARKED)
     args = trl.SFTConfig(
-        str(tmp_path), use_cpu=True, bf16=False, report_to="none", assistant_only_loss=name == "chats", max_length=None
-    )
-    data = load_dataset("json", data_files=f"{name}.jsonl", split="train")
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None,
+        assistant_only_loss=name in ("chats", "sharegpt"),
+    )  # fmt: skip
+    roles = {"human": "user", "gpt": "assistant"}
+    rows = [
+        {"messages": [{"role": roles[m["from"]], "content": m["value"]} for m in row["conversations"]]}
+        if name == "sharegpt" else row
+        for row in ROWS[name]
+    ]  # fmt: skip
+    data = Dataset.from_list(rows)
     theirs = trl.SFTTrainer("model", args, train_dataset=data, processing_class=tokenizer).train_dataset
     for column in ("input_ids", "labels"):
         assert ours[column][:] == theirs[column][:]
@@ -289,6 +296,59 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
     adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
+
+
+@pytest.mark.parametrize(
+    "file, more", [("chats.jsonl", []), ("completions.jsonl", ["--max_length", "7", "--truncation_mode", "keep_end"])]
+)
+def test_export_measures_on_the_rows_that_sft_held_out(run, tmp_path, capsys, monkeypatch, file, more):
+    status, _, err = run("sft", "--dataset", file, "--eval_share", "0.3", *more)
+    assert status == 0, err
+    evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
+    monkeypatch.chdir(tmp_path)  # the note has whole paths
+    assert main(["export", "out", "--format", "gguf-f16", "--json"]) == 0, capsys.readouterr().err
+    result = json.loads(capsys.readouterr().out)
+    assert result["sequences"] == 4 and result["original"]["loss"] == pytest.approx(evaluated, rel=2e-3)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["export", "out", "--format", "merged"]) == 0
+    shown = capsys.readouterr()
+    assert "held-out loss" in shown.out and max(map(len, shown.out.splitlines())) <= 60
+    # Nothing comes before: no bars, and no warnings of dependencies.
+    assert shown.err.splitlines() == ["Written: out-merged", "To try it: hf-hybrid chat out-merged"]
+    note = tmp_path / "out" / "_hybrid_data.json"
+    values = json.loads(note.read_text())
+    for wrong, message in (
+        ({"seed": "x"}, "`seed` cannot be `'x'`"),
+        ({"command": "fly"}, "`command` cannot be `'fly'`"),
+        ({"dataset": "x"}, "`dataset` cannot be `'x'`"),
+        ({"dataset": [str(tmp_path / "gone.jsonl")]}, "there is no such file"),
+    ):
+        note.write_text(json.dumps(values | wrong))
+        assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+        assert message in capsys.readouterr().err
+    note.write_text(json.dumps({key: value for key, value in values.items() if key != "seed"}))
+    assert main(["export", "out", "--format", "merged", "--output", "other"]) == 2
+    assert "it lacks `seed`" in capsys.readouterr().err
+
+
+def test_held_out_pairs_are_measured_by_their_chosen_side(run, folder, tmp_path):
+    from hf_hybrid.cli.export import _read_note
+    from hf_hybrid.cli.fine_tune import DataNote, held_out_rows
+    from hf_hybrid.cli.tasks import FineTuningData
+
+    tokenizer = byte_tokenizer(eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = TEMPLATE
+    values = {"seed": 1, "answers_only": True, "completions_only": True, "max_length": None, "keep_end": False}
+    for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
+        note, data = DataNote("dpo", **values), FineTuningData(dataset=[str(folder / file)])
+        (row,) = held_out_rows(note, data, tokenizer, 9)
+        whole, answer = tokenizer.decode(row["input_ids"]), learned(row, tokenizer)
+        number = re.search(r"Say (\d+)", whole)[1]
+        assert answer == ("yes" if file.startswith("chat") else number) + "<|end|>"
+        assert whole == read.format(number) + answer
+    (tmp_path / "note.json").write_text(json.dumps({**vars(data), **vars(DataNote("grpo", **values))}))
+    assert _read_note(tmp_path / "note.json")["command"] == "grpo"
+    assert held_out_rows(DataNote("grpo", **values), data, tokenizer, 9) == []
 
 
 def test_dpo_ranks_pairs(run):

@@ -694,3 +694,15 @@ def test_an_export_that_fails_leaves_nothing(trainer, run, tmp_path, monkeypatch
     (tmp_path / "file").touch()
     with pytest.raises(ExportError, match="nothing is written over"):
         trainer.export("gguf-q8_0", tmp_path / "file")
+
+
+def test_cards_say_how_an_export_is_served_and_what_of_it_was_tried():
+    tokenizer = bpe_tokenizer()
+    of_gguf = exporter._serving("My run (v1)", "gguf-q8_0", tokenizer)
+    assert "llama-server -m model.gguf" in of_gguf and "ollama create my-run-v1 -f Modelfile" in of_gguf
+    assert "This file, these lines and Ollama were not tried." in of_gguf and "chat template" not in of_gguf
+    tokenizer.chat_template = "{{ messages }}"
+    assert "with the chat template that is in it" in exporter._serving("x", "gguf-f16", tokenizer)
+    merged = exporter._serving("x", "merged", tokenizer)
+    assert "vllm serve path/to/this/folder" in merged and "This line was not tried." in merged
+    assert exporter._serving("x", "int8", tokenizer) == exporter._serving("x", "merged", None) == ""

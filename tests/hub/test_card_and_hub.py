@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traine
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback, __version__
 from hf_hybrid.hub import origins
-from hf_hybrid.hub.card import code, text
+from hf_hybrid.hub.card import code, rewards_of, text
 from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
 from hf_hybrid.records.log import load_log
@@ -543,6 +543,16 @@ def test_method_of_the_trainer_is_named_and_cited(tmp_path):
     assert "@software{hf_hybrid" in section(card, "Citation")
 
 
+def test_rewards_are_those_of_the_log():
+    log = [{"step": 1, "reward": 0.25}, {"step": 2, "loss": 0.0}, {"step": 3, "reward": 0.5}]
+    trainer = types.SimpleNamespace(state=types.SimpleNamespace(log_history=log), reward_func_names=["exact_match"])
+    found = rewards_of(trainer)
+    first, last = {"step": 1, "mean": 0.25}, {"step": 3, "mean": 0.5}
+    assert found == {"names": ["exact_match"], "first": first, "last": last}
+    del trainer.reward_func_names
+    assert rewards_of(trainer) is None
+
+
 def test_the_software_is_cited_as_the_repository_says(trained, tmp_path):
     cff = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
     cited = section(card_of(trained), "Citation")
@@ -575,12 +585,38 @@ def test_hardware_names_the_accelerators(monkeypatch):
     assert "Accelerator" not in hardware("cpu", processes=1, devices=1)
 
 
-@pytest.mark.parametrize("path", sorted((TESTS.parent / "model_cards").glob("*.md")), ids=lambda path: path.stem)
-def test_cards_of_this_repository_are_what_its_commands_write(path):
-    commands = runpy.run_path(str(path.parent / "generate.py"))["COMMANDS"]
-    card = path.read_text(encoding="utf-8")
-    assert card_errors(card) == [] and f"python {commands[path.stem]}" in section(card, "Command")
-    assert "Written by `hf_hybrid`" in card and not re.search(r"/(?:home|root|work|tmp)/", card)
+CARDS = TESTS.parent / "model_cards"
+
+
+@pytest.fixture(scope="module")
+def generator() -> dict:
+    return runpy.run_path(str(CARDS / "generate.py"))
+
+
+def test_cards_of_this_repository_say_what_the_template_says(generator):
+    """`python model_cards/generate.py --render` writes them again after a change of the template."""
+    records = generator["read_records"]()
+    assert {path.stem for path in CARDS.glob("*.md")} == set(generator["COMMANDS"]) == set(records)
+    for name, words in generator["COMMANDS"].items():
+        card = (CARDS / f"{name}.md").read_text(encoding="utf-8")
+        assert card == generator["card_of"](name, records)
+        run = words.split()[1] if words.startswith("export") else name
+        assert card_errors(card) == [] and f"hf-hybrid {generator['COMMANDS'][run]}\n" in section(card, "Command")
+        if words.startswith("export"):
+            assert not re.search(r"^A \S+ adapter", card, re.M) and "\n## Serving\n" in card
+        for written in (card, json.dumps(records[name])):
+            assert not re.search(r"/(?:home|root|work|tmp)/", written)
+
+
+def test_records_of_cards_hold_what_a_trainer_records(trained, generator):
+    """A fact that the card gained or lost needs new runs: `python model_cards/generate.py MODEL`."""
+    facts, left_out = trained.model_card_facts()
+    assert left_out == []
+    for name, record in generator["read_records"]().items():
+        if not generator["COMMANDS"][name].startswith("export"):
+            assert record.keys() == facts.keys()
+            for part in ("model", "given", "summary", "memory", "state"):
+                assert record[part].keys() >= facts[part].keys() - {"baseline", "direction", "leaps_by_verdict"}, part
 
 
 def test_a_card_that_cannot_be_written_does_not_stop_the_training(tmp_path, monkeypatch, caplog):
