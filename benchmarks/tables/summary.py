@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.speedup.report import table_of
-from benchmarks.tables import all_lines, markdown, percent, standard_error, table
+from benchmarks.tables import all_lines, markdown, percent, results, standard_error, table
 from benchmarks.tables.memory import GIB, accuracy, low_bit, outcomes, peak, stopped, times_resident
 from benchmarks.tables.other import change, exported, searched, size
 from benchmarks.tables.skips import grpo_run, prompts, recomputed, row_ratio
@@ -25,6 +25,15 @@ def times(value: float, digits: int = 1) -> str:
 def smollm2_runs(length: int) -> list[float]:
     """Whole GRPO runs on SmolLM2 with prompts of this length: how much longer TRL takes."""
     return sorted(row["ratio"] for row in grpo_run("smollm2", length=length, rewards="binary", iterations=1))
+
+
+def verified_runs() -> list[float]:
+    """Trainings of SmolLM2 with a verifier: how much longer TRL takes."""
+    found = results("skips", "arithmetic", "arm", "rate", "seed", "steps")
+    pairs = [(row, found.get(**{**row, "arm": "trl"})) for row in found.rows(arm="hybrid")]
+    return sorted(
+        sum(theirs["seconds"].values()) / sum(ours["seconds"].values()) for ours, theirs in pairs if theirs is not None
+    )
 
 
 def arms(task: str) -> dict:
@@ -72,7 +81,8 @@ def readme() -> str:
         [
             "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage",
             "[GRPO](docs/grpo.md)",
-            f"{times(grpo[0])} to {times(grpo[-1])} times fewer CPU seconds than TRL for whole runs; "
+            f"{times(grpo[0])} to {times(grpo[-1])} times fewer CPU seconds than TRL for whole runs, "
+            f"{' and '.join(map(times, verified_runs()))} with 8 x 8 short answers to prompts with worked examples; "
             "completions and update are the same",
         ],
         [
@@ -128,9 +138,11 @@ def results_() -> str:
             "[GRPO](grpo.md)",
             "prompts once, ended rows leave, rows without advantage are left out",
             f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run "
-            f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens",
+            f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens; {' and '.join(map(times, verified_runs()))} "
+            "with 8 x 8 short answers to prompts with worked examples",
             "none measured",
-            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds, one CPU thread",
+            "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds; the last two are "
+            "whole trainings with a verifier, two seeds, equal rewards at each look; one CPU thread",
         ],
         [
             "[LoRA](peft_and_trl.md)",
