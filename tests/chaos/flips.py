@@ -55,9 +55,10 @@ class Flip(TrainerCallback):
         self.flipped = ""
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if self.trainer.run.step.phase is not Phase.PREDICT:  # its batches are those of the next real step
-            batches = [batch["input_ids"].numpy().tobytes() for batch in self.trainer.run.step.batches]
-            self.batches[state.global_step + 1] = hashlib.sha256(b"".join(batches)).hexdigest()
+        batches = [batch["input_ids"].numpy().tobytes() for batch in self.trainer.run.step.batches]
+        self.batches[state.global_step + 1] = hashlib.sha256(b"".join(batches)).hexdigest()
+        if self.trainer.run.step.phase is not Phase.PREDICT:  # its batches are those of the next real one
+            self.trained.append(state.global_step + 1)
         if state.global_step == self.step and args.process_index == self.process and not self.flipped:
             self.flipped = self._flip(model, inner_optimizer(optimizer))
 
