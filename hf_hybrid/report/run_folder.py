@@ -133,7 +133,8 @@ def load_run(folder: str | Path) -> Run:
         files.notes.append(_other_runs(files.others))
     logs = _merged_logs(history, lines, profile.logs)
     steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
-    steps += [entry["step"] for entries in (lines, logs, profile.steps) for entry in entries[-1:]]
+    # The last line may be of an earlier step: a checkpoint that was written behind the steps is sealed later.
+    steps += [max((entry["step"] for entry in entries), default=0) for entries in (lines, logs, profile.steps)]
     if not (logs or record or any(steps)):
         raise ValueError(" ".join([_nothing_found(folder, bool(config or lines)), *files.notes]))
     planned = (count_of(source.get("max_steps")) for source in (begun, state, profile.run, config))
@@ -328,7 +329,9 @@ def _merged_logs(history: list[dict], lines: list[dict], profiled: list[dict]) -
     Without a log (plain `Trainer`) it is that history, and what the profiler saw from its last step on.
     """
     if lines:
-        logged = [line for line in lines if not {"begun", "leap", "event"} & line.keys()]
+        logged = [
+            line for line in lines if line.keys() - {"step", "seconds"} and not {"begun", "leap", "event"} & line.keys()
+        ]
         return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
     last = max((entry["step"] for entry in history), default=-1)
     known = {key for entry in history if entry["step"] == last for key in entry} - {"step"}

@@ -101,11 +101,6 @@ def test_floors_are_those_of_the_test():
         assert set(pair) in architecture.STRANGERS, pair
 
 
-def test_limits_are_those_of_the_test():
-    lines = re.search(r"at most ([\d,]+) lines", HOUSE).group(1).replace(",", "_")
-    assert f"<= {lines}" in Path(architecture.__file__).read_text(encoding="utf-8")
-
-
 def test_limits_of_the_walks_are_those_of_the_script():
     walks = runpy.run_path(str(ROOT / "benchmarks" / "walks.py"))
     limits = {}

@@ -266,7 +266,7 @@ def test_commands_exist(path, tmp_path, monkeypatch):
         elif program in ("accelerate", "torchrun"):
             check_launcher(rest)
         else:
-            assert program in ("mkdocs", "pre-commit", "ruff"), f"{page_name(path)}: what is `{command}`?"
+            assert program in ("docker", "mkdocs", "pre-commit", "ruff"), f"{page_name(path)}: what is `{command}`?"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_name)

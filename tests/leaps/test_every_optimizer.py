@@ -1,4 +1,4 @@
-"""Leaps under every optimizer of transformers, as the table in docs/how_it_works.md says, and under wrapped ones."""
+"""Leaps under every optimizer of transformers, as the table in docs/optimizers.md says, and under wrapped ones."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ from hf_hybrid import HybridConfig, HybridTrainer
 # What the page says is the list of tests.
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| (?P<names>.*`) \| (?P<standing>tested|accepted, not tested|refused) \|", re.M)
-_, SECTION, *_ = re.split(r"^### (?=Optimizers$)", (DOCS / "how_it_works.md").read_text(encoding="utf-8"), flags=re.M)
+_, SECTION, *_ = re.split(r"^## (?=Optimizers$)", (DOCS / "optimizers.md").read_text(encoding="utf-8"), flags=re.M)
 TABLE = [
     (name, row["standing"])
-    for row in ROW.finditer(SECTION.partition("\n### ")[0])
+    for row in ROW.finditer(SECTION.partition("\n## ")[0])
     for name in re.findall("`(\\w+)`", row["names"])
 ]
 

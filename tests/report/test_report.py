@@ -531,3 +531,13 @@ def test_a_real_run_that_was_cut_short(tmp_path):
     assert found["memory"]["categories_by_phase"][0]["categories"]["weights"]["host"] > 0
     phases_logged = {row["step"]: row["phase"] for row in rows_of(tmp_path / "report" / "steps.csv")}
     assert phases_logged["1"] == "warmup" and "predict" in phases_logged.values()
+
+
+def test_a_checkpoint_that_is_sealed_late_takes_no_steps_away(tmp_path):
+    """It is written behind the steps, so its line stands behind theirs."""
+    losses = [{"step": step, "loss": 3 - step / 100, "seconds": step / 10} for step in range(1, 25)]
+    late = {"step": 20, "sealed": {"model.safetensors": "0" * 32}, "seconds": 2.5}
+    lines = [{"step": 0, "begun": True, "max_steps": 36}, *losses, late]
+    (tmp_path / "hybrid_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load_run(tmp_path)
+    assert run.last_step == 24 and [step for step, _ in run.series("loss")] == list(range(1, 25))
