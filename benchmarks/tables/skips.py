@@ -128,10 +128,11 @@ def grpo_run(model: str, **fields) -> list[dict]:
 @table("grpo-runs")
 def grpo_runs() -> str:
     rows = []
-    for row in [*grpo_run("small"), *grpo_run("smollm2")]:
+    names = {"small": "Llama, 3.2M", "smollm2": "SmolLM2", "smollm2-sentences": "SmolLM2, ends with a sentence"}
+    for row in [found for model in names for found in grpo_run(model)]:
         if not shown(row):
             continue
-        cells = ["SmolLM2" if row["model"] == "smollm2" else "Llama, 3.2M"]
+        cells = [names[row["model"]]]
         beta = f", `beta={row['beta']:g}`" if row["beta"] else ""
         cells.append(f"{row['rewards']}, {row['iterations']}{beta}")
         cells.append(f"{row['prompts']} x {row['generations']}")
@@ -151,7 +152,7 @@ def grpo_runs() -> str:
 
 def shown(row: dict) -> bool:
     """Of the grid of the small model the page shows rows that differ; the file has all."""
-    small = row["model"] != "smollm2" and row["beta"] == 0 and row["length"] == 64
+    small = row["model"] == "small" and row["beta"] == 0 and row["length"] == 64
     kept = {("binary", 1, 4), ("binary", 1, 8), ("binary", 1, 16), ("graded", 1, 8), ("binary", 2, 8)}
     kept |= {("graded", 2, 8), ("binary", 3, 8), ("graded", 3, 8)}
     return not small or (row["rewards"], row["iterations"], row["generations"]) in kept
