@@ -54,7 +54,7 @@ def quiet_dependencies() -> Generator[None]:
     with quiet_imports():
         import datasets
         import transformers
-    others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft")]
+    others = [logging.getLogger(name) for name in ("trl", "accelerate", "peft", "bitsandbytes", "torchao")]
     before = transformers.logging.get_verbosity(), [other.level for other in others]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
     try:
