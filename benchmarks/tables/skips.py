@@ -122,7 +122,7 @@ def skips_prompts() -> str:
 
 def grpo_run(model: str, **fields) -> list[dict]:
     """Whole runs; lines in which `tokens` counts the run's tokens are of a script that came before."""
-    return [row for row in results("skips", "whole_run", *RUN_KEY).rows(model=model, **fields) if row["tokens"] <= 64]
+    return [row for row in results("skips", "whole_run", *RUN_KEY).rows(model=model, **fields) if row["tokens"] <= 96]
 
 
 @table("grpo-runs")
