@@ -113,7 +113,8 @@ def train(mode: str, out: Path, resume: bool | str, record: Path, **values) -> d
 
     def noted(folder: Path, step: int, *arguments, **options) -> dict[str, dict]:
         files = seal(folder, step, *arguments, **options)
-        (record / SAVED_NAME).write_bytes(bytes(step))
+        (record / f"_{SAVED_NAME}").write_bytes(bytes(step))
+        os.replace(record / f"_{SAVED_NAME}", record / SAVED_NAME)  # in one stroke: the process may die at any moment
         return files
 
     manifest.seal = noted
