@@ -842,7 +842,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def save_model(self, output_dir=None, *args, **kwargs):
         self._show_real_weights()
-        if self.run.weights is not None and not self.run.weights.are_finite():
+        checked = self._unsealed is not None and self.accelerator.num_processes > 1
+        if self.run.weights is not None and not checked and not self.run.weights.are_finite():
             raise self._diverged(TrainingDivergedError("The weights are not saved."))
         super().save_model(output_dir, *args, **kwargs)
         if self.args.should_save:
@@ -895,7 +896,7 @@ class HybridTrainerMixin(PublishingMixin):
     def _check_that_all_are_finite(self) -> None:
         """Let all processes raise where the weights of one are not finite: the others would wait for it in the save."""
         if self.run.weights is None or self.accelerator.num_processes == 1:
-            return
+            return  # then `save_model` does
         wrong = torch.tensor([not self.run.weights.are_finite()], device=self.args.device)
         if self.accelerator.gather(wrong).any():
             self.run.call("diverged", self.state.global_step)
