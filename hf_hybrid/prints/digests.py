@@ -46,7 +46,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,13 +300,13 @@ class Digests(Part):
 
     def _begin_to_hash(self) -> None:
         """Hash weights and states, on the device without waiting, and on a thread what lies on the host."""
-        pool = ThreadPoolExecutor(1)
+        pool, on_host = ThreadPoolExecutor(1), []
         self._work = []
         for kind, name, value, whole in self._state():
-            on_host = value.device.type == "cpu"
-            self._work.append(
-                (kind, name, whole, pool.submit(hash_on_host, value) if on_host else hash_on_device(value))
-            )
+            if value.device.type == "cpu":
+                on_host.append(value)
+            self._work.append((kind, name, whole, None if value.device.type == "cpu" else hash_on_device(value)))
+        self._on_host = pool.submit(lambda: [hash_on_host(value) for value in on_host])
         self._of_data = pool.submit(self._data_was_changed)
         pool.shutdown(wait=False)
 
@@ -319,7 +319,7 @@ class Digests(Part):
 
     def before_seal(self, step: int) -> None:
         work, self._work = self._work, []
-        values = _fetched([found for *_, found in work])
+        values = _fetched([found for *_, found in work], self._on_host.result() if work else [])
         entries = [(kind, name, whole, value) for (kind, name, whole, _), value in zip(work, values)]
         own = (
             {}
@@ -572,11 +572,11 @@ class Digests(Part):
         return []
 
 
-def _fetched(found: list[Any]) -> list[int]:
-    """Return the hashes: a thread ends, and all that a device made are fetched at once."""
-    on_device = [one for one in found if isinstance(one, Tensor)]
-    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [one.result() if isinstance(one, Future) else next(fetched) & (1 << 64) - 1 for one in found]
+def _fetched(found: list[Tensor | None], on_host: list[int]) -> list[int]:
+    """Return the hashes: those of the host in the places of `None`, and all that a device made, fetched at once."""
+    on_device = [one for one in found if one is not None]
+    fetched, of_host = iter(torch.stack(on_device).tolist() if on_device else []), iter(on_host)
+    return [next(of_host) if one is None else next(fetched) & (1 << 64) - 1 for one in found]
 
 
 def _joined(values: Iterable[int]) -> str:
