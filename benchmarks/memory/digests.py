@@ -5,8 +5,8 @@ What digests cost a step and a save: seconds in the hooks that make them, beside
 
 `step_seconds` and `step_hooks` are of steps of 4 x 128 tokens, `save_seconds` and `save_hooks` of whole saves of one
 process, which are written at once (`save_behind="off"`): behind the steps a save would seem shorter than it is.
-`hashing` are saves that hash weights and states in memory too, as each of several processes does: `hashing_hooks` is how
-long the save waits for it, `hashing_cpu_seconds` what the thread takes.
+`hashing` are saves that hash weights and states in memory too, as each of several processes does: `hashing_hooks` is
+how long the save waits for it, `hashing_cpu_seconds` what the thread takes.
 """
 
 from __future__ import annotations
