@@ -300,12 +300,12 @@ class Digests(Part):
 
     def _begin_to_hash(self) -> None:
         """Hash weights and states, on the device without waiting, and on a thread what lies on the host."""
-        pool, on_host = ThreadPoolExecutor(1), []
-        self._work = []
-        for kind, name, value, whole in self._state():
-            if value.device.type == "cpu":
-                on_host.append(value)
-            self._work.append((kind, name, whole, None if value.device.type == "cpu" else hash_on_device(value)))
+        pool, state = ThreadPoolExecutor(1), list(self._state())
+        on_host = [value for _, _, value, _ in state if value.device.type == "cpu"]
+        self._work = [
+            (kind, name, whole, None if value.device.type == "cpu" else hash_on_device(value))
+            for kind, name, value, whole in state
+        ]
         self._on_host = pool.submit(lambda: [hash_on_host(value) for value in on_host])
         self._of_data = pool.submit(self._data_was_changed)
         pool.shutdown(wait=False)
