@@ -117,7 +117,7 @@ class HybridArguments:
 
     share_rows: Literal["auto", "on", "off"] = option(
         "auto",
-        "Compute every token once: the rows of a step without padding, and what they share at their beginning once. "
+        "Compute every token of a step once: without padding, and with one copy of a prefix that rows share. "
         "Where this is not exact or saves little, rows are computed as they are, and the log says why. auto: on, but "
         "off with enable_predict=False. off: never.",
         group="Exact skips",

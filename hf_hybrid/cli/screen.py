@@ -457,7 +457,7 @@ def _sharing(trainer: Any) -> str | None:
     """
     Say what computing every token once saves on windows drawn from the training set; `None` where it is not known.
 
-    TRL pads each micro-batch to its longest row. A tree of the rows of a window has each shared beginning once, and
+    TRL pads each micro-batch to its longest row. A tree of the rows of a window has each shared prefix once, and
     nothing behind the last label. Pairs of DPO share within a micro-batch alone.
     """
     args, rows = trainer.args, trainer.train_dataset
@@ -481,7 +481,7 @@ def _sharing(trainer: Any) -> str | None:
     saved = 1 - computed / max(padded, 1)
     if saved < 0.05:
         return None
-    return f"about {saved:.0%} of the tokens need not be computed: padding, and beginnings that rows share"
+    return f"about {saved:.0%} of the tokens need not be computed: padding, and shared prefixes"
 
 
 def _as_rows(example: dict[str, Any], longest: int | None) -> list[tuple[list[int], int]]:
