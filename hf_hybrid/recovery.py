@@ -1,15 +1,15 @@
 """
 Recovery when memory runs out, and the guard that warns before.
 
-Forward and backward. The accumulation window under way is computed again in smaller parts, with the same effective
-batch. An attempt that failed leaves nothing behind: its tensors are released, its gradients dropped, the random
-generators put back, so the result has the bits of a run with smaller micro-batches from the start. The ladder: what
-parts of the run can spare (activations of layers that were not recomputed so far); half as many sequences at a time,
-down to one; streamed layers walked micro-batch by micro-batch; activation checkpointing. What fits is kept for the rest
-of the run and saved with every checkpoint. When nothing is left to try, the state after the last good step is saved,
-and `UnrecoveredMemoryError` says what was tried and what to change.
+Forward and backward. The present accumulation window is computed again in smaller parts, with the same effective batch.
+A failed attempt leaves nothing behind: its tensors are released, its gradients dropped, and the random generators
+reset, so the result has the bits of a run with smaller micro-batches from the start. The measures, in order: free what
+parts of the run can spare (recompute more layers); half as many sequences at a time, down to one; streamed layers
+walked micro-batch by micro-batch; activation checkpointing. The size that fits is kept for the rest of the run and
+saved with every checkpoint. When no measure is left, the state after the last good step is saved, and
+`UnrecoveredMemoryError` says what was tried and what to change.
 
-A leap. Every leap is a trial (leaps/trajectory.py), which puts the weights back, and the run goes on with real steps.
+A leap. Every leap is a trial (leaps/trajectory.py), which restores the weights, and the run continues with real steps.
 If memory runs out while the direction reads a gradient, or while a leap is judged, this one observation is left out.
 
 The optimizer's step. It cannot be repeated, because some weights may be updated and others not. The run stops with a
@@ -18,7 +18,7 @@ message that names the last checkpoint.
 The guard watches the device at the end of every step. It warns early, cleans up, and asks for one checkpoint before the
 limit is reached.
 
-With several processes nothing is tried again, because the others would wait for this one forever.
+With several processes nothing is retried, because the others would wait for this one forever.
 """
 
 from __future__ import annotations

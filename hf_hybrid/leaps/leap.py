@@ -1,10 +1,10 @@
 """
 Leaps: when one is made, how far it goes, and whether it stays.
 
-The idea. Much of what an optimizer will do in the next few steps can be predicted from what it just did. So the run
-alternates real steps with *leaps*: the weights jump along a predicted displacement (directions/ predicts it,
-trajectory.py applies it). A leap that helps is *worth* some real steps, and the run skips as many: no forward pass, no
-backward pass, but the schedule, logging, evaluation and saving go on. A leap that hurts is undone bit for bit.
+The idea. The run alternates real steps with *leaps*: the weights jump along a direction that recent gradients give
+(directions/ computes the displacement, trajectory.py applies it). A leap that helps is *worth* some real steps, and the
+run skips as many: no forward pass, no backward pass, but the schedule, logging, evaluation and saving go on. A leap
+that hurts is undone bit for bit.
 
 The course of things:
 
@@ -24,14 +24,15 @@ and then undone. Few leaps need a probe: a budget bounds what probes cost. Every
 divergence monitor (run/monitor.py) compares the training loss with the trend before the leap, and the snapshot is there
 until then. Where Correct could not tell, because there are too few losses for a trend, every leap is probed.
 
-What was refused is learnt from (`Trust`): later leaps are not longer than what a probe accepted, and are probed until
-one is accepted as it was asked for. A run in which leaps do not help uses up a small budget and then makes none.
+The run learns from refused leaps (`Trust`): later leaps are not longer than the length that a probe accepted, and are
+probed until one is accepted at its full length. A run in which leaps do not help uses up a small budget and then makes
+none.
 
-Leaps did not pay on pretrained models and with adapters (docs/results.md), and no probe notices that: where they
-pay, they do not lower the loss at once either, on average. So, unless leaps were asked for, none are made there, nor
-with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). Whether a language model is
-pretrained shows in the very first training loss, so that until then [`FirstLoss`] stands in the place of the leaps. A
-run without leaps has no part of this module.
+Leaps did not pay on pretrained models and with adapters (docs/results.md). No probe can find that out, because even in
+runs that leaps improve they do not lower the loss at once, on average. So, unless a direction is named, none are made
+there, nor with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). The first training
+loss shows whether a language model is pretrained. Until then the run has [`FirstLoss`] in place of the leaps. A run
+without leaps has no part of this module.
 
 [`Leaps`] is a part of the run (part.py). All its decisions follow from state that is saved, so that a resumed run takes
 the same ones, and from numbers that are equal on all processes. From the top of this file: the phases, what holds the

@@ -3,16 +3,16 @@ Probes: compare the losses of some sequences before and after a leap, in pairs.
 
 A leap changes the loss by far less than sequences differ from each other. So the same sequences are evaluated before
 and after it, and what counts is the mean of the paired differences and its standard error. They must be sequences that
-the steps behind the leap have not seen: on seen ones a leap along recent gradients always looks good. By default they
-are the first of the next training batches ([`NextBatches`]), which are fetched early and trained on afterwards, so that
-nothing is taken out of the training set. `probe_dataset=` names others ([`HeldOutBatches`]).
+the steps before the leap have not used: on used ones a leap along recent gradients always looks good. By default they
+are the first of the next training batches ([`NextBatches`]), which are fetched early and trained on later, so no
+training data is lost. `probe_dataset=` names others ([`HeldOutBatches`]).
 
 A probed leap is kept unless it is clearly worse, by a margin and two standard errors. The rule is lenient on purpose: a
 leap that pays later looks neutral at first (short-horizon bias, Wu et al., 2018, arXiv 1803.02021).
 
-A preference loss can fall while fewer pairs are ranked right: pairs that are right already become more so, and outweigh
-others that turn wrong. [`Losses`] of pairs say which of them are right, and a leap after which fewer are is not kept,
-whatever its loss is.
+A preference loss can fall while fewer pairs are ranked right, because pairs that are right already become more clearly
+right and outweigh others that turn wrong. [`Losses`] of pairs say which pairs are right. If fewer are right after a
+leap, the leap is not kept, whatever its loss is.
 """
 
 from __future__ import annotations

@@ -2,28 +2,27 @@
 The only place where a leap changes the weights.
 
 A leap adds `gain * lr_sum * displacement` to every trainable parameter. `lr_sum` is the sum of the learning rates of
-the real steps since the last leap and `displacement` is what a direction (leaps/directions/) predicts per unit of it:
-at a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter stay as they
-are. Gradient clipping does not apply. Instead, the norm of a leap is capped: at `max_relative_norm` times the norm of
-the weights, and, where the direction names a speed (`most_per_step`), at that speed. A speed makes leaps independent of
-a learning rate that is too high: from some rate on they go no farther, and still shrink as the rate decays.
+the real steps since the last leap. `displacement` is what a direction (leaps/directions/) returns per unit of `lr_sum`.
+At a gain of 1 a leap goes about as far as those steps went. The optimizer's moments and its step counter do not change.
+Gradient clipping does not apply. Instead, the norm of a leap is capped at `max_relative_norm` times the norm of the
+weights, and at a maximum speed if the direction names one (`most_per_step`). The speed limits leaps when the learning
+rate is too high: above some rate they go no farther, and they still shrink as the rate decays.
 
-Predictions can be wrong, so a leap is a transaction:
+A leap can hurt, so it is a transaction:
 
 1. `with trajectory.trial(leap)` takes a snapshot of the weights and opens the leap. `trajectory.open` is the only
    answer to "is a leap open?".
 2. Inside, `trajectory.leap(gain)` moves the weights; a second call starts from the same snapshot.
-3. When the block ends, a rejected leap is undone from the snapshot, bit for bit. So is a leap whose block raised
-   anything, an out-of-memory for example. Otherwise `keep()` has written the leap for good and a new block of real
-   steps begins.
-4. The snapshot stays until Correct has judged the leap: `roll_back()` undoes it, `accept()` closes the way back.
+3. When the block ends, a rejected leap is undone from the snapshot, bit for bit. So is a leap whose block raised any
+   error, for example out of memory. Otherwise `keep()` has written the leap, and a new block of real steps begins.
+4. The snapshot stays until Correct has judged the leap: `roll_back()` undoes the leap, `accept()` drops the snapshot.
 
 Weights may be stored on another device than they compute on (layers that are streamed from the host). A leap under test
-is then one number, its gain. The copy of such weights to the device adds the displacement on the way (`displaced`), so
-a rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
+is then one number, its gain. When such weights are copied to the device, the displacement is added (`displaced`), so a
+rejected leap costs nothing. `keep()` writes the displacement into the weights themselves.
 
-Weights may be spread over processes (FSDP2). Everything here then works on the rows that this process holds, and asks
-`shards` (run/weights.py) for what needs the others: sums over all weights, and whole tensors for a checkpoint.
+FSDP2 may shard the weights over processes. Everything here then works on the shards of this process, and uses `shards`
+(run/weights.py) for results that need the other processes: sums over all weights, and whole tensors for a checkpoint.
 """
 
 from __future__ import annotations

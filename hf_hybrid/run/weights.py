@@ -4,29 +4,29 @@ The trained weights of a run: where they are stored, which rows of them this pro
 Everything in this package that reads or moves weights, gradients or optimizer states goes through [`TrainedWeights`].
 It names them, and finds the optimizer's group and state of each. Three questions are answered by objects of their own.
 
-Where are they stored? Mostly where they compute ([`InPlace`]). Streamed layers are stored on the host, and copies of
-them compute on the device. Modules of FSDP2 compute with weights that they gathered ([`Gathered`]). A [`WeightStore`]
-is told before weights are read and after they were written.
+Where are they stored? Mostly on the device that computes with them ([`InPlace`]). Streamed layers are stored on the
+host, and copies of them compute on the device. Modules of FSDP2 compute with weights that they gathered ([`Gathered`]).
+A [`WeightStore`] is notified before weights are read and after they were written.
 
-Which part of them is here? All of it with one process, and under DDP ([`Whole`]). FSDP2 (torch's `fully_shard`) cuts
-every parameter, its gradient and its optimizer states along the first dimension, and each process holds some rows of
-each ([`Shards`]: a `DTensor`, placed as `Shard(0)`). Most arithmetic of a leap is elementwise: averages,
-preconditioners, snapshots and the move itself need nothing but the rows that a process holds. Three things need the
-other processes:
+Which part of them does this process hold? All of it with one process, and under DDP ([`Whole`]). FSDP2 (torch's
+`fully_shard`) cuts every parameter, its gradient and its optimizer states along the first dimension, and each process
+holds a shard, some rows of each ([`Shards`]: a `DTensor`, placed as `Shard(0)`). Most arithmetic of a leap is
+elementwise: averages, preconditioners, snapshots and the move itself need only the shards of the process. Three things
+need the other processes:
 
 1. Sums. The norm of a leap, its cap, the predicted fall of the loss and the cosines are sums over all weights.
    [`Shards.totals`] adds up any number of them with one all-reduce. Every process gets the same bits, so all processes
    take the same decisions.
 2. Whole matrices. A matrix cannot be orthogonalised by rows. With N processes, [`Shards.in_rounds`] takes N matrices at
-   a time. Each process gets one of them whole from the others, computes, and sends every process its rows of the
-   result. A process thus does 1/N of the arithmetic. A matrix travels twice and is never where it is not needed: the
-   processes together send 2 (N - 1) / N times its bytes. Gathering it everywhere would send N - 1 times its bytes, and
-   repeat the arithmetic N times.
+   a time. Each process gets one whole matrix from the others, computes, and sends every process its shard of the
+   result. So a process does 1/N of the arithmetic, and the processes together send 2 (N - 1) / N times the bytes of a
+   matrix. Gathering it on every process would send N - 1 times its bytes, and repeat the arithmetic N times.
 3. Copies. After a forward pass without backward some modules keep the weights that they gathered (the last norm and the
-   head do). The next pass would use these old weights and miss the leap, silently. Therefore [`Gathered`] makes every
-   module drop them whenever a leap has written weights.
+   head do). The next pass would silently use these old weights and miss the leap. So [`Gathered`] makes every module
+   drop them whenever a leap has written weights.
 
-Checkpoints hold whole tensors, whatever the number of processes. So a run can be resumed on another number.
+Checkpoints hold whole tensors, whatever the number of processes. So a run can be resumed with another number of
+processes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """
 Compare a leap with the real steps after it: [`LeapResiduals`], a part that the core does not need.
 
-Two comparisons, made in Correct and written down for every leap. The displacement: did the real steps go on along the
-leap (`cosine` near 1) or take it back (below 0), and how far did they go per unit of learning rate (`norm_ratio`)? The
-slope: the projection of the gradient on the leap, as the direction expected it before the leap and as the real steps
-met it after. Where the slope was negative before and is positive after, the leap went past the lowest point of the loss
-along it, which the secant through both slopes locates. `GainCorrection` turns that into a factor on the next gain, one
-for each kind of parameter.
+The part makes two comparisons in Correct and records them for every leap. The displacement: did the real steps continue
+along the leap (`cosine` near 1) or reverse it (below 0), and how far did they go per unit of learning rate
+(`norm_ratio`)? The slope: the projection of the gradient on the leap, estimated by the direction before the leap and
+measured by the real steps after it. If the slope was negative before and is positive after, the leap went past the
+lowest point of the loss along it, which the secant through both slopes locates. `GainCorrection` turns this into a
+factor on the next gain, one for each kind of parameter.
 
-All of it is estimated from at most 4096 evenly spaced coordinates of every parameter, so that it costs neither a buffer
-nor a pass over the weights. Where processes share the weights, each has those coordinates that fall into its rows.
+Everything is estimated from at most 4096 evenly spaced coordinates of every parameter, so it needs neither a buffer nor
+a pass over the weights. If FSDP2 shards the weights, each process has the coordinates in its shards.
 """
 
 from __future__ import annotations

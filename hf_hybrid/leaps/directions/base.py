@@ -1,24 +1,24 @@
 """
 The base class of directions: the part of a leap that decides where the weights go.
 
-A leap replaces a few optimizer steps by one jump. How far it jumps is decided elsewhere (planner, cap, probe); where
-it jumps to is decided by a direction, one class per method. The life of a direction follows the phases:
+A leap replaces a few optimizer steps by one jump. Planner, cap and probe decide how far it jumps. The direction decides
+where, with one class per method. The life of a direction follows the phases:
 
 1. Real steps (Warmup, Full, Correct) call `observe_gradients` between clipping and the optimizer's step, and
    `observe_step` after it. Here a direction learns: it averages gradients, or keeps copies of the weights.
-2. A leap calls `prepare` once, then `displacement` for every parameter. It may ask several times: a leap over the cap
-   is formed again with a smaller gain, a probed leap is tried again at half the gain, and streamed weights are
-   displaced each time a layer is brought to the device. Therefore `displacement` must give the same answer each time.
+2. A leap calls `prepare` once, then `displacement` for every parameter, perhaps several times: a leap over the cap is
+   formed again with a smaller gain, a worse leap is tried again at a quarter of the gain, and streamed weights are
+   displaced each time a layer is copied to the device. So `displacement` must give the same answer each time.
 3. `block_begins` follows when the leap is kept or undone. A block is the real steps from one leap to the next.
    `leap_judged` follows when Correct is over and the leap can no longer be undone.
 
 Displacements are per unit of learning rate: the trajectory adds `gain * lr_sum * displacement`, with `lr_sum` the sum
-of the learning rates of the block. A displacement of the size of an optimizer step therefore makes the gain a pure
-number, "as far as the block went, times gain", which keeps its meaning under any learning rate and schedule.
+of the learning rates of the block. If a displacement has the size of an optimizer step, the gain is a pure number: the
+length of the leap in units of the length of the block. It keeps its meaning under any learning rate and schedule.
 
-What the rest of the package must know about a method stands in the class itself: its default gain and how the gain
-grows (`gain`, `gain_power`), how long its averages remember (`memory_steps`), what it costs in memory
-(`values_per_weight`), and whom to cite (`papers`).
+The class itself states what the rest of the package must know about a method: its default gain and how the gain grows
+(`gain`, `gain_power`), over how many steps it averages (`memory_steps`), what it costs in memory (`values_per_weight`),
+and what to cite (`papers`).
 """
 
 from __future__ import annotations

@@ -16,20 +16,19 @@ which is what this direction does with AdamW; `gain` is AdEMAMix's `alpha`. `m2`
 `memory_steps` gradients and an exponential average from then on, so it needs no bias correction. AdEMAMix warms
 `alpha` up because an early average is soon obsolete; here the gain grows with the square of the run's progress.
 
-Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment
-`v`, SGD takes the gradient as it is, Muon orthogonalises a matrix. That map, without the optimizer's own momentum, is
-its preconditioner. Below stands Adam's, because leaps are made with Adam-type optimizers unless a direction is named;
+Optimizers differ in how they turn a gradient into a step. Adam divides each entry by the root of its second moment `v`,
+SGD takes the gradient as it is, Muon orthogonalises a matrix. That map, without the optimizer's own momentum, is its
+preconditioner. This file has Adam's, because leaps are made with Adam-type optimizers unless a direction is named;
 integrations/other_optimizers.py has those of SGD, Muon and Adafactor. A rule reads what it needs (second moments, their
 step count) from the optimizer's state without changing it. Its results are per unit of learning rate and point
-downhill. So a leap is the step that the optimizer would make if the slow average were its gradient. Where the rule is
+downhill. So a leap is the step that the optimizer would make if the slow average were its gradient. If the rule is
 unknown (Lion, 8-bit states, ...), only its scale can be matched: each tensor of the average is scaled to the distance
 that its weights moved in the last block, per unit of learning rate. The distance is estimated from at most 4096 evenly
 spaced weights, which are copied when the block begins, so that it costs no second copy of the model.
 
-Where weights are spread over processes (FSDP2), all of this is done on the rows that a process holds, except for
-orthogonalised matrices. These are computed when a leap is prepared, in rounds (run/weights.py), and kept until the
-leap is over: a leap that is halved sends nothing again. Stacks of experts are cut between experts, so that the matrices
-that a process holds are whole.
+If FSDP2 shards the weights, each process does all of this on its shards, except for orthogonalised matrices. These are
+computed when a leap is prepared, in rounds (run/weights.py), and kept until the leap is over: a leap that is shortened
+sends nothing again. Stacks of experts are sharded between experts, so the matrices that a process holds are whole.
 """
 
 from __future__ import annotations

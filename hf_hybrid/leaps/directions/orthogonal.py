@@ -1,22 +1,22 @@
 """
-`orthogonal`, the default: a short average of the gradients, each hidden matrix of it orthogonalised.
+`orthogonal`, the default: a short average of the gradients whose hidden matrices are orthogonalised.
 
 The gradient of a weight matrix has a few large singular values and many small ones. A step along it moves the weights
 in a few directions of their space and hardly in the others, although the others matter as much for what the layer can
-learn. Muon (Jordan et al., 2024) therefore replaces the averaged gradient `M = U S V^T` by `U V^T`, the nearest
-orthogonal matrix: all singular values become 1, and every direction that the gradient knows is followed equally far.
-A Newton-Schulz iteration of matrix products computes `U V^T` without an SVD (optimizers.py). Each expert of a mixture
-has its own matrices.
+learn. So Muon (Jordan et al., 2024) replaces the averaged gradient `M = U S V^T` by `U V^T`, the nearest orthogonal
+matrix: all singular values become 1, and the step is equally long along every singular direction. A Newton-Schulz
+iteration of matrix products computes `U V^T` without an SVD (optimizers.py). Each expert of a mixture has its own
+matrices.
 
-Muon is an optimizer, and changing the optimizer of a run is the user's choice. This direction applies Muon's rule in
-the leaps alone and leaves the optimizer and its state untouched. This gives an AdamW run part of Muon's benefit. Each
+Muon is an optimizer, and changing the optimizer of a run is the user's choice. This direction applies Muon's rule only
+in the leaps and leaves the optimizer and its state untouched. This gives an AdamW run part of Muon's benefit. Each
 orthogonalised matrix is scaled by `0.2 sqrt(max(rows, columns))`, which gives its entries the root mean square of an
 Adam step (Liu et al., 2025, arXiv 2502.16982), so that a learning rate tuned for Adam fits it too.
 
-It may surprise that the average is short, 10 steps where `gradient_memory` takes a sixth of the run, and that the
-gain is constant. The leap does not extrapolate a lasting direction. It applies the gradients of the last few steps
-once more by a better rule, and a longer average would only make them older. For the same reason leaps work early in
-the run, and the gain is 3 from the first leap to the last.
+The average is short (10 steps, and a sixth of the run in `gradient_memory`), and the gain is constant, for a reason.
+The leap does not extrapolate a lasting direction. It applies the gradients of the last few steps once more by a better
+rule, and a longer average would only make them older. For the same reason leaps work early in the run, and the gain is
+3 from the first leap to the last.
 
 Embeddings, the output head, biases and norms have no useful spectrum; they go along [`GradientMemory`], with the short
 average. If nothing can be orthogonalised (no hidden matrices are trained, or the optimizer's learning rates are of
