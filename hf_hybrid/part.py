@@ -1,10 +1,11 @@
 """
 A run is a list of parts: this is the interface that all of them have.
 
-What a run does beside plain training is done by parts. The divergence monitor, the search of the learning rate, leaps,
-the forecast, the memory guard, shared prompts and exact skips are parts, and so is what a user passes in `parts=`. The
-run (run/run.py) holds the list in order. At each event of a step it calls those parts that have something to do then.
-It also collects their summaries, and their states for a checkpoint. What a run does not need is not in the list.
+Parts do everything that a run does besides plain training. The divergence monitor, the search of the learning rate,
+leaps, the forecast, the memory guard, shared prefixes and exact skips are parts, and so are those that a user passes in
+`parts=`. The run (run/run.py) holds the list in order. At each event of a step it calls the parts that handle this
+event. It also collects their summaries, and their states for a checkpoint. The list has only the parts that the run
+needs.
 
 A step, and the hooks that are called:
 
@@ -12,7 +13,7 @@ A step, and the hooks that are called:
     before_forward, after_backward      around the computation of each micro-batch
     before_update   gradients are there and clipped; the monitor judges them first, and may withhold the update
     after_update    the optimizer has stepped
-    end_step        look at what the step was
+    end_step        learn from the finished step
     react           only if the monitor found something: answer its verdict
     decide          choose what the next step will be
 

@@ -5,7 +5,7 @@ This module has no algorithm. It forwards Trainer's hooks to three objects:
 
 - `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
-- `self.memory`: where weights live (streaming/engine.py): `Resident` or `Streamed`;
+- `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
 - `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
 
 A step, from top to bottom: `get_batch_samples` begins it (a leap that is due is made; a skipped step trains on no

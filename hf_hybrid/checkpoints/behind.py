@@ -1,5 +1,5 @@
 """
-Saves behind the step: training goes on while a checkpoint is written.
+Background saves: training continues while a checkpoint is written.
 
 A save has two parts. Its state has to be read at once, because the next step changes it. Writing, hashing, flushing to
 the disk, sealing and deleting older checkpoints may take longer than many steps, and nothing of it needs the model. So
@@ -18,8 +18,8 @@ nothing else, as a kill inside of a save always did. One save is in flight at mo
 checkpoint and the end of the training wait for it. An error of the thread (a full disk) is raised by the next step, or
 logged if there is none.
 
-Where it is not done. The last save of a run has no steps to hide behind. Where anybody else may look at the checkpoint
-as soon as `Trainer` has saved, it has to be there: callbacks with an `on_save` of their own, pushes to the Hub,
+When training waits instead. The last save of a run has no steps to overlap with. If other code may read the checkpoint
+as soon as `Trainer` has saved, it must be complete then: callbacks with their own `on_save`, pushes to the Hub,
 subclasses that override how Trainer saves. FSDP, DeepSpeed and streamed layers have savers of their own, which read
 weights while they write. Quantised models write more than their tensors, and so do adapters other than LoRA. And the
 copies must fit into a quarter of the host memory that is free.

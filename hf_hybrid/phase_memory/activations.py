@@ -7,9 +7,9 @@ time when the backward pass reaches it, for about a third more computation. tran
 adds three things:
 
 - **No more than needed.** A layer that need not be recomputed saves its share of the third. The plan (plan/) says how
-  many have to be, and [`ActivationCheckpointing`] checkpoints so many, the first ones: while they are recomputed, the
-  activations of all others are gone, so that the peak is at the loss, where each of them has left its input alone. If
-  memory runs out all the same, it checkpoints more.
+  many layers must be, and [`ActivationCheckpointing`] checkpoints the first layers, as many as that. When they are
+  recomputed, the activations of all others are freed already. So the peak is at the loss, where each checkpointed layer
+  holds only its input. If memory runs out nevertheless, it checkpoints more.
 - **By phase.** Predict has no backward pass, and a run may have memory to spare in some phases.
   [`ActivationCheckpointing`] switches transformers' checkpointing as the phases change.
 - **Inputs on the host.** What checkpointing still saves is one input per layer, which for long sequences is most of

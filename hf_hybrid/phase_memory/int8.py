@@ -1,10 +1,10 @@
 """
 Int8 weights for forward-only probes. Their noise is measured before they are trusted.
 
-A probe needs no gradients and no optimizer states, only forward passes, so it can run on rounded weights where it would
-not fit beside everything else. [`Int8Predict`] rounds the matrices of the layers row by row for the length of one
-probed batch, parks the training weights on the host, and puts the same parameters with the same bits back afterwards.
-They are rounded anew for every batch, because the leap moves the weights in between.
+A probe needs no gradients and no optimizer states, only forward passes, so it can run on rounded weights if there is no
+room for a normal one. [`Int8Predict`] rounds the matrices of the layers row by row for the duration of one probed
+batch, moves the training weights to the host, and restores the same parameters with the same bits afterwards. It rounds
+them again for every batch, because the leap moves the weights in between.
 
 **Is a rounded probe worth anything?** A probe compares the loss before and after a leap on the same sequences, and a
 verdict rests on the mean of the paired differences and its standard error. The difference is often a thousandth of the
@@ -15,7 +15,7 @@ sequences averages it out.
 
 So it is measured ([`added_noise`]). In `"auto"`, the first few probes run in both precisions, and int8 is used only if
 the squared shift of the mean, plus the squared standard error with which the shift is known, is small beside the
-probe's own variance. The decision is made anew after some probes ([`NoiseMeter`]): the smaller the leaps, the more of
+probe's own variance. The decision is repeated after some probes ([`NoiseMeter`]): the smaller the leaps, the more of
 their effect int8 hides.
 """
 

@@ -1,21 +1,22 @@
 """
-Where optimizer states live in Predict, which steps no optimizer: in place, on the host, in 8 bits, or nowhere.
+Where optimizer states are kept in Predict, in which the optimizer makes no step: in place, on the host, in 8 bits, or
+nowhere.
 
-AdamW keeps two values per trained weight, in fp32 often as much as weights and gradients together, and nobody reads
-them while steps are predicted. [`OptimizerStatePlacement`] sends them away when Predict begins, after the leap, which
-reads them, and brings them home when it is over. It pays only if something else uses the memory meanwhile: predicted
-steps take no time, the way out and back does.
+AdamW keeps two values per trained weight, in fp32 often as much as weights and gradients together, and no code reads
+them in skipped steps. [`OptimizerStatePlacement`] moves them off the device when Predict begins, after the leap, which
+reads them, and moves them back when Predict is over. This pays only if something else uses the memory meanwhile:
+skipped steps take no time, but the copies do.
 
-On the way home the states need not be waited for. They are read by the optimizer's step, which comes after a forward
-and a backward pass, so the copies run beside these; `after_backward` lets computation wait for them. Until then
-`optimizer.state` holds the copies on the host, which are whole and can be read.
+The copies back overlap with computation. The optimizer's step reads the states only after a forward and a backward
+pass, so the copies run during these; `after_backward` lets computation wait for them. Until then `optimizer.state`
+holds the copies on the host, which are complete and can be read.
 
 In 8 bits, values are coded in blocks of 256 with one scale each (Dettmers et al., 2022, arXiv 2110.02861, as in
 [`hf_hybrid.streaming.low_bit`]). Second moments span twice the orders of magnitude of first moments, since they are
 squares, so their square root is coded.
 
-Whatever is exported (evaluated, saved, pushed) finds the states at home: a checkpoint that is saved in Predict is that
-of a run without this part, but for the rounding of `"8bit"` and the loss of `"drop"`.
+Before an evaluation, a save or a push the states are moved back: a checkpoint that is saved in Predict is that of a run
+without this part, except for the rounding of `"8bit"` and the loss of `"drop"`.
 """
 
 from __future__ import annotations

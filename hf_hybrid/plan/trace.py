@@ -2,25 +2,25 @@
 Traces: run one training step on tensors without data, and record what it holds.
 
 1. **A few layers stand for all.** An [`Excerpt`] of the model keeps the first decoder layer, the last, and one of each
-   kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists
-   for them are the same. The first and the last stand for themselves alone: the first may have inputs without
-   gradients, and no layer keeps the output of the last. A trace takes a quarter of a second, at any size of model.
-2. **One step runs under `FakeTensorMode`**: forward, backward, clipping, as `Trainer` runs them. Every operation
-   allocates what it would allocate, but no memory. A few things that a CPU does otherwise are done as on a GPU:
-   attention is fused (no matrix of scores), and autocast computes powers, norms and softmax in fp32.
+   kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists for
+   them are the same. The first and the last stand only for themselves: the first may have inputs without gradients, and
+   no layer keeps the output of the last. A trace takes a quarter of a second for a model of any size.
+2. **One step runs under `FakeTensorMode`**: forward, backward, clipping, as `Trainer` runs them. Every operation makes
+   the tensors that it would make, without their memory. A few things that a CPU does differently are traced as on a
+   GPU: attention is fused (no matrix of scores), and autocast computes powers, norms and softmax in fp32.
 3. **Every storage is followed** from its allocation to its end by [`StorageTracker`], a dispatch mode with a weak
    reference to each storage. A storage has a category (weights, gradients, activations, buffers) and an owner: the
-   layer that computed when it was made, or what is outside the layers. After each operation that allocated something,
-   all of this is written down as a [`Moment`]. Optimizer states are there all the time; they are added afterwards.
-4. **The missing layers are added** by [`unfold`]. Layers run one after the other. While layer `l` computes in forward,
-   the layers before it hold what they hold at the end of their forward, and the layers behind it what they held at the
-   begin of the step; in backward, the layers before it are as they were before their backward, and those behind it as
-   they are after theirs. So at every moment of the trace, a missing layer holds what the layer that stands for it holds
-   before or after it computes. Where a kind stands at several places, the place where most is held counts. The tests
-   show that this gives the peak of all layers to the byte.
+   layer that computed when it was made, or the code outside the layers. After each operation that allocated something,
+   a [`Moment`] records all of this. Optimizer states exist all the time; they are added afterwards.
+4. **The missing layers are added** by [`unfold`]. Layers run one after the other. In forward, while layer `l` computes,
+   earlier layers hold what they hold at the end of their forward, and later layers what they held at the start of the
+   step. In backward, later layers are as they are after their backward, and earlier layers as they were before theirs.
+   So at every moment of the trace, a missing layer holds what the traced layer of its kind holds before or after it
+   computes. If a kind is at several places, the place with the largest bytes counts. The tests show that this gives the
+   peak of all layers to the byte.
 
-The peak is therefore that of a single operation, with everything that is there at that moment: logits in three copies,
-casts that autocast keeps, masks, experts. No architecture has its own rules. A trace does not see into kernels.
+So the peak is that of a single operation, with everything that exists at that moment: logits in three copies, casts
+that autocast keeps, masks, experts. No architecture has its own rules. A trace does not cover the inside of kernels.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ A run is cut into *records*. Each covers the time since the last one, so no mome
 reads three sources, none of which waits for a device: torch's allocator, the driver (NVML) and the kernel (resident
 memory of the process). Each keeps a high-water mark, which is reset for the next record, so no peak is missed.
 
-A peak alone explains nothing. From time to time, when gradients are whole and before the update, every live tensor is
-counted: each storage once, under weights, gradients, optimizer states, buffers of leaps or buffers of the model. On a
-GPU the allocator's peak over what it held at that moment is what forward and backward needed beyond these: activations.
-The rest is shown as `unexplained`, so the categories always add up to the measured bytes. On a CPU the process holds
-much besides tensors (libraries, the C library's free lists), so activations are part of this rest there.
+A peak alone explains nothing. So in some steps, when gradients are complete and before the update, the profiler counts
+every live tensor: each storage once, under weights, gradients, optimizer states, buffers of leaps or buffers of the
+model. On a GPU the allocator's peak minus its bytes at that moment is what forward and backward needed beyond these:
+activations. The rest is shown as `unexplained`, so the categories always add up to the measured bytes. On a CPU the
+process holds much besides tensors (libraries, the C library's free lists), so activations are part of the rest.
 
-Counting takes time in proportion to the number of tensors. It is done as often as it takes a quarter of a percent of
-the time, at the first step of each phase, and when the peak of a step stands out from the last ones of its phase: that
-is a *spike*.
+Counting takes time in proportion to the number of tensors. The profiler counts only as often as this takes a quarter of
+a percent of the run's time, at the first step of each phase, and at a *spike*: a peak that is well above the last ones
+of its phase.
 
 docs/profiling.md describes the files that a profile consists of; `RunLog` in log.py writes them.
 """

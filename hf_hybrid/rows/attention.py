@@ -1,20 +1,20 @@
 """
-Attention in a tree of rows: every segment sees its path from the root, and itself causally.
+Attention in a tree of rows: every segment attends to its path from the root, and to itself causally.
 
 A mask of the square of the flat row would do, but attention would then cost the square of the row, whatever the mask
 hides. Here each segment is a small attention of its own. Its queries are its own tokens, its keys those of its path and
 its own, gathered. In a path the index of a key is its distance from the first token of the row, so "causal" means what
-it means in a single row whose last tokens are the queries: aligned at the lower right. A window of attention is a band
-of that mask.
+it means in a single row whose last tokens are the queries: aligned at the lower right. A sliding window is a band of
+that mask.
 
     queries    c c                keys of the path    s s s b | c c
                                                       1 1 1 1   1 .
                                                       1 1 1 1   1 1
 
 **One call or several.** On a GPU with flash attention all segments go through one call of torch's `varlen_attn`, whose
-sequences of queries and of keys may differ in length. Elsewhere there is one call of
-`scaled_dot_product_attention` per segment. `varlen_attn` has not run for this package: it needs a GPU. A test holds its
-arguments against a plain twin.
+sequences of queries and of keys may differ in length. Elsewhere there is one call of `scaled_dot_product_attention` per
+segment. `varlen_attn` has not run for this package: it needs a GPU. A test gives its arguments to a plain reference
+function.
 
 **How it gets into a model.** [`tree_attention`] registers an attention with transformers' `AttentionInterface`, beside
 the one that the model has, and a config names the one to use. A model passes arguments of its forward on to every

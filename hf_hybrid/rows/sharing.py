@@ -14,15 +14,15 @@ exchange both, and neither the model's code nor the trainer's notices:
   the layout of the batch. Where rows share a target they read the same value, and autograd adds up their gradients.
 
 **Windows.** transformers divides a summed loss by the number of labels in the accumulation window. So any row may be
-computed in any micro-batch of its window. windows.py puts rows that begin alike together, and makes as few
+computed in any micro-batch of its window. windows.py puts rows with a common prefix together, and makes as few
 micro-batches as the memory of the largest padded one allows. Batches, their order, the number of steps and the schedule
 are those of plain `Trainer`; the micro-batches that are left over compute nothing. They come first, because processes
 exchange gradients in the last backward pass of a window.
 
 **Is it the same?** The gradient is, up to rounding: about 1e-6 in fp32. Three things guard it. What is known not to
 work is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in
-both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's window of
-attention. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
+both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's sliding
+window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
 mismatch the padded rows are computed, and a warning says why.
 
 **Is it worth it?** Linear layers cost the same per token, attention per pair of tokens, and the head per scored token.

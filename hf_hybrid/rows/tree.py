@@ -1,27 +1,28 @@
 """
-The rows of a batch as a prefix tree: nothing is padded, and no beginning that rows share is computed twice.
+The rows of a batch as a prefix tree: nothing is padded, and no shared prefix is computed twice.
 
     rows          s s s s a a a            s: a system prompt, a b c: turns
                   s s s s b b .    -->     s s s s a a a b b c c c c      one flat row; positions restart at a branch
                   s s s s c c c c
 
-In a causal transformer a hidden state depends on the tokens before it and on nothing else. So rows that begin alike
-have the same hidden states there, whatever follows and whatever their labels are. A [`Tree`] computes each of them
-once. It holds three things:
+In a causal transformer a hidden state depends only on the tokens up to its own. So rows with a common prefix have the
+same hidden states there, whatever follows and whatever their labels are. A [`Tree`] computes each of these states once.
+It holds three things:
 
-- **Segments**, the pieces between two branches. A segment sees the segments on its path from the root, whole, and
-  itself causally (attention.py). A token keeps the position that it has in its row, so positions restart at a branch.
+- **Segments**, the pieces between two branches. A segment attends to all of the segments on its path from the root, and
+  to itself causally (attention.py). A token keeps the position that it has in its row, so positions restart at a
+  branch.
 - **Slots**: where each token of each row is computed. Slots are numbered through the flat row.
 - **Targets**: the pairs of a slot and the token that a row predicts there. Where a branch begins, one slot has several
   targets. Where rows repeat each other, several rows read the same target, and each counts.
 
-What predicts nothing is left out: padding, the last token of a row, what stands behind a row's last label, and rows
-without labels.
+Tokens that predict nothing are left out: padding, the last token of a row, the tokens after a row's last label, and
+rows without labels.
 
-**How the tree is built.** The rows are sorted, so that rows which begin alike are neighbours. They enter the tree one
-after the other, and only the path of the row before is open. A new row follows it as far as both agree, splits the
-segment where they part, and hangs the rest of itself below. Sharing fewer than `LEAST` tokens is not worth a segment:
-the row then branches off where the segment before began.
+**How the tree is built.** The rows are sorted, so rows with a common prefix are neighbours. They enter the tree one
+after the other, and only the path of the previous row is open. A new row follows this path as far as both agree, splits
+the segment where they differ, and adds the rest of itself below. Sharing fewer than `LEAST` tokens is not worth a
+segment: the row then branches off where the segment before began.
 
 **How rows are divided.** The rows of an accumulation window may be computed in any of its micro-batches, because the
 gradients of all are added. [`divide`] fills micro-batches with rows in sorted order. What counts is the memory that a

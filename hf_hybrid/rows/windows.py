@@ -1,16 +1,16 @@
 """
-Windows as trees: every micro-batch of an accumulation window is laid out anew before the window is computed.
+Windows as trees: the micro-batches of an accumulation window are arranged again before the window is computed.
 
     Trainer's window        ( s a . . )( s b b b )( s c c . )( d d . . )      4 micro-batches, padded
     this one                    -          -          -      ( s a b b b c c d d )
 
-`s` is a beginning that three rows share. A sum over the window does not notice in which micro-batch a row is computed.
-The micro-batches that are left over stay in their place as `None`, because `Trainer` counts them.
+`s` is a prefix that three rows share. A sum over the window does not depend on the micro-batch in which a row is
+computed. Micro-batches that are not needed stay in their place as `None`, because `Trainer` counts them.
 
-A window goes through four questions, the cheap ones first. May it be laid out at all (what it holds, what the model
-is)? Can anything be saved (padding, tokens that predict nothing, rows that begin alike)? Does the layout cost less than
-`WORTH` of the padded rows? Was a window of its kind compared with padded rows? The first `no` keeps Trainer's window,
-to the last bit. All processes give the same answer: they exchange gradients, and TRL's metrics, in each micro-batch.
+Each window must pass four tests, the cheap ones first. May it be arranged as a tree at all (its tensors, the model)?
+Can anything be saved (padding, tokens that predict nothing, shared prefixes)? Does the tree cost less than `WORTH` of
+the padded rows? Was a window of its kind compared with padded rows? The first `no` keeps Trainer's window, to the last
+bit. All processes give the same answer: they exchange gradients, and TRL's metrics, in each micro-batch.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 The place of a run's weights: `Resident` on the device, or `Streamed` from the host.
 
 The trainer asks one object, `trainer.memory`, wherever the place matters. `Resident` is plain Trainer: each of its
-methods does nothing, or calls what Trainer would have called. `Streamed` joins the parts of this folder:
+methods does nothing, or calls what Trainer would have called. `Streamed` joins the modules of this folder:
 
-- `LayerStreamer` (streamer.py) brings a layer to the device when it computes and collects its gradients;
-- `Window` (walk.py) lets the micro-batches of an optimizer step pass layer by layer, so that weights travel twice per
+- `LayerStreamer` (streamer.py) copies a layer to the device when it computes and collects its gradients;
+- `Window` (walk.py) computes the micro-batches of an optimizer step layer by layer, so weights are copied twice per
   step and not twice per micro-batch;
 - `LazyOptimizer` (optimizer.py) updates a layer when it is needed next, exactly as the optimizer would have.
 
-Both also tell the leaps where weights are stored (`WeightStore` in leaps/trajectory.py): a leap under test is added to
-streamed weights on their way to the device.
+Both also tell the leaps where weights are stored (`WeightStore` in run/weights.py): a leap under test is added to
+streamed weights when they are copied to the device.
 """
 
 from __future__ import annotations

@@ -5,19 +5,20 @@ A streamed layer takes part in a step three times:
 
 1. Forward. Its weights are copied into a slot while the layer before it computes. Its parameters become views into the
    slot, it computes, and its parameters become placeholders again.
-2. Backward. Autograd would hold every weight that it saw in the forward pass until the backward pass is over, which is
-   what must not happen. So every streamed unit is checkpointed (Chen et al., 2016, arXiv 1604.06174): only its input is
-   kept. The unit comes in again, from the last to the first, is recomputed, and stays until its gradients are there.
-3. Its gradients go to the host as soon as autograd has finished each of them, into the masters' `grad`. The optimizer
-   finds them there ([`hf_hybrid.streaming.optimizer`]).
+2. Backward. Autograd would hold every weight of the forward pass until the backward pass is over, so all layers would
+   be on the device at once. So every streamed unit is checkpointed (Chen et al., 2016, arXiv 1604.06174): only its
+   input is kept. Units are copied in again, from the last to the first. Each is recomputed and stays until its
+   gradients are complete.
+3. Each gradient goes to the host as soon as autograd has finished it, into the master's `grad`. The optimizer reads it
+   there ([`hf_hybrid.streaming.optimizer`]).
 
-The model stays the user's own: same modules, same parameter objects, same names. A placeholder is one NaN that is seen
-as a whole weight (`expand`): shape, dtype and device are right, nothing is held, and a computation with it gives NaN
-instead of a wrong number that looks right. The streamer enters through three doors that PyTorch offers for instances: a
-`forward` set on the module, hooks on gradients, and hooks on state dicts, which make a callback that saves find real
-weights. [`LayerStreamer.detach`] closes all of them.
+The model stays the user's own: same modules, same parameter objects, same names. A placeholder is one NaN expanded to
+the shape of the weight (`expand`): shape, dtype and device are right, it takes no memory, and a computation with it
+gives NaN instead of a plausible wrong number. The streamer uses three mechanisms that PyTorch offers for instances: a
+`forward` set on the module, hooks on gradients, and hooks on state dicts, which give real weights to a callback that
+saves. [`LayerStreamer.detach`] removes all of them.
 
-Passes without gradients (evaluation, probes, generation) need the first part alone, and no checkpointing.
+Passes without gradients (evaluation, probes, generation) need only the first part, and no checkpointing.
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ expressed with events:
 - Computation waits for the arrival of its operands (`wait`, `Fetched.take`).
 - A copy into device memory waits for the computation that used this memory before (`release`, `fetch`).
 - A copy to the host waits for the computation that makes its source (`send`), and its source is kept alive until the
-  copy is over: the allocator knows nothing of the second stream and would give the memory to the next tensor. The host
-  runs far ahead of the device, so that without a limit it would allocate the gradients of many layers before the first
-  has left. Beyond `most_leaving` bytes, computation waits for the oldest copy, and its source is let go of.
-- A copy back of what was just sent waits for that copy (`after`): the two directions do not know each other.
+  copy is over: the allocator does not know the second stream and would give the memory to the next tensor. The host
+  runs far ahead of the device, so without a limit it would allocate the gradients of many layers before the first copy
+  is over. Beyond `most_leaving` bytes, computation waits for the oldest copy, and its source is freed.
+- A copy back of tensors that were just sent waits for that copy (`after`), because the two directions are separate
+  streams.
 
 The driver copies asynchronously only from and to page-locked ("pinned") host memory. Locking pages is slow, so buffers
 are kept and used again ([`HostBuffers`]).
 
-On a CPU all of it runs too: torch.cpu has streams and events that do nothing, and a copy is over when it returns. This
-is how the tests compare every streamed run with a resident one.
+On a CPU the same code runs: torch.cpu has streams and events that do nothing, and a copy is over when it returns. So
+the tests can compare every streamed run with a resident one.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
 """
 Units, which are copied to the device as a whole: their weights on the host, and their slots on the device.
 
-A *unit* is a decoder layer, the embeddings or the head. On the host, the weights of a unit are packed one behind the
-other into one page-locked buffer, so that the unit travels in a single copy at the full speed of the bus; a copy per
-parameter would be slower, and its tensors would fragment the device's memory. On the device, a *slot* is a buffer as
-large as the largest unit. Slots are allocated once and all have the same size, so any unit fits any slot and the
-allocator has nothing to do during training. When a unit has arrived, its parameters become views into the slot.
+A *unit* is a decoder layer, the embeddings or the head. On the host, the weights of a unit are packed into one
+contiguous page-locked buffer, so one copy moves the unit at the full speed of the bus. A copy per parameter would be
+slower, and its tensors would fragment the device's memory. On the device, a *slot* is a buffer as large as the largest
+unit. Slots are allocated once and all have the same size, so any unit fits any slot and the allocator has nothing to do
+during training. When a unit has arrived, its parameters become views into the slot.
 
 The optimizer updates *masters*: host parameters with the precision that the model was loaded in. There are three kinds
 of pieces (streamed parameters):
 
-- The weights travel as the masters are: the masters are views into the packed buffer. Nothing is held twice.
-- They travel rounded (fp32 masters under bf16 autocast, which would round them anyway): the packed buffer is a rounded
-  copy, refreshed after each update, and half the bytes travel.
-- Frozen matrices of an int8 base: codes and one scale per row travel, and are expanded on the device into a second
+- Weights that are copied as the masters are: the masters are views into the packed buffer, so nothing is held twice.
+- Weights that are copied rounded (fp32 masters under bf16 autocast, which would round them anyway): the packed buffer
+  is a rounded copy, refreshed after each update, and only half the bytes are copied.
+- Frozen matrices of an int8 base: codes and one scale per row are copied, and expanded on the device into a second
   buffer, which all units share because one unit computes at a time. There is no master.
 
-A [`SlotPool`] decides which unit lies where. `ahead + 1` of its slots serve the unit that computes and those fetched
-ahead; `kept` more hold units after their use, least recently needed out first. Each training step walks the layers to
-and fro, so the layers that were used last are needed first: keeping them saves their way back for the backward pass.
+A [`SlotPool`] assigns units to slots. `ahead + 1` of its slots serve the unit that computes and those fetched ahead;
+`kept` more hold units after their use and are reused in the order of last need. A training step goes through the layers
+forwards and then backwards, so the layers that were used last are needed first: keeping them saves a copy for the
+backward pass.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """
 Walk an accumulation window layer by layer: each layer computes all micro-batches before the next one is brought in.
 
-With gradient accumulation, a window of J micro-batches would bring every layer in 2 J times: for each forward and each
+With gradient accumulation, a window of J micro-batches would copy every layer in 2 J times: for each forward and each
 backward pass. The bus is the bottleneck of streaming, so the loops are exchanged: for each layer, for each micro-batch.
-Weights then travel twice per optimizer step, whatever J is. The price is that the activations between two layers exist
-for all micro-batches at once; they can be parked on the host meanwhile.
+Weights are then copied twice per optimizer step, whatever J is. The price is that the activations between two layers
+exist for all micro-batches at once; they can be offloaded to the host meanwhile.
 
 **Exchanging the loops without knowing the model.** What a model does between its layers (masks, positions, the head,
 the loss) is its own code, and it calls the layers, not the other way round. So every micro-batch runs the model's own
