@@ -4,9 +4,9 @@ The machine that a run computes on: its processes and its devices.
 The options and the environment that a launcher sets decide how a run is spread over processes.
 
 Devices are reached through `torch.get_device_module(device)` and `torch.accelerator`, here and in the whole package, so
-that the same code runs on every kind that torch knows. What torch offers for CUDA alone stands in this file and nowhere
-else: locking pages that torch did not allocate, workspaces of cuBLAS, the driver's own books (NVML), the history of
-allocations, and whether bf16 is emulated.
+that the same code runs on every kind that torch knows. Only this file uses what torch offers for CUDA alone: locking
+pages that torch did not allocate, workspaces of cuBLAS, the driver's counters (NVML), the history of allocations, and
+whether bf16 is emulated.
 """
 
 from __future__ import annotations

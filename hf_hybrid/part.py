@@ -62,13 +62,13 @@ class Step:
         index (`int`): Its number, from 0.
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
-        batches (`Sequence`): The micro-batches. A predicted step trains on none of them.
+        batches (`Sequence`): The micro-batches. A skipped step trains on none of them.
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
         items (`Any`): Items of the step by which losses are normalised; `None` where they are means.
         losses (`list[torch.Tensor]`): Of the micro-batches computed so far, as shares of the loss of the step.
         tokens (`int`): Of these micro-batches, on this process.
-        skipped (`int`): Micro-batches of a predicted step, which are not computed.
+        skipped (`int`): Micro-batches of a skipped step, which are not computed.
         loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, and only
             in a real step.
         gradient_norm (`float`, *optional*): Before clipping; as `loss`.

@@ -1,9 +1,9 @@
 """
 Build the parts of a run from its options. Besides `config.py`, which checks options, only this module reads them.
 
-`build_memory` decides where weights live, `build_optimizer` makes the optimizer, and `build_run` the run: the list of
-its parts, in order. The parts take plain values and know neither options nor trainer. Rooms that not every run needs
-(`world_model`, `phase_memory`) are loaded here, when an option asks for them.
+`build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
+of its parts, in order. The parts take plain values and know neither options nor trainer. Folders that not every run
+needs (`world_model`, `phase_memory`) are imported here, when an option needs them.
 """
 
 from __future__ import annotations

@@ -10,22 +10,22 @@ disk in parallel threads: hashing takes the processor while flushing waits for t
 it seals the checkpoint. Last, one rename gives the folder its name. Only then older checkpoints are deleted, in the
 order of their steps.
 
-A kill at any moment. A save without a manifest is deleted by the next save or start. A save with one is whole, and the
-next save or start gives it its name. A checkpoint of the same name is emptied only when its successor is sealed, and
-then the successor replaces the empty folder. So there is a whole checkpoint at any moment, and a folder of its name.
+A kill at any moment. The next save or start deletes a save without a manifest. A save with one is whole, and the next
+save or start gives it its name. A checkpoint of the same name is emptied only when its successor is sealed, and then
+the successor replaces the empty folder. So at any moment a whole checkpoint exists, and a folder of its name.
 
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
 says why newer ones are passed over. A checkpoint that is named is taken or refused. A file that is loaded by its name,
-and that the manifest does not list, is refused like a damaged one. Checkpoints without a manifest (of
-another trainer) resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be
-checked. A run that was interrupted in its first save begins anew, with a warning.
+and that the manifest does not list, is refused like a damaged one. Checkpoints without a manifest (of another trainer)
+resume if no checkpoint beside them has one, or if they are named; a warning says that nothing could be checked. A run
+that was interrupted in its first save starts again, with a warning.
 
-A run. The folder of a run says in `hybrid_run.json` which run is the newest, and so does each manifest. Without leaps
-the file is written only where older checkpoints or weights are, so that the folder is otherwise as `Trainer` leaves it.
-It also has the checksums of the weights that were in the folder when training began, until others are saved: if the
-newest run is interrupted, the weights in its folder are not its own. A run is a list of pairs `[id, step]`. Each pair
-names a course and its first step. A new run has one pair. If a run is continued from a checkpoint while it has later
-ones, a pair is added, because those later ones are of a course that was abandoned.
+A run. `hybrid_run.json` in the output folder says which run is the newest, and so does each manifest. With
+`enable_predict=False` the file is written only if the folder has older checkpoints or weights, so that other folders
+are as `Trainer` leaves them. It also has the checksums of the weights that were in the folder when training began,
+until others are saved: if the newest run is interrupted, the weights in its folder are not its own. A run is a list of
+pairs `[id, step]`. Each pair names a course and its first step. A new run has one pair. If a run is continued from a
+checkpoint while it has later ones, a pair is added, because the course of the later ones was abandoned.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
 """
-Preemption: a job that is told to end saves a checkpoint and ends, all of its processes with the same step.
+Preemption: a job that gets a signal saves a checkpoint and ends, all of its processes after the same step.
 
 Schedulers send a signal some time before they kill. With one process, `enable_jit_checkpoint` of transformers saves
-when SIGTERM arrives. With several it cannot work: each process gets the signal at a moment of its own, and one that
-saves waits for the others, which compute on and wait for it in the next exchange of gradients. Both wait forever.
+when SIGTERM arrives. With several this cannot work: each process gets the signal at another moment. A process that
+saves waits for the others, which continue to compute and wait for it in the next exchange of gradients. Both wait
+forever.
 
-So the processes agree. The handler of the signal sets a flag, and nothing else. At the end of every step the flags are
-added up over all processes. A process that sees a sum above zero asks Trainer to save and to stop; all see it at the
-end of the same step, because they all read the sum there. The sum that is read is the one that was begun at the end of
-the step before: by then it has arrived, so that no process and no device waits for it. The answer comes one step late.
+So the processes agree. The signal handler only sets a flag. At the end of every step the flags are summed over all
+processes. A process that reads a sum above zero asks Trainer to save and to stop. All read it at the end of the same
+step. They read the sum that was started at the end of the previous step: it has arrived by then, so no process and no
+device waits for it. The answer comes one step late.
 
     signal        process 0: step 7     process 1: step 8      (skewed)
     end of step   7: flags 1 + 0 on their way    8: read 1 -> both save step 8 and stop
 
-SIGUSR1 is taken like SIGTERM, also with one process, because Slurm's users send it. With one process SIGTERM is left to
-transformers, and only noted.
+SIGUSR1 has the same effect as SIGTERM, also with one process, because Slurm's users send it. With one process
+transformers handles SIGTERM, and this module only records it.
 
-Trainer evaluates before it saves, and an evaluation may take longer than a scheduler waits. So one that falls on the
-last step before the end is left out. The checkpoint says so (`evaluation_is_due`), and the run that goes on from it
-evaluates before its first step, with the random numbers of that moment: as a run that nobody asked to end.
+Trainer evaluates before it saves, and an evaluation may take longer than a scheduler waits. So an evaluation that is
+due at the last step before the end is left out. The checkpoint says so (`evaluation_is_due`), and the resumed run
+evaluates before its first step, with the random numbers of that moment, like an uninterrupted run.
 """
 
 from __future__ import annotations

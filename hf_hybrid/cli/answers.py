@@ -240,7 +240,7 @@ def _way(tokenizer: Any) -> tuple[str, str | None]:
 
 
 def _common(first: Any, second: Any) -> int:
-    """Length of the beginning that two sequences share."""
+    """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 

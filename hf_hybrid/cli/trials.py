@@ -1,14 +1,14 @@
 """
-The trials of a sweep: which one is next, its process, and what becomes of it.
+The trials of a sweep: which one is next, its process, and its outcome.
 
-All that a sweep knows is in its folder, so that it survives a `kill -9` and several processes may work on it:
+The whole state of a sweep is in its folder, so it survives a `kill -9` and several processes may work on it:
 
 | file | what it holds |
 |---|---|
 | `sweep.db` | Optuna's study: parameters, losses and outcome of each trial (`cli/study.py`) |
 | `trial-007/` | `output_dir` of a trial, with its `trial.yaml`, log, outcome, and what it printed, `output.txt` |
-| `trial-007.lock` | is held, in the system's sense, by whoever works on that trial |
-| `sweep.lock` | is held by who chooses the next trial |
+| `trial-007.lock` | a file lock, held by the process that works on that trial |
+| `sweep.lock` | a file lock, held by the process that chooses the next trial |
 
 A trial goes through the study's states once. It is *running* from the moment that it is chosen; then *complete*,
 *pruned* or *failed*. The system releases the lock of a process that dies, however it dies. So a trial that is running

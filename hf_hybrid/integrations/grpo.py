@@ -1,25 +1,25 @@
 """
-TRL's GRPO and RLOO without the rows that teach nothing. This needs `pip install "hf-hybrid[trl]"`.
+TRL's GRPO and RLOO without the rows whose gradient is zero. This needs `pip install "hf-hybrid[trl]"`.
 
-Why a row can be left out. GRPO samples several completions per prompt, a row each. The advantage of a row says how
-much better its reward is than the mean of its group. Where a prompt is so easy or so hard that all completions get the
-same reward, every advantage of the group is zero. The loss of a row is a sum over its tokens of
+Why a row can be left out. GRPO samples several completions per prompt, a row each. The advantage of a row says how much
+better its reward is than the mean of its group. If a prompt is so easy or so hard that all completions get the same
+reward, every advantage of the group is zero. The loss of a row is a sum over its tokens of
 
     advantage * f(log-probabilities, sign of the advantage)
 
-so its value and its gradient are exactly zero. TRL computes forward and backward of such rows all the same. In TRL the
-advantage is the reward minus a mean that is rounded: the mean of eight times 0.1 is not 0.1. What is left is divided by
-a spread of almost zero, and AdamW makes steps of full size of it. So where all rewards of a group are the same number,
-the advantage is set to zero here (`equal_rewards`). A row without a token in the loss (a truncated completion with
-`mask_truncated_completions=True`) has no gradient either.
+so its value and its gradient are exactly zero. TRL computes forward and backward of such rows anyway. In TRL the
+advantage is the reward minus a rounded mean: in fp32 the mean of eight rewards of 0.1 is not 0.1. TRL divides the
+remainder by a standard deviation of almost zero, and AdamW makes steps of full size from it. So if all rewards of a
+group are the same number, the advantage is set to zero here (`equal_rewards`). A row without a token in the loss (a
+truncated completion with `mask_truncated_completions=True`) has no gradient either.
 
 What is computed instead. TRL divides a generation batch into micro-batches and collects the gradients of one
-accumulation window for each optimizer step. Here the rows that count are taken out of the micro-batches of a window and
-put into as few new ones as they fill. Rows of the same prompt stand together, so that the prompt can be computed once
-(rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row never leaves
-its window, so each row contributes to the same optimizer step as in TRL, also with several `num_iterations` or a
-`steps_per_generation` of its own. A window may need completions that are not generated before its first micro-batch is
-over; then each part of the window that shares a generation batch is planned by itself.
+accumulation window for each optimizer step. Here the rows with an advantage are taken out of the micro-batches of a
+window and packed into as few new ones as they fill. Rows of the same prompt are put together, so the prompt can be
+computed once (rows/sharing.py). The other calls of `training_step` return a loss of zero and compute nothing. A row
+never leaves its window, so each row contributes to the same optimizer step as in TRL, also with several
+`num_iterations` or a `steps_per_generation` of its own. A window may need completions that are not generated before its
+first micro-batch is over; then each part of the window that shares a generation batch is planned by itself.
 
     TRL's window             advantages: ( 0 0 a b ) ( 0 0 0 0 ) ( c 0 0 0 ) ( 0 d e 0 )      4 backward passes
     this one                 zero loss   zero loss   ( a b c ) ( d e )                       2 backward passes
@@ -40,14 +40,14 @@ sign alone, and the minimum of two products with it scales too), so each row get
 A window without rows that count still makes its step, with gradients of zero: momentum, weight decay and the schedule
 go on as in TRL. Parameters that a left-out row would have reached get a zero gradient in place of none.
 
-Rewards first. TRL needs log-probabilities of the policy that sampled, if completions are trained on in several steps
-or come from vLLM. It computes them for all rows before it asks for the rewards. Here the rewards are asked for when TRL
-begins to compute the log-probabilities, once and with TRL's arguments, and TRL gets them when it asks
-([`Scoring`]). Rows of groups that are rewarded alike are then left out of this pass too. Nothing with a gradient reads
-what stands in their place: zeros, or with vLLM its own log-probabilities, so that no importance ratio departs from 1.
+Rewards first. TRL needs log-probabilities of the sampling policy if completions are trained on in several steps or come
+from vLLM. It computes them for all rows before it calls the reward functions. Here the reward functions are called when
+TRL starts to compute the log-probabilities, once and with TRL's arguments, and TRL gets the rewards when it asks for
+them ([`Scoring`]). So rows of groups with equal rewards are left out of this pass too. Their places hold zeros, or with
+vLLM its own log-probabilities, so that no importance ratio departs from 1. No computation with a gradient reads them.
 
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
-with fewer fills up with rows that do not count.
+with fewer rows adds rows without advantage.
 
 Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
 """

@@ -9,13 +9,13 @@ loss of a run, with an interval, from the losses so far and the learning rates o
 A trial is ended when the probability that it ends below its strongest rival, by half a percent or more, is under a
 threshold. Three rules keep the verdict fair:
 
-- **The rival counts with what it is nearly sure to reach.** That is the upper end of its own interval, and the median
-  once it ran to its end.
-- **Both are seen from the same step.** Early forecasts often err alike, because trials share data and schedule. Where
-  the rival is further, it is known by which factor the rival's own forecast at the trial's step was too high. The
-  trial's forecast is lowered by that factor. A rival's forecast that was too low is not held against the trial.
-- **No evidence, no verdict.** While the forecast says that too little is known, the trial goes on. Only a loss that is
-  not finite ends a trial at once.
+- **The rival counts with a loss that it will almost surely reach.** That is the upper end of its own interval, or the
+  median once it has run to its end.
+- **Both are compared from the same step.** Early forecasts often have similar errors, because trials share data and
+  schedule. If the rival has made more steps, the error of its own forecast at the trial's step is known. If that
+  forecast was too high, the trial's forecast is lowered by the same factor. If it was too low, nothing changes.
+- **No verdict without evidence.** While there are too few losses for a forecast, the trial continues. Only a loss that
+  is not finite ends a trial at once.
 
 Reference: pruning by a forecast of the final value is the idea of Domhan, Springenberg and Hutter, "Speeding up
 automatic hyperparameter optimization of deep neural networks by extrapolation of learning curves", IJCAI 2015.

@@ -1,10 +1,9 @@
 """
-Completions that cost once: what TRL's GRPO and RLOO sample with transformers' `generate`, token by token the same.
+The completions of TRL's GRPO and RLOO without repeated work: token by token those of transformers' `generate`.
 
-What `generate` does twice. TRL samples several completions of each prompt and gives `generate` as many copies of it.
-`generate` computes every copy, and pads short prompts to the longest of the batch. Then it computes one token of each
-row after the other until the last row has ended. Rows that have ended are computed all the same, and the result is
-thrown away.
+What `generate` repeats. TRL samples several completions of each prompt and gives `generate` as many copies of the
+prompt. `generate` computes every copy, and pads short prompts to the longest of the batch. Then it computes one token
+of each row per pass until the last row has ended. It also computes rows that have ended, and discards the result.
 
 What is computed instead, here for two prompts with three completions each:
 
@@ -15,21 +14,21 @@ What is computed instead, here for two prompts with three completions each:
                    p: c .  .
                    q: ...
 
-Why the completions are the same. A row of a transformer reads no other row. Positions and masks of a row are those
-that it has in TRL's batch, so its logits are too, up to the rounding of a batch of another shape. Tokens are drawn by
-`torch.multinomial` from the probabilities of the *whole* batch, in which those of rows that have left are stale. So
-each row gets the random numbers that it gets in TRL, and the generator is left in the same state. Rounding turns a
-draw only where two tokens tie within it. It is coarser in bf16, where TRL's own completions depend on the shape of the
-batch too.
+Why the completions are the same. A row of a transformer does not depend on other rows. Positions and masks of a row are
+those that it has in TRL's batch, so its logits are the same too, up to the rounding of a batch of another shape.
+`torch.multinomial` draws tokens from the probabilities of the *whole* batch, in which those of removed rows are stale.
+So each row gets the random numbers that it gets in TRL, and the generator is left in the same state. Rounding changes a
+sampled token only if two tokens are closer than the rounding. It is coarser in bf16, where TRL's own completions depend
+on the shape of the batch too.
 
 Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
 and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
 has its completions.
 
-What is not known to be exact is left to transformers as a whole; [`why_plain_model`] and [`_why_plain`] say what that
-is. All of it is decided before the model has computed anything: [`PlainRolloutsError`] ends the call, and `generate`
-is called as TRL calls it.
+If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and [`_why_plain`]
+list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends the call, and
+`generate` is called as TRL calls it.
 
 The host waits for the device once per token, as it does in `generate`: it must know which rows have ended.
 """

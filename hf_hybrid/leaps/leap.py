@@ -101,7 +101,7 @@ class GainPlanner:
 
     Args:
         peak (`float`), power (`float`): See [`scheduled_gain`].
-        worth (`float`): Predicted steps granted per real step when leaps run at the peak of the schedule.
+        worth (`float`): Skipped steps granted per real step when leaps run at the peak of the schedule.
     """
 
     def __init__(self, peak: float, power: float, worth: float):

@@ -3,15 +3,15 @@ Weight precision by phase: requests, what they resolve to for a model, and low-p
 
 Under autocast a linear layer casts its fp32 weight to bf16 whenever it computes. Training on bf16 *working copies* of
 the weights, with gradients added up on fp32 *masters*, computes the same bits. [`WeightPrecision`] puts such copies
-into the modules for the length of a micro-batch or of a probe. What it is good for: probes in half precision in a run
-without autocast, with smaller activations, and faster where the hardware is. In real phases it saves the casts that
-autocast repeats where layers are recomputed, no more. The price is two bytes per weight of the layers while the copies
+into the modules for the length of a micro-batch or of a probe. It is useful for probes in half precision in a run
+without autocast: activations are smaller, and the probe is faster if the hardware is. In real phases it saves only the
+casts that autocast repeats when layers are recomputed. The price is two bytes per weight of the layers while the copies
 are in place; autocast holds as much in a forward pass, so the peak hardly changes.
 
 A request such as `"full=bf16,predict=int8"` takes three steps: [`parse_precision`] reads it, [`resolve`] compares it
-with the weights and the autocast that the run has and refuses what they cannot give, and [`precision_parts`] makes
-the parts. int8 is for probes alone and has a part of its own ([`Int8Predict`]) with two engines: `int8` expands the
-weights with torch where they are used, and `int8_bitsandbytes` multiplies int8 by int8 with bitsandbytes.
+with the weights and the autocast of the run and refuses what is not possible with them, and [`precision_parts`] makes
+the parts. int8 is for probes only and has its own part ([`Int8Predict`]) with two engines: `int8` expands the weights
+with torch before each use, and `int8_bitsandbytes` multiplies int8 by int8 with bitsandbytes.
 """
 
 from __future__ import annotations

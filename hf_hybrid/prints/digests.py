@@ -267,7 +267,7 @@ class Digests(Part):
         found, is_real = Batches.of(step.batches), step.phase is not Phase.PREDICT
         if self._waiting is not None and self._waiting.were_changed():
             self._changed.append(f"A batch changed in memory while it waited for step {step.index + 1}{_UNWRITTEN}")
-        # The batches of a predicted step are those of the next real one.
+        # The batches of a skipped step are those of the next real one.
         self._fetched, self._waiting = (found, None) if is_real else (None, found)
 
     def decide(self, step: Step) -> None:

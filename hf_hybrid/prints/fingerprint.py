@@ -1,26 +1,26 @@
 """
-What a resumed run is compared with, so that no other run goes on from a checkpoint without a word.
+Fingerprints of a run: a resume compares them, so that no other run silently continues from a checkpoint.
 
-A checkpoint holds weights, optimizer states and a place in the data. They mean something only together with what is not
-in it: the data itself, the options, the class of the optimizer, and the frozen weights below adapters. So every
+A checkpoint holds weights, optimizer states and a position in the data. They are valid only together with things that
+are not in it: the data itself, the options, the class of the optimizer, and the frozen weights below adapters. So every
 checkpoint has a fingerprint of these, as the state of a part, and a resume compares it with that of the new run.
 
-What cannot be the same run is refused:
+A difference that makes the same run impossible is refused:
 
-- other data in the middle of an epoch, because the place in it means nothing there;
-- another class of optimizer, or other trained parameters, because the states of one are loaded by another in silence;
+- other data in the middle of an epoch, because the position does not apply to it;
+- another class of optimizer, or other trained parameters, because one would silently load the states of the other;
 - other frozen weights, because adapters fit one base.
 
-Everything else a user may have changed on purpose (a longer run, another learning rate, more processes), and `Trainer`
-takes it. It is said, in one sentence each. docs/resume.md has the table.
+A user may have made every other difference on purpose (a longer run, another learning rate, more processes), and
+`Trainer` accepts it. It is reported, in one sentence each. docs/resume.md has the table.
 
-The data is not trained on for this. A fingerprint has its length, and a hash of at most `ROWS` rows that lie evenly. No
-code of the user runs: rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of
-other classes from the tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random
-numbers, count, or take long. So nothing is known of rows that a class computes, and a stream has no rows at all. Where
-only the attributes of an unknown class differ, this is said and not refused. Of the frozen weights a few values of at
-most `PARAMETERS` parameters are kept, so that a base of any size takes milliseconds. They are compared by value where
-the base is loaded in another precision. Packed values (4 and 8 bits) differ by machine, so that a difference is said.
+A fingerprint has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
+rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
+tensors, arrays and lists that they hold. Reading them through `__getitem__` could draw random numbers, count, or take
+long. So a fingerprint does not cover rows that a class computes, and a stream has no rows at all. If only the
+attributes of an unknown class differ, this is reported and not refused. Of the frozen weights it keeps a few values of
+at most `PARAMETERS` parameters, so a base of any size takes milliseconds. They are compared by value if the base is
+loaded in another precision. Packed values (4 and 8 bits) differ by machine, so a difference is only reported.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def on_host(batches: Sequence[Rows]) -> list[Batch]:
 
 
 def common(first: list[int], second: list[int]) -> int:
-    """Return the length of the beginning that two lists have in common."""
+    """Return the length of the common prefix of two lists."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # slices compare in C
         middle = (low + high + 1) // 2

@@ -57,7 +57,7 @@ class Action(str, enum.Enum):
     SKIP_BATCH = "skip_batch"
     """Drop these gradients: the optimizer does not step."""
     RESET_PREDICTOR = "reset_predictor"
-    """Forget slow memory and residuals."""
+    """Reset the direction's averages and the residuals."""
     ABORT = "abort"
     """Stop, and name the last good checkpoint."""
 
@@ -107,7 +107,7 @@ class DivergenceMonitor(Part):
     RISE_EVERY = 8
     """Steps between two warnings of a lasting rise: about as long as one keeps leaps away."""
     BAD_BEFORE_RESET = 3
-    """Non-finite steps in a row after which the last leap and the slow memory are suspected."""
+    """Non-finite steps in a row after which the last leap and the direction's averages are suspected."""
 
     def __init__(self, threshold: float, max_bad_steps: int):
         self.threshold = threshold

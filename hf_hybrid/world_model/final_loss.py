@@ -1,8 +1,8 @@
 """
-Where will this run end? Training and held-out loss at the end of a run as distributions, from the losses logged so far.
+Forecasts of the final training and held-out loss of a run as distributions, from the losses logged so far.
 
-Two forecasters answer, and the forecast is their mixture in equal parts: where they disagree it is wide, and each
-covers for what the other does not know.
+The forecast is a mixture of two forecasters in equal parts. Where they disagree it is wide, and each makes up for what
+the other does not know.
 
 **Laws.** The learning-rate schedule is known in advance, and most of what a run still gains follows from it. The loss
 falls as a power of the *sum* of the learning rates so far, S, and it stands higher the higher the rate is now, because
@@ -19,16 +19,16 @@ shapes have a weight that counts. No run follows the law exactly. Two kinds of e
 batches, which the losses themselves tell, and a drift of the curve, a random walk in log S. The drift lets the curve
 forget its beginning, and widens the interval with the distance to the end.
 
-**Past curves.** Runs that looked like this one after the same share of their steps tell where such runs end. A Gaussian
-process goes from nine numbers (the shape of the curve so far, its slope, what is left of the schedule, the noise) to
-the logarithm of the final loss over the present one. What learning-curve networks learn from many curves (LC-PFN,
-Adriaensen et al., 2023, arXiv 2310.20447), this reads off 259. They are in `past_curves.npz`, cut after several
-shares of the run; between two of these the forecast blends both.
+**Past curves.** Runs with a similar curve after the same share of their steps show where such runs end. A Gaussian
+process maps nine numbers (the shape of the curve so far, its slope, the rest of the schedule, the noise) to the
+logarithm of the final loss over the present one. Learning-curve networks learn this from many curves (LC-PFN,
+Adriaensen et al., 2023, arXiv 2310.20447); the Gaussian process uses 259. They are in `past_curves.npz`, cut after
+several shares of the run; between two of these the forecast blends both.
 
-**Held-out loss.** An evaluation tells how many times the training loss of the moment the held-out loss is. If that
-ratio lasts, the forecast of the training loss times the ratio is one of the held-out loss. How the ratio changes as a
-run learns its rows by heart, past curves tell: another Gaussian process goes from the same nine numbers and the ratio
-to the logarithm of the final held-out loss over the present one. The forecast is the mixture of both in equal parts.
+**Held-out loss.** An evaluation gives the ratio of the held-out loss to the present training loss. If this ratio stays,
+the forecast of the training loss times the ratio is a forecast of the held-out loss. But the ratio changes when a run
+memorises its rows. So another Gaussian process maps the same nine numbers and the ratio to the logarithm of the final
+held-out loss over the present one. The forecast is the mixture of both in equal parts.
 
 The prior of the laws and the past curves come from recorded runs of tiny models, `python -m
 benchmarks.world_model.final_loss --fit 600`. The same command without `--fit` scores the forecast on other runs.

@@ -34,7 +34,7 @@ class Stretch:
     """
     A stretch of real steps as planners see it.
 
-    `gain` is what leaps moved in units of what the real steps moved, `horizon` the predicted steps per real step;
+    `gain` is what leaps moved in units of what the real steps moved, `horizon` the skipped steps per real step;
     `progress` (share of the run) and `rate` (learning rate over its peak) are those at its end.
     """
 
@@ -264,7 +264,7 @@ def gradient_statistics(trajectory: Trajectory) -> dict[str, float]:
 
     Returns:
         `dict`: `first` and `second` (root mean squares of the optimizer's moments), `weight` (of the weights),
-        `memory` (norm of the slow memory) and `alignment` (cosine of gradient and memory); 0 where unknown.
+        `memory` (norm of the direction's average) and `alignment` (cosine of gradient and average); 0 where unknown.
     """
     states = [trajectory.context.state(index) for index in range(len(trajectory.parameters))]
     first = [s["exp_avg"] for s in states if torch.is_tensor(s.get("exp_avg"))]

@@ -42,7 +42,7 @@ OBSERVATION = FEATURES + len(HISTORY)
 """Size of an observation: the 64 features after a stretch and what `LossHistory` knows then."""
 ACTIONS = ("gain", "horizon", "progress", "rate")
 """
-What was done in a stretch: displacement by leaps in units of that by its real steps; predicted steps per real step;
+What was done in a stretch: displacement by leaps in units of that by its real steps; skipped steps per real step;
 share of the run that is done at its end; learning rate at its end over the peak of the run.
 """
 LINEAR = OBSERVATION + 5

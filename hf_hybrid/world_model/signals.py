@@ -59,7 +59,7 @@ class StepSignals:
     rate_scale: float
     max_grad_norm: float
     loss: float | None = None
-    """Training loss; `None` in a predicted step, like the two below."""
+    """Training loss; `None` in a skipped step, like the two below."""
     gradient_norm: float | None = None
     statistics: dict[str, float] | None = None
     """Of the optimizer, see [`Trajectory.gradient_statistics`]; `None` where it was not measured."""

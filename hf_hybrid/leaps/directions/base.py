@@ -259,7 +259,7 @@ class Direction:
 
 
 class NoDirection(Direction):
-    """The frozen control: leaps go nowhere, and predicted steps change nothing."""
+    """The frozen control: leaps move nothing, and their steps are skipped."""
 
     name = "none"
     values_per_weight = 0
