@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid import machine
 from hf_hybrid.machine import host_tensor
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.transfers import Fetched, is_big
@@ -81,15 +82,11 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-PART = 1 << 19
-"""Weights that a part of an update has. With gradients, states and results they take 10 MiB, which caches of hosts hold."""
-
-
 def can_step_in_parts(optimizer: torch.optim.Optimizer, group: dict, master: nn.Parameter, state: dict) -> bool:
     """Whether [`step_in_parts`] does the step of this optimizer: torch's own AdamW, fused, after its first step."""
     if type(optimizer) is not torch.optim.AdamW or not group["fused"] or group["amsgrad"] or "exp_avg" not in state:
         return False
-    tensors = [master, master.grad, state["exp_avg"], state["exp_avg_sq"]]
+    tensors: list[Any] = [master, master.grad, state["exp_avg"], state["exp_avg_sq"]]
     numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])
     return numbers and all(tensor.is_contiguous() and tensor.dtype == master.dtype for tensor in tensors)
 
@@ -114,11 +111,11 @@ def step_in_parts(
     """
     gradient: Any = master.grad
     held = [master.data, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if rounded is None else [rounded])]
-    scaled = None if scale is None else gradient.new_empty(min(PART, gradient.numel()))
+    scaled = gradient.new_empty(0 if scale is None else min(machine.PART, gradient.numel()))
     beta1, beta2 = group["betas"]
     state["step"] += 1
-    for weights, of_part, mean, square, *copies in zip(*(tensor.view(-1).split(PART) for tensor in held)):
-        if scaled is not None:
+    for weights, of_part, mean, square, *copies in zip(*(tensor.view(-1).split(machine.PART) for tensor in held)):
+        if scale is not None:
             of_part = torch.mul(of_part, scale, out=scaled[: len(of_part)])
         # The function beneath torch.optim.AdamW. The documented one takes ten times as long for each call.
         torch._fused_adamw_(
@@ -262,7 +259,7 @@ class LazyOptimizer(torch.optim.Optimizer):
         if resident:
             self._optimizer_over(resident).step()
         # Forward order: the unit that is needed first is stepped first.
-        order = {unit: index for index, unit in enumerate(self.streamer.units)}
+        order = {unit: index for index, unit in enumerate(self.streamer.in_forward_order())}
         for unit in sorted(groups, key=order.__getitem__):
             self.streamer.forget(unit)
             pending = self._optimizer_over(groups[unit]), scale

@@ -50,8 +50,8 @@ from simulated_gpu.resources import MAIN, UPDATE, Cache, HostMemory, Turns  # no
 
 HOST_CALL = 6e-6
 """
-Seconds of an operation of torch on the host beside its memory. On one core of an AMD EPYC the three of an update took 0.9
-to 2.9 us each; the rest is an estimate of what it takes to wake the threads that share one.
+Seconds of an operation of torch on the host beside its memory. On one core of an AMD EPYC the three of an update took
+0.9 to 2.9 us each. The rest is an estimate of what it takes to wake the threads that share an operation.
 """
 KERNEL = 2e-6
 """Seconds of a kernel beside its work."""
@@ -368,8 +368,8 @@ def time_step(work: Work, *, steps: int = 3) -> Timing:
 
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-    from hf_hybrid import HybridConfig, HybridTrainer
-    from hf_hybrid.streaming import low_bit, optimizer
+    from hf_hybrid import HybridConfig, HybridTrainer, machine
+    from hf_hybrid.streaming import low_bit
 
     scale, shape = work.scale, SHAPES[work.model]
     clock = Clock(CARDS[work.card], HOSTS[work.host], scale=scale)
@@ -377,7 +377,7 @@ def time_step(work: Work, *, steps: int = 3) -> Timing:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     low_bit.CHUNK = max(low_bit.CHUNK // scale**2 // low_bit.BLOCK, 1) * low_bit.BLOCK
-    optimizer.PART //= scale**2
+    machine.PART //= scale**2
     heads = 4
     model = LlamaForCausalLM(
         LlamaConfig(
