@@ -484,6 +484,29 @@ def timed(works: list[Work]) -> Iterator[Timing]:
         yield from pool.imap(time_step, works)
 
 
+KEY = ("kind", "model", "micro_batches", "tokens", "card", "host", "layers", "options")
+"""Fields of a recorded row that tell it from others."""
+
+
+def record(timing: Timing) -> None:
+    """Append a row to the results of benchmarks/planning, which docs/evaluation/streaming_time.md shows."""
+    from benchmarks.results import Results, provenance
+
+    work = timing.work
+    results = Results(HERE.parents[1] / "benchmarks" / "planning" / "results.jsonl", "clock", KEY)
+    results.add(
+        {
+            **{name: getattr(work, name) for name in KEY if name != "options"},
+            "options": ", ".join(f"{name}={value}" for name, value in work.options),
+            "seconds": round(timing.seconds, 4),
+            "floor": round(timing.floor, 4),
+            "of": timing.bound,
+            "busy": {name: round(seconds, 4) for name, seconds in timing.resources.items()},
+            **provenance(),
+        }
+    )
+
+
 def usual_works(only: str = "") -> list[Work]:
     """The rows of the table: kinds, models, micro-batches, and the two machines; or those that `only` is a part of."""
     works = [
@@ -501,6 +524,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="Rows whose name has this in it, as `full 7b, 4 x 4096, rtx4090`.")
     parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="Draw each row.")
     parser.add_argument("--details", action="store_true", help="What is busy, and what the host waits for.")
+    parser.add_argument("--record", action="store_true", help="Append the rows to benchmarks/planning/results.jsonl.")
+    parser.add_argument("--layers", type=int, help="That are run, of Llama's 16, 32 or 40; default 8.")
     parser.add_argument("--card", choices=CARDS)
     parser.add_argument("--host", choices=HOSTS)
     parser.add_argument("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
@@ -508,7 +533,7 @@ def main() -> None:
     from dataclasses import replace
 
     works = usual_works(args.only)
-    given = {name: getattr(args, name) for name in ("card", "host") if getattr(args, name)}
+    given = {name: getattr(args, name) for name in ("card", "host", "layers") if getattr(args, name)}
     options = tuple((name, _value(text)) for name, text in args.option)
     works = list(dict.fromkeys(replace(work, **given, options=options) for work in works))
     print("| training | step | floor | of | ratio | tokens/s |\n|---|---|---|---|---|---|")
@@ -520,6 +545,8 @@ def main() -> None:
             f"| {rate:,.0f} |",
             flush=True,
         )
+        if args.record:
+            record(timing)
         if args.details:
             for title, found in (("busy", timing.busy), ("waited", timing.waited)):
                 for name, seconds in sorted(found.items(), key=lambda item: -item[1])[:14]:
