@@ -16,7 +16,8 @@ next forward pass:
 3. `step()` steps the resident parameters. For each unit it freezes everything that the unit's step depends on: the
    parameter groups with the learning rates of this moment, and the scale. Then it returns, and the next window begins.
 4. A thread steps unit after unit on the host, in forward order, while the device already computes the embeddings and
-   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel.
+   the first layers. `LayerStreamer.bring_in` waits for a unit's update before its weights travel. AdamW goes through a
+   weight in parts that the processor's cache holds ([`step_in_parts`]), because host memory is what limits it.
 
 Every parameter sees the gradient, learning rate, scale and state that it would see in a plain run, in the same
 arithmetic. So the weights are equal bit for bit, as long as the optimizer steps each parameter by itself
