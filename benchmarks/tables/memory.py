@@ -238,3 +238,50 @@ def launch_sharing() -> str:
     ]
     rows.append(["CPU seconds per step", *(f"{row['cpu_seconds']:.2f}" for row in both)])
     return markdown(["per process", "FSDP2 with `cpu_offload`", "a copy streamed by each process"], rows)
+
+
+CLOCK = ("kind", "model", "micro_batches", "tokens", "card", "host", "layers", "options")
+CLOCK_KINDS = {
+    "full": "all weights", "8bit": "bf16 weights, 8-bit states", "lora": "LoRA, streamed bf16 base",
+    "parked": "all weights, activations on the host", "leaps": "all weights, with leaps",
+}  # fmt: skip
+CLOCK_MACHINES = {("rtx4090", "desktop"): "4090, desktop", ("h100", "server"): "H100, server"}
+
+
+def clock(kind: str, model: str, count: int, card: str, host: str, layers: int = 8, options: str = "") -> dict:
+    found = {"kind": kind, "model": model, "micro_batches": count, "card": card, "host": host}
+    (row,) = results("planning", "clock", *CLOCK).rows(**found, layers=layers, options=options)
+    return row
+
+
+@table("streaming-time")
+def streaming_time() -> str:
+    told = []
+    for kind, training in CLOCK_KINDS.items():
+        for model in ("1b", "7b", "13b"):
+            for machine, name in CLOCK_MACHINES.items():
+                cells = []
+                for row in (clock(kind, model, count, *machine) for count in (1, 4, 16)):
+                    bound = {"compute": "", "host memory": " h", "copies in": " c"}[row["of"]]
+                    cells += [f"{row['seconds']:.2f}", f"{row['seconds'] / row['floor']:.2f}{bound}"]
+                told.append([training, model.upper(), name, *cells])
+    heading = ["training", "model", "card, host", "1: s", "ratio", "4: s", "ratio", "16: s", "ratio"]
+    return markdown(heading, told)
+
+
+@table("streaming-time-details")
+def streaming_time_details() -> str:
+    chosen = [
+        ("all 32 layers, 1 micro-batch", clock("full", "7b", 1, "rtx4090", "desktop", 32)),
+        ("all 32 layers, 4 micro-batches", clock("full", "7b", 4, "rtx4090", "desktop", 32)),
+        ("8 layers, embeddings and head streamed, 4", clock("full", "7b", 4, "rtx4090", "desktop", 8, EMBEDDINGS)),
+        ("8 layers, a host with few channels of memory, 4", clock("full", "7b", 4, "rtx4090", "poor")),
+    ]
+    rows = [
+        [name, f"{row['seconds']:.2f}", f"{row['floor']:.2f}", row["of"], f"{row['seconds'] / row['floor']:.2f}"]
+        for name, row in chosen
+    ]
+    return markdown(["7B on a 4090, all weights", "s", "floor", "of", "ratio"], rows)
+
+
+EMBEDDINGS = "stream_embeddings=True"

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_hybrid.cli.cards import CARDS, HOSTS, LAUNCH_SECONDS, Card, Host
+from hf_hybrid.machine import PART
 from hf_hybrid.plan.accounting import WeightCount
 from hf_hybrid.plan.estimate import Plan
 from hf_hybrid.plan.step_memory import WeightBytes
@@ -41,6 +42,9 @@ SUMMED_BYTES = 10
 """Device memory moved where the gradient of a weight is added to those of earlier micro-batches in fp32."""
 UPDATED_BYTES = {"exact": 28, "8bit": 93}
 """Device memory moved where a weight is updated on the device."""
+
+PART_SECONDS = 18e-6
+"""Of the host, beside its memory, for a part of an update: three operations (`HOST_CALL` of the clock)."""
 
 OTHERS = "0.86 to 1.22"
 """How many times as long as estimated published steps took (benchmarks/planning/published.py)."""
@@ -164,11 +168,9 @@ def _streamed(plan: Plan, card: Card, host: Host, computing: _Computing) -> tupl
     on_host = widening = 0.0
     if not per.eight_bit and travelling.trainable:
         stored, rounded = per.stored.trainable, per.computed.trainable
-        # Beside the least that an update moves: gradients are scaled by clipping in a pass of their own, and so are
-        # weights rounded, for which masters are read again. Lines that are written to come into the cache before.
-        moved = update.host + 2 * stored * travelling.trainable
-        moved += (stored + rounded) * per.rounded_weights(travelling)
-        on_host = (moved + weights.into / 2) / host.memory
+        # Beside the least that an update moves: lines of rounded weights come into the cache before they are written.
+        moved = update.host + rounded * per.rounded_weights(travelling)
+        on_host = (moved + weights.into / 2) / host.memory + PART_SECONDS * travelling.trainable / PART
         widening = gradients.host and (gradients.host + stored * per.rounded_weights(travelling)) / host.memory
     first = max(plan.shape.layers, key=lambda layer: layer.weights)
     share = first.trainable / travelling.trainable if travelling.trainable else 0.0

@@ -21,13 +21,14 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from hf_hybrid import machine
 from hf_hybrid.part import Part, Step
 from hf_hybrid.run.monitor import Action, Level, Verdict
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
@@ -340,6 +341,21 @@ def last_step(state: Mapping[str, Any], out: Tensor) -> Tensor | None:
     return torch.div(first.to(out.device, torch.float32), out.copy_(second).sqrt_().add_(1e-8), out=out)
 
 
+def in_parts(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterator[tuple[Tensor, Mapping, Tensor]]:
+    """
+    Yield a gradient, the moments of its parameter and a buffer part by part where all lie on the host: what
+    [`last_step`] makes of a part is still in the processor's cache when it is multiplied. Otherwise all at once.
+    """
+    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+    held = [tensor for tensor in moments if torch.is_tensor(tensor) and tensor.shape == gradient.shape]
+    tensors = [gradient, out, *held]
+    if len(held) < 2 or any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
+        yield gradient, state, out
+        return
+    for part, place, first, second in zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)):
+        yield part, {"exp_avg": first, "exp_avg_sq": second}, place
+
+
 class StepCosine:
     """
     The cosine of a fresh gradient with the direction of the optimizer's last step.
@@ -365,14 +381,16 @@ class StepCosine:
         for index, parameter in enumerate(weights.parameters):
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
-            followed = last_step(weights.state(index), weights.scratch(parameter, parameter.device))
-            if followed is None and self.average is not None:
-                followed = self.average.predicted_gradient(index)
-            if followed is not None:
-                gradient = parameter.grad.to(followed.device, torch.float32)
-                dots.append(inner_product(gradient, followed))
-                squares.append(sum_of_squares(followed))
-                gradients.append(sum_of_squares(gradient))
+            out = weights.scratch(parameter, parameter.device)
+            for gradient, state, part in in_parts(parameter.grad, weights.state(index), out):
+                followed = last_step(state, part)
+                if followed is None and self.average is not None:
+                    followed = self.average.predicted_gradient(index)
+                if followed is not None:
+                    gradient = gradient.to(followed.device, torch.float32)
+                    dots.append(inner_product(gradient, followed))
+                    squares.append(sum_of_squares(followed))
+                    gradients.append(sum_of_squares(gradient))
         if not dots:
             return None
         dot, square, gradient = weights.shards.totals([dots, squares, gradients]).tolist()

@@ -100,6 +100,11 @@ class LayerStreamer:
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
 
+    def in_forward_order(self) -> list[Unit]:
+        """Return the units in the order in which a forward pass needs them: embeddings, layers, head."""
+        first = [unit for unit in self._ends if any(isinstance(module, nn.Embedding) for module in unit.modules)]
+        return [*first, *self.layers, *(unit for unit in self._ends if unit not in first)]
+
     # In place of the model's own weights, and back.
 
     @property

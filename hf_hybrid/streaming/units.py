@@ -213,6 +213,10 @@ class UnitStorage:
             for piece in self.rounded:
                 piece.view(self.packed).copy_(piece.master)
 
+    def copy_of(self, piece: Piece) -> Tensor | None:
+        """Return where the rounded copy of a piece's master lies; `None` if its weights travel as they are."""
+        return piece.view(self.packed) if self.packed is not None and piece.dtype != piece.master.dtype else None
+
     @torch.no_grad()
     def lock_masters(self) -> None:
         """Page-lock the masters of rounded pieces: they travel too if the optimizer steps them on the device."""

@@ -11,9 +11,10 @@ from conftest import ByteText, assert_same_weights, config_values, tiny_model, w
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, machine
 from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
-from hf_hybrid.run.rate import AccuracyWatch, AdapterRate, LearningRateRescue
+from hf_hybrid.run.rate import AccuracyWatch, AdapterRate, LearningRateRescue, StepCosine
+from hf_hybrid.run.weights import TrainedWeights
 
 
 def play(rescue, steps, *, edge, amplitude=0.15, noise=0.02, seed=0, loss=lambda t: 5.0 - 0.001 * t):
@@ -275,3 +276,23 @@ def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert rates(resumed) == rates(whole) and resumed.hybrid_summary()["resumed"]["warnings"] == []
     assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
+# The cosine.
+
+
+def test_the_cosine_in_parts_is_that_of_the_whole(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 7)).square().mean().backward()
+        optimizer.step()
+    cosine = StepCosine(TrainedWeights(model.named_parameters(), optimizer))
+    gradients = torch.cat([p.grad.view(-1) for p in model.parameters()])
+    states = [optimizer.state[p] for p in model.parameters()]
+    followed = torch.cat([(s["exp_avg"] / (s["exp_avg_sq"].sqrt() + 1e-8)).view(-1) for s in states])
+    expected = torch.cosine_similarity(gradients, followed, dim=0).item()
+    for part in (10**6, 4):
+        monkeypatch.setattr(machine, "PART", part)
+        assert cosine.measure() == pytest.approx(expected, rel=1e-5)

@@ -48,8 +48,11 @@ import torch  # noqa: E402
 from hf_hybrid.cli.cards import CARDS, HOSTS, LAUNCH_SECONDS, Card, Host  # noqa: E402
 from simulated_gpu.resources import MAIN, UPDATE, Cache, HostMemory, Turns  # noqa: E402
 
-HOST_CALL = 12e-6
-"""Seconds of an operation of torch on the host beside its memory. On one core of an AMD EPYC five took 63 us."""
+HOST_CALL = 6e-6
+"""
+Seconds of an operation of torch on the host beside its memory. On one core of an AMD EPYC the three of an update took
+0.9 to 2.9 us each. The rest is an estimate of what it takes to wake the threads that share an operation.
+"""
 KERNEL = 2e-6
 """Seconds of a kernel beside its work."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -365,7 +368,7 @@ def time_step(work: Work, *, steps: int = 3) -> Timing:
 
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-    from hf_hybrid import HybridConfig, HybridTrainer
+    from hf_hybrid import HybridConfig, HybridTrainer, machine
     from hf_hybrid.streaming import low_bit
 
     scale, shape = work.scale, SHAPES[work.model]
@@ -374,6 +377,7 @@ def time_step(work: Work, *, steps: int = 3) -> Timing:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     low_bit.CHUNK = max(low_bit.CHUNK // scale**2 // low_bit.BLOCK, 1) * low_bit.BLOCK
+    machine.PART //= scale**2
     heads = 4
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -480,6 +484,29 @@ def timed(works: list[Work]) -> Iterator[Timing]:
         yield from pool.imap(time_step, works)
 
 
+KEY = ("kind", "model", "micro_batches", "tokens", "card", "host", "layers", "options")
+"""Fields of a recorded row that tell it from others."""
+
+
+def record(timing: Timing) -> None:
+    """Append a row to the results of benchmarks/planning, which docs/evaluation/streaming_time.md shows."""
+    from benchmarks.results import Results, provenance
+
+    work = timing.work
+    results = Results(HERE.parents[1] / "benchmarks" / "planning" / "results.jsonl", "clock", KEY)
+    results.add(
+        {
+            **{name: getattr(work, name) for name in KEY if name != "options"},
+            "options": ", ".join(f"{name}={value}" for name, value in work.options),
+            "seconds": round(timing.seconds, 4),
+            "floor": round(timing.floor, 4),
+            "of": timing.bound,
+            "busy": {name: round(seconds, 4) for name, seconds in timing.resources.items()},
+            **provenance(),
+        }
+    )
+
+
 def usual_works(only: str = "") -> list[Work]:
     """The rows of the table: kinds, models, micro-batches, and the two machines; or those that `only` is a part of."""
     works = [
@@ -497,6 +524,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="Rows whose name has this in it, as `full 7b, 4 x 4096, rtx4090`.")
     parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="Draw each row.")
     parser.add_argument("--details", action="store_true", help="What is busy, and what the host waits for.")
+    parser.add_argument("--record", action="store_true", help="Append the rows to benchmarks/planning/results.jsonl.")
+    parser.add_argument("--layers", type=int, help="That are run, of Llama's 16, 32 or 40; default 8.")
     parser.add_argument("--card", choices=CARDS)
     parser.add_argument("--host", choices=HOSTS)
     parser.add_argument("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
@@ -504,7 +533,7 @@ def main() -> None:
     from dataclasses import replace
 
     works = usual_works(args.only)
-    given = {name: getattr(args, name) for name in ("card", "host") if getattr(args, name)}
+    given = {name: getattr(args, name) for name in ("card", "host", "layers") if getattr(args, name)}
     options = tuple((name, _value(text)) for name, text in args.option)
     works = list(dict.fromkeys(replace(work, **given, options=options) for work in works))
     print("| training | step | floor | of | ratio | tokens/s |\n|---|---|---|---|---|---|")
@@ -516,6 +545,8 @@ def main() -> None:
             f"| {rate:,.0f} |",
             flush=True,
         )
+        if args.record:
+            record(timing)
         if args.details:
             for title, found in (("busy", timing.busy), ("waited", timing.waited)):
                 for name, seconds in sorted(found.items(), key=lambda item: -item[1])[:14]:

@@ -8,9 +8,10 @@ from conftest import ByteText, assert_same_weights, config_values, hybrid_config
 from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, machine
 from hf_hybrid.plan.estimate import PlanError
 from hf_hybrid.plan.setups import checkpointing_option
+from hf_hybrid.streaming import optimizer
 from hf_hybrid.streaming.layers import NoLayerListError
 
 LAYERS = 4
@@ -109,6 +110,37 @@ def test_bf16_autocast(tmp_path, train_set):
     pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.storage.pieces]
     assert {piece.dtype for piece in pieces if "proj" in piece.name} == {torch.bfloat16}
     assert_same_run(trainer, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
+def test_updates_in_parts_are_the_whole_update(options, tmp_path, train_set, monkeypatch):
+    """Scaled, stepped and rounded part by part, with the scale of clipping and a last part that is shorter."""
+    plain = train_plain(tmp_path / "plain", train_set, **options)
+    stepped = []
+    whole = optimizer.step_in_parts
+    monkeypatch.setattr(optimizer, "step_in_parts", lambda *args: (stepped.append(args[3]), whole(*args)))
+    monkeypatch.setattr(machine, "PART", 96)
+    trainer = make_streamed(tmp_path / "streamed", train_set, accumulation_walk="micro_batch", **options)
+    trainer.train()
+    assert_same_run(trainer, plain)
+    pieces = [piece for unit in trainer.memory.streamer.units for piece in unit.trainable]
+    assert len(stepped) == len(pieces) * (OPTIONS["max_steps"] - 1), "the first update makes the states"
+    assert any(scale is not None and scale < 1 for scale in stepped)
+    assert any(len(piece.master) % 96 for piece in pieces)
+
+
+def test_updates_come_in_the_order_in_which_weights_are_needed(tmp_path, train_set, monkeypatch):
+    """The embeddings first: a forward pass that waits for the last update waits for all."""
+    order = []
+    real = optimizer.LazyOptimizer._step_on_host
+    noting = lambda self, unit, *args: (order.append(unit.name), real(self, unit, *args))  # noqa: E731
+    monkeypatch.setattr(optimizer.LazyOptimizer, "_step_on_host", noting)
+    model = tiny_model(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    trainer = make_streamed(tmp_path, train_set, model, stream_embeddings=True, max_steps=1)
+    trainer.train()
+    layers = [unit.name for unit in trainer.memory.streamer.layers]
+    assert len(layers) == LAYERS and order[1:-1] == layers
+    assert "embed" in order[0] and "head" in order[-1]
 
 
 def test_gradients_of_bf16_copies_add_up_in_fp32(tmp_path, train_set):

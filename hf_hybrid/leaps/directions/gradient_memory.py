@@ -128,8 +128,8 @@ class GradientMemory(Direction):
         weight = 1.0 / min(self.context.clock.steps_seen, self.context.memory_steps)
         memories, gradients = self.buffers["memory"], (p.grad for p in self.context.parameters)
         plain = [g for g in gradients if g is not None and g.dtype == torch.float32 and not g.is_sparse]
-        if not self.context.host and len(plain) == len(memories):
-            torch._foreach_lerp_(memories, plain, weight)
+        if len(plain) == len(memories) and all(g.device == memory.device for g, memory in zip(plain, memories)):
+            torch._foreach_lerp_(memories, plain, weight)  # one pass over memory
             return
         for memory in memories:
             memory.mul_(1.0 - weight)
