@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import math
 import sys
 import tempfile
 import textwrap
@@ -193,7 +192,8 @@ class _Report:
             self.tokens = self._tokens_of_data()
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
         self.times = {id(plan): self._time(plan) for plan in self.plans}
-        self.best = recommended(self._fastest_first(), None if args.peft == "none" else args.peft)
+        adapters = None if args.peft == "none" else args.peft
+        self.best = recommended(self.plans, adapters, self._seconds)
 
     def _tokens_of_data(self) -> float:
         """Tokens that `train` would train on: the sequences of the data set, without those to evaluate on."""
@@ -210,11 +210,9 @@ class _Report:
 
         return None if self.machine is None else step_time(plan, *self.machine)
 
-    def _fastest_first(self) -> list[WayPlan]:
-        """In the order of the table where there are no times; they decide if they differ by 3 % or more."""
-        times = {id(plan): time.seconds for plan in self.plans if (time := self.times[id(plan)]) is not None}
-        least = min(times.values(), default=1.0)
-        return sorted(self.plans, key=lambda plan: int(math.log(times.get(id(plan), least) / least) / math.log(1.03)))
+    def _seconds(self, plan: WayPlan) -> float | None:
+        time = self.times[id(plan)]
+        return None if time is None else time.seconds
 
     def as_json(self) -> str:
         """All plans, and the recommended one, as JSON."""
