@@ -126,6 +126,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from hf_hybrid.export.gguf import quiet_reading
+
     path = Path(args.model).expanduser()
     name, given = str(path) if path.exists() else args.model, {"trust_remote_code": args.trust_remote_code}
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
@@ -145,7 +147,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
             model: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=args.dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **given)
+            with quiet_reading():
+                model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **given)
     except ImportError:
         raise
     except Exception as error:  # whatever a broken file leads to

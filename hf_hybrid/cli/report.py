@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     Write the report and print where it is.
 
     Returns:
-        `int`: 0, also after Ctrl-C while it follows a run; 2 after a message if there is nothing to report on, or a
-        file cannot be read or written. Without matplotlib there are no plots, and a warning is logged.
+        `int`: 0, also after Ctrl-C while it waits for a run or follows it; 2 after a message if there is nothing to
+        report on, or a file cannot be read or written. Without matplotlib there are no plots, and a warning is logged.
     """
     from hf_hybrid.report.page import write_comparison, write_report
 
@@ -57,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"`--every {args.every}` is for `--follow`. Add that, or leave it out.")
         if every < 1:
             raise ValueError(f"`--every` must be at least 1 second, got {every}.")
-        files = write(every if args.follow else None)
-        _tell(files)
-        if args.follow:
+        files = _first(write, every) if args.follow else write()
+        if files:
+            _tell(files)
+        if files and args.follow:
             _follow(write, every, files)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"hf-hybrid report: {error}\n")
@@ -71,6 +72,30 @@ def _tell(files: list[Path]) -> None:
     sys.stdout.write(f"{files[0]}\n")
     sys.stdout.write(f"and in the same folder: {', '.join(file.name for file in files[1:])}\n")
     sys.stdout.flush()
+
+
+def _first(write: Callable[..., list[Path]], every: int) -> list[Path]:
+    """
+    Write the first report of a run that is followed. A run that has just begun has logged nothing yet: wait for it, as
+    long as its folder is there. Returns no files after Ctrl-C.
+    """
+    from hf_hybrid.report.run_folder import NothingYetError
+
+    told = ""
+    try:
+        while True:
+            try:
+                return write(every)
+            except NothingYetError as error:
+                said = f"`{error.folder}` holds nothing to report on yet. It is read again every {every} s."
+                if said != told:
+                    sys.stdout.write(f"{said} Ctrl-C ends that.\n")
+                    sys.stdout.flush()
+                    told = said
+                time.sleep(every)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return []
 
 
 def _follow(write: Callable[..., list[Path]], every: int, files: list[Path]) -> None:

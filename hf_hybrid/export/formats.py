@@ -202,10 +202,11 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     """
     in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
     try:
-        # With `output_loading_info` it returns two things, which its annotation does not say.
-        model, found = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
-            folder, dtype=dtype, device_map={"": device()}, output_loading_info=True, **in_gguf, **quantization
-        )
+        with gguf.quiet_reading():
+            # With `output_loading_info` it returns two things, which its annotation does not say.
+            model, found = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
+                folder, dtype=dtype, device_map={"": device()}, output_loading_info=True, **in_gguf, **quantization
+            )
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"`{folder}` cannot be loaded: {error}") from error
     if wrong := sorted([*found["missing_keys"], *map(str, found["mismatched_keys"])]):

@@ -19,11 +19,15 @@ Models and tokenizers of other kinds are refused: they need llama.cpp's own conv
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 KINDS = {
@@ -133,6 +137,17 @@ def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@contextlib.contextmanager
+def quiet_reading() -> Generator[None]:
+    """
+    Context to load a model in, which may be a GGUF file: transformers draws a bar over its tensors that transformers'
+    own switch for bars does not reach. Where the switch is off, what is written to stderr is dropped in here.
+    """
+    bars = transformers.logging.is_progress_bar_enabled()
+    with contextlib.nullcontext() if bars else contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments
@@ -81,6 +82,10 @@ class HybridPlugin(BasePlugin):
         options = HybridOptions.model_validate(dict(given))
         return {name: value for name, value in options.model_dump().items() if value is not None}
 
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """Refuse a configuration before its data are read, which Axolotl reads. Raises as [`get_trainer_cls`]."""
+        _check(cfg)
+
     def pre_model_load(self, cfg: Any) -> None:
         """Refuse a configuration before a model is loaded. Raises as [`get_trainer_cls`]."""
         _check(cfg)
@@ -111,6 +116,7 @@ def _get(cfg: Any, name: str) -> Any:
 def _check(cfg: Any) -> None:
     for name, why in _REFUSED.items():
         value = _get(cfg, name)
+        value = value.value if isinstance(value, Enum) else value  # what Axolotl makes of the words of the file
         if value:
             raise ValueError(
                 f"`{name}: {value}` {why}. Remove `hf_hybrid.integrations.axolotl.HybridPlugin` from `plugins`, or "

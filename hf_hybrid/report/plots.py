@@ -69,12 +69,12 @@ def run_plots(run: Run, found: dict, folder: Path) -> list[Plot]:
     """All plots of a run, with its [`findings`], that its data support, as PNG in `folder` and as SVG."""
     loss, rate = ("Loss and leaps", "Learning rate and gain") if leaps_made(run) else ("Loss", "Learning rate")
     plots = (
-        ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
         ("loss", loss, _loss_alt(run, found), lambda figure: paint_loss(figure, run)),
         ("scores", _score_title(run), _score_alt(found), lambda figure: paint_scores(figure, run)),
         ("rate", rate, _rate_alt(run), lambda figure: paint_rate(figure, run)),
         ("gradient", "Gradient norm", _gradient_alt(found), lambda figure: paint_gradient(figure, run)),
         ("speed", "Tokens per second", _speed_alt(found), lambda figure: paint_speed(figure, run)),
+        ("memory", "Memory over time", _memory_alt(found), lambda figure: paint_memory(figure, run)),
     )
     return [plot for plot in (draw(*plot, folder) for plot in plots) if plot is not None]
 

@@ -101,6 +101,14 @@ class Run:
         return [(step, value) for step, value in found if value is not None]
 
 
+class NothingYetError(ValueError):
+    """A folder holds nothing that a report could show. A run that has just begun may bring it."""
+
+    def __init__(self, message: str, folder: Path):
+        super().__init__(message)
+        self.folder = folder
+
+
 def load_run(folder: str | Path) -> Run:
     """
     Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints.
@@ -108,7 +116,8 @@ def load_run(folder: str | Path) -> Run:
     If several runs were made in the folder, it is read of the newest one alone, and a note says so.
 
     Raises:
-        ValueError: If there is no such folder, or nothing in it that a report could show.
+        ValueError: If there is no such folder, or it holds the trials of a search.
+        NothingYetError: If there is nothing in it that a report could show.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -136,7 +145,7 @@ def load_run(folder: str | Path) -> Run:
     # The last line may be of an earlier step: a checkpoint that was written behind the steps is sealed later.
     steps += [max((entry["step"] for entry in entries), default=0) for entries in (lines, logs, profile.steps)]
     if not (logs or record or any(steps)):
-        raise ValueError(" ".join([_nothing_found(folder, bool(config or lines)), *files.notes]))
+        raise _nothing_found(folder, bool(config or lines), files.notes)
     planned = (count_of(source.get("max_steps")) for source in (begun, state, profile.run, config))
     max_steps = next(filter(None, planned), None)
     last_step, ended = max(steps), source == _SUMMARY and _steps_of(record) >= max(steps)
@@ -206,24 +215,23 @@ def _other_runs(names: Iterable[str]) -> str:
     )
 
 
-def _nothing_found(folder: Path, started: bool) -> str:
+def _nothing_found(folder: Path, started: bool, notes: list[str]) -> ValueError:
     if started:
-        return (
-            f"`{folder}` holds a run that ended before anything was logged or saved, so there is nothing to report on. "
-            "A lower `logging_steps` logs earlier."
-        )
+        found = f"`{folder}` holds a run that has logged and saved nothing, so there is nothing to report on. "
+        return NothingYetError(" ".join([found + "A lower `logging_steps` logs earlier.", *notes]), folder)
     trials = sorted(
         path.parent.name for path in folder.glob(f"*/{LOG_NAME}") if not re.match(CHECKPOINT, path.parent.name)
     )
     if trials:
-        return (
+        return ValueError(
             f"`{folder}` holds the trials of a search, {', '.join(f'`{name}`' for name in trials[:6])}"
             f"{' and more' if len(trials) > 6 else ''}. Pass the folder of one, or of two to compare them."
         )
-    return (
+    found = (
         f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "
         "`checkpoint-*/trainer_state.json` or `profile/steps.jsonl`. Pass the `output_dir` of a run."
     )
+    return NothingYetError(" ".join([found, *notes]), folder)
 
 
 # Checkpoints, and the record of the hybrid trainer.

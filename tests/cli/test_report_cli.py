@@ -74,6 +74,47 @@ def test_a_report_follows_a_run_until_it_has_finished(tmp_path, monkeypatch, sev
     assert "Finished at step 100" in page.read_text() and "refresh" not in page.read_text()
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_following_waits_for_the_first_log(tmp_path, monkeypatch, capsys, started):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = tmp_path / "run"
+    run.mkdir()
+    if started:
+        (run / "hybrid_log.jsonl").write_text('{"step": 0, "begun": true, "max_steps": 100}\n')
+    assert main(["report", str(run)]) == 2, "without `--follow` nothing is waited for"
+    assert f"`{run}` holds" in capsys.readouterr().err
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            hybrid_run(run)
+        assert len(waits) < 9
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["report", str(run), "--follow", "--every", "7"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count(f"`{run}` holds nothing to report on yet. It is read again every 7 s.") == 1
+    assert not told.err and "Finished at step 100" in (run / "report" / "report.html").read_text()
+
+
+def test_waiting_ends_with_ctrl_c_or_with_the_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    ends = iter([KeyboardInterrupt, None])
+
+    def sleep(seconds):
+        if (end := next(ends)) is not None:
+            raise end
+        (tmp_path / "run").rmdir()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["report", str(tmp_path / "run"), "--follow"]) == 0
+    assert "report.html" not in capsys.readouterr().out and not list((tmp_path / "run").iterdir())
+    assert main(["report", str(tmp_path / "run"), "--follow"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "misspelt"), "--follow"]) == 2, "nobody waits for a folder that is not there"
+
+
 def test_ctrl_c_ends_following(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     hybrid_run(tmp_path, steps=40, finished=False)

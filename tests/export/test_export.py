@@ -26,6 +26,7 @@ from transformers import (
     Qwen3Config,
     TrainerCallback,
 )
+from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.exports import exported_bytes
@@ -324,6 +325,21 @@ def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_command_shows_no_bar_over_the_tensors_of_a_gguf_file(tmp_path, capfd):
+    """transformers draws it with tqdm itself, past its own switch."""
+    pytest.importorskip("gguf")
+    (tmp_path / "out").mkdir()
+    tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "out")
+    bpe_tokenizer().save_pretrained(tmp_path / "out")
+    capfd.readouterr()
+    assert main(["export", str(tmp_path / "out"), "--format", "gguf-f16"]) == 0
+    said = capfd.readouterr().err
+    assert "Written:" in said and "GGUF tensors" not in said and "it/s" not in said
+    assert is_progress_bar_enabled()
+    formats.load(tmp_path / "out-gguf-f16", torch.float16)  # in Python, with transformers' bars on
+    assert "GGUF tensors" in capfd.readouterr().err
+
+
 def test_both_models_are_scored_on_tasks_of_lm_eval(run, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -1,5 +1,6 @@
 """
-The Axolotl plugin against Axolotl's documented interface, written down here: Axolotl itself is not installed.
+The Axolotl plugin against Axolotl's documented interface, written down here: Axolotl itself is not installed, and
+`test_axolotl_itself.py` is the job that has it.
 
 `docs.axolotl.ai/docs/custom_integrations.html`: a plugin derives from `BasePlugin`; `get_input_args` and
 `get_training_args_mixin` return dotted names of classes that are merged into the schema of the YAML file and into the
@@ -7,6 +8,7 @@ training arguments; `get_training_args` returns values for the latter; the first
 used.
 """
 
+import enum
 import importlib
 import inspect
 import sys
@@ -151,12 +153,21 @@ def test_a_run_goes_through_the_phases(plugin_module, tmp_path):
     assert sum(summary["steps_by_phase"].values()) == 20
 
 
-@pytest.mark.parametrize("cfg", [{"rl": "dpo"}, {"reward_model": True}, {"model_config_type": "mamba"}])
+class RLType(str, enum.Enum):
+    """Axolotl's schema makes this of the word in the file."""
+
+    DPO = "dpo"
+
+
+@pytest.mark.parametrize(
+    "cfg", [{"rl": "dpo"}, {"rl": RLType.DPO}, {"reward_model": True}, {"model_config_type": "mamba"}]
+)
 def test_what_axolotl_trains_with_other_trainers_is_refused(cfg, plugin_module):
     plugin = plugin_module.HybridPlugin()
-    name = next(iter(cfg))
-    for hook in (plugin.pre_model_load, plugin.get_trainer_cls):
-        with pytest.raises(ValueError, match=f"`{name}: .*Remove `hf_hybrid.integrations.axolotl"):
+    name, value = next(iter(cfg.items()))
+    value = getattr(value, "value", value)
+    for hook in (plugin.load_datasets, plugin.pre_model_load, plugin.get_trainer_cls):
+        with pytest.raises(ValueError, match=f"`{name}: {value}` .*Remove `hf_hybrid.integrations.axolotl"):
             hook(cfg)
 
 

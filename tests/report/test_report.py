@@ -128,7 +128,7 @@ def test_folders_without_a_run_say_what_is_missing(tmp_path, content):
         expected = "nothing to report on"
     if content == "config":
         write(folder / "hybrid_config.json", {"learning_rate": 1e-3})
-        expected = "before anything was logged"
+        expected = "has logged and saved nothing"
     if content == "garbage":
         write(folder / "hybrid_summary.json", [1, 2])
         write(folder / "checkpoint-x" / "trainer_state.json", {})
