@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
@@ -180,6 +181,11 @@ def held_out(model: PreTrainedModel, rows: list[dict]) -> float:
     return statistics.mean(losses)
 
 
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without the autocast that `Trainer` put around its `forward`, which would round in evaluation too."""
+    return extract_model_from_parallel(model, keep_fp32_wrapper=False)
+
+
 def rounded(model: PreTrainedModel, stochastically: bool) -> PreTrainedModel:
     """A copy in bf16."""
     copied = copy.deepcopy(model).bfloat16()
@@ -205,6 +211,7 @@ def train(arm: str, rate: float, seed: int, steps: int, data: tuple[list[dict], 
         )  # fmt: skip
         trainer = Trainer(model, args, train_dataset=data[0], optimizer_cls_and_kwargs=own.get(arm, (Rounded, options)))
         metrics = trainer.train().metrics
+    model = unwrapped(model)
     row = {"train_loss": metrics["train_loss"], "seconds": metrics["train_runtime"]}
     if rounding == "none":
         row["path"] = statistics.mean(getattr(trainer.optimizer, "optimizer", trainer.optimizer).lengths)
