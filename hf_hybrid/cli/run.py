@@ -161,7 +161,7 @@ def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str]) -> None:
     trainer.save_model()
     metrics = {}
     if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
+        metrics = _evaluated_last(trainer) or trainer.evaluate()
         trainer.save_metrics("eval", metrics)
     # What only the command line knows: names on the Hub, no local paths.
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
@@ -173,6 +173,15 @@ def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str]) -> None:
     # If a process exits while another still communicates with it, the launcher reports a failure.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def _evaluated_last(trainer: Any) -> dict[str, Any]:
+    """What the weights of the end were evaluated to after the last step; nothing if they were not, or several data."""
+    if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):
+        return {}
+    logged, step = trainer.state.log_history, trainer.state.global_step
+    found = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})
+    return {name: value for name, value in found.items() if name != "step"}
 
 
 def _remove_links(folder: Path) -> None:

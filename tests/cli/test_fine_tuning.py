@@ -298,6 +298,19 @@ def test_sft_says_what_it_does_and_what_comes_next(run, tmp_path):
     assert adapters["r"] == 2 and adapters["lora_dropout"] == 0 and adapters["base_model_name_or_path"] == "model"
 
 
+@pytest.mark.parametrize("more", [[], ["--load_best_model_at_end", "--save_steps", "1"]])
+def test_what_the_last_step_evaluated_is_not_evaluated_again(run, tmp_path, more):
+    """Unless the best weights were loaded after it."""
+    steps = ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_share", "0.3"]
+    status, out, err = run("sft", "--dataset", "chats.jsonl", *steps, *more)
+    assert status == 0, err
+    assert out.count("step 2/2  held out: loss") == (2 if more else 1) and "held out   loss" in out
+    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    evaluated = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    losses = [entry["eval_loss"] for entry in logged if "eval_loss" in entry]
+    assert len(losses) == 2 and evaluated["eval_loss"] == pytest.approx(min(losses) if more else losses[-1])
+
+
 @pytest.mark.parametrize(
     "file, more", [("chats.jsonl", []), ("completions.jsonl", ["--max_length", "7", "--truncation_mode", "keep_end"])]
 )

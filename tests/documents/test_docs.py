@@ -358,6 +358,31 @@ def test_a_reader_finds(words):
     assert any(words.lower() in prose(path).lower() for path in DOCS.rglob("*.md")), f"no page says `{words}`"
 
 
+RIGHT = {
+    "SFT": "sft.md", "DPO": "dpo.md", "GRPO": "grpo.md", "LoRA": "peft_and_trl.md", "24 GB": "card_24gb.md",
+    "wandb": "faq.md", "early stopping": "faq.md", "flash attention": "faq.md", "multi-GPU": "faq.md", "FAQ": "faq.md",
+    "resume": "resume.md", "Docker": "support.md",
+}  # fmt: skip
+"""The page that the site's search must show first."""
+
+
+@pytest.mark.parametrize("words", RIGHT)
+def test_the_right_page_is_found_first(words):
+    """
+    The search counts a word in a title a thousand times as much as one in the text, and one in a short title most. So
+    the page is first whose title has all words, or else a heading in it; of several the shortest.
+    """
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    separator = next(plugin["search"]["separator"] for plugin in config["plugins"] if "search" in plugin)
+    wanted, hits = set(re.split(separator, words.lower())), []
+    for path in DOCS.rglob("*.md"):
+        for level, heading in re.findall(r"^(#+) (.*)$", prose(path), re.M):
+            found = re.split(separator, heading.lower())
+            if wanted <= set(found):
+                hits.append((len(level), len(found), path.relative_to(DOCS).as_posix()))
+    assert hits and min(hits)[-1] == RIGHT[words], sorted(hits)
+
+
 # Options, and the site.
 
 
