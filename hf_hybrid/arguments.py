@@ -341,6 +341,11 @@ class HybridArguments:
         "is not changed. MemoryProfilerCallback does it in any Trainer.",
         group="Memory profile",
     )
+    spike_threshold: float = option(
+        0.1,
+        "With profile_memory, a peak is reported as a spike if it is this share above the median of its phase.",
+        above=0,
+    )
 
     def __post_init__(self):
         for name, hint in get_type_hints(HybridArguments).items():

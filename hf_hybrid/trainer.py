@@ -434,7 +434,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.reset()
         profilers = [call for call in self.callback_handler.callbacks if isinstance(call, MemoryProfilerCallback)]
         if self.hybrid_args.profile_memory and not profilers:
-            profilers = [MemoryProfilerCallback()]
+            profilers = [MemoryProfilerCallback(spike_threshold=self.hybrid_args.spike_threshold)]
         for profiler in profilers:
             profiler.attach(self)
         self.saves.training = True
