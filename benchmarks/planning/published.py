@@ -20,9 +20,11 @@ The streamed ones were measured before updates passed through host memory once a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import LlamaConfig
 
+from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.cli.cards import CARDS, HOSTS, REACHED, Host
 from hf_hybrid.cli.planner import Planner
 from hf_hybrid.cli.times import MOVED, step_time
@@ -103,7 +105,7 @@ ROWS = (
     Published(LLMQ, "Qwen2.5 0.5B", QWEN["0.5B"], "rtx4090", HALF, 39842, recomputed=False),
     Published(LLMQ, "Qwen2.5 14B", QWEN["14B"], "rtx4090", HALF, 1349),
     Published(LLMQ, "Qwen2.5 7B", QWEN["7B"], "rtx5060ti", HALF, 889),
-    Published(LLMQ, "Qwen2.5 7B", QWEN["7B"], "h100", HALF, 13863, recomputed=False),
+    Published(LLMQ, "Qwen2.5 7B", QWEN["7B"], "h100", HALF, 13863, recomputed=False, fitted="products of an H100"),
     Published(FACTORY, "Qwen2.5 7B, ZeRO-3 offload", QWEN["7B"], "rtx4090", HALF, 2523, waits_for_update=True),
     Published(FACTORY, "Qwen2.5 14B, ZeRO-3 offload", QWEN["14B"], "rtx4090", 520 * 1024, 1135, waits_for_update=True),
     Published(ZERO, "Llama 3.1 8B", LLAMA, "rtx4090", 8 * 1024, 913.6, waits_for_update=True),
@@ -142,24 +144,22 @@ def of_this_package(memory: str, states: str, count: int) -> float:
     return time.seconds
 
 
+KEY = ("memory", "states", "tokens")
+"""Fields that tell the recorded steps of this package apart."""
+
+
 def main() -> None:
-    """Print both tables."""
-    print("| published by | training | card | tokens per step | tokens/s | predicted | took |")
-    print("|---|---|---|---|---|---|---|")
+    """Print the published trainings, and record the steps of this package for docs/evaluation/streaming_time.md."""
+    args = command_line(__doc__, Path(__file__).parent).parse_args()
+    results = Results(args.results, "own-steps", KEY)
     for row in ROWS:
-        expected = row.predicted()
-        fitted = f" (fitted: {row.fitted})" if row.fitted else ""
-        print(
-            f"| {row.program} | {row.name}{', recomputed' if row.recomputed else ''} | {row.card} | {row.tokens:,} "
-            f"| {row.measured:,.0f} | {expected:,.0f} | {expected / row.measured:.2f} times{fitted} |"
-        )
-    print("\n| memory | states | tokens per step | measured s | estimated s | took |\n|---|---|---|---|---|---|")
+        found = f"{row.measured:,.0f} tokens/s, predicted {row.predicted():,.0f}"
+        print(f"{row.name}, {row.card}, {row.tokens:,} tokens: {found}")
     for memory, states, count, measured in OURS:
-        seconds = of_this_package(memory, states, count)
-        print(
-            f"| {memory} | {states} | {2048 * count:,} | {measured:.2f} | {seconds:.2f} "
-            f"| {measured / seconds:.2f} times |"
-        )
+        estimated = of_this_package(memory, states, count)
+        run = {"memory": memory, "states": states, "tokens": 2048 * count, "measured": measured}
+        results.add({**run, "estimated": round(estimated, 4), **provenance()})
+        print(f"{memory}, {states}, {2048 * count:,} tokens: {measured:.2f} s, estimated {estimated:.2f} s")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from benchmarks.memory.peaks import MODES
 from benchmarks.planning.accuracy import MODELS as PLANNED
 from benchmarks.planning.accuracy import REFERENCES
 from benchmarks.planning.accuracy import table as accuracy_table
-from benchmarks.tables import all_lines, markdown, mib, percent, results, table
+from benchmarks.planning.published import FACTORY, LLMQ, OURS, ROWS, ZERO
+from benchmarks.planning.published import KEY as OWN
+from benchmarks.tables import all_lines, in_set, markdown, mib, percent, results, table
 
 GIB = 2**30
 
@@ -310,3 +312,60 @@ def streaming_time_details() -> str:
 
 
 EMBEDDINGS = "stream_embeddings=True"
+
+
+@table("streaming-changes")
+def streaming_changes() -> str:
+    """Seconds before each change (rows that no command repeats), and now."""
+    told = []
+    for line in in_set("planning", "clock-changes"):
+        machine = (line["card"], line["host"])
+        now = clock(line["kind"], "7b", line["micro_batches"], *machine, 8, line["options"])
+        title = CLOCK_KINDS[line["kind"]] + (", embeddings streamed" if line["options"] else "")
+        before = [f"{line[name]:.2f}" if line[name] else "" for name in ("at_first", "norms_and_widening")]
+        floor = f"{now['floor']:.2f} ({now['of']})"
+        name, ratio = CLOCK_MACHINES[machine], f"{now['seconds'] / now['floor']:.2f}"
+        told.append([title, name, line["micro_batches"], *before, f"{now['seconds']:.2f}", floor, ratio])
+    heading = [
+        "7B",
+        "card, host",
+        "micro-batches",
+        "at first",
+        "norms on the device, widening beside the backward pass",
+    ]
+    return markdown([*heading, "update in parts", "floor now", "ratio"], told)
+
+
+CARD_NAMES = {"rtx4090": "RTX 4090", "rtx5060ti": "RTX 5060 Ti", "h100": "H100"}
+
+
+@table("published-throughput")
+def published_throughput() -> str:
+    names = {
+        LLMQ: "LLMQ (arXiv 2512.15306)",
+        FACTORY: "LLaMA-Factory (by LLMQ)",
+        ZERO: "DeepSpeed, Liger (by SlideFormer)",
+    }
+    told = []
+    for row in ROWS:
+        expected, fitted = row.predicted(), " (fitted)" if row.fitted else ""
+        training = f"{row.name}{', recomputed' if row.recomputed else ''}"
+        took = f"{expected / row.measured:.2f}{fitted}"
+        measured = [f"{row.tokens:,}", f"{row.measured:,.0f}", f"{expected:,.0f}", took]
+        told.append([names[row.program], training, CARD_NAMES[row.card], *measured])
+    return markdown(["published by", "training", "card", "tokens per step", "tokens/s", "predicted", "took"], told)
+
+
+@table("own-steps")
+def own_steps() -> str:
+    names = {("off", "exact"): "resident, bf16 states", ("off", "8bit"): "resident, 8-bit states"}
+    names |= {("stream", "exact"): "streamed, bf16 states", ("stream", "8bit"): "streamed, 8-bit states"}
+    told = []
+    for memory, states, count, _ in OURS:
+        (row,) = results("planning", "own-steps", *OWN).rows(memory=memory, states=states, tokens=2048 * count)
+        took = row["measured"] / row["estimated"]
+        shown = f"**{took:.2f}**" if took > 1.5 else f"{took:.2f}"
+        told.append(
+            [names[memory, states], f"{row['tokens']:,}", f"{row['measured']:.2f}", f"{row['estimated']:.2f}", shown]
+        )
+    return markdown(["training", "tokens per step", "measured s", "estimated s", "took"], told)
