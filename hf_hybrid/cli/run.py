@@ -140,7 +140,7 @@ def _train(line: CommandLine) -> int:
         trainer.accelerator.end_training()
         return 128 + signal.SIGTERM
     try:
-        _save(trainer, result.metrics, names)
+        _save(trainer, result.metrics, names, _evaluated_last(trainer) if first_step.begun else {})
     except Exception as error:
         if not is_disk_full(error):
             raise
@@ -152,16 +152,15 @@ def _train(line: CommandLine) -> int:
     return 0
 
 
-def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str]) -> None:
-    """Save the model, evaluate it, and write its card; push what was asked for."""
+def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str], metrics: dict[str, Any]) -> None:
+    """Save the model, evaluate it unless its `metrics` are known, and write its card; push what was asked for."""
     if trainer.is_world_process_zero():
         _remove_links(Path(trainer.args.output_dir))
     trainer.save_metrics("train", trained)
     trainer.save_state()
     trainer.save_model()
-    metrics = {}
     if trainer.eval_dataset is not None:
-        metrics = _evaluated_last(trainer) or trainer.evaluate()
+        metrics = metrics or trainer.evaluate()
         trainer.save_metrics("eval", metrics)
     # What only the command line knows: names on the Hub, no local paths.
     card = {key: name for key, name in names.items() if not Path(name).exists()} | {"tasks": "text-generation"}
@@ -176,7 +175,10 @@ def _save(trainer: Any, trained: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _evaluated_last(trainer: Any) -> dict[str, Any]:
-    """What the weights of the end were evaluated to after the last step; nothing if they were not, or several data."""
+    """
+    Return the metrics of the evaluation after the last step, if there was one and the model still has its weights. With
+    several data sets each has an entry of its own, and nothing is returned.
+    """
     if trainer.args.load_best_model_at_end or isinstance(trainer.eval_dataset, dict):
         return {}
     logged, step = trainer.state.log_history, trainer.state.global_step

@@ -311,6 +311,19 @@ def test_what_the_last_step_evaluated_is_not_evaluated_again(run, tmp_path, more
     assert len(losses) == 2 and evaluated["eval_loss"] == pytest.approx(min(losses) if more else losses[-1])
 
 
+def test_a_finished_run_is_evaluated_on_the_data_that_are_given_now(run, tmp_path):
+    """Its log has an evaluation of the last step, perhaps on other data."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b b b"}]
+    (tmp_path / "other.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    steps = ["--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "2"]
+    losses = []
+    for data, more in (("chats.jsonl", []), (str(tmp_path / "other.jsonl"), ["--resume_from_checkpoint", "true"])):
+        status, _, err = run("sft", "--dataset", "chats.jsonl", *steps, "--eval_dataset", data, *more)
+        assert status == 0, err
+        losses.append(json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"])
+    assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize(
     "file, more", [("chats.jsonl", []), ("completions.jsonl", ["--max_length", "7", "--truncation_mode", "keep_end"])]
 )
