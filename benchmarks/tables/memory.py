@@ -7,6 +7,7 @@ import statistics
 
 from benchmarks.memory.correction import KEY as CORRECTION_KEY
 from benchmarks.memory.correction import summarise as summarise_corrections
+from benchmarks.memory.host_update import KEY as UPDATE
 from benchmarks.memory.low_bit import summarise
 from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.memory.peaks import MODES
@@ -302,6 +303,10 @@ def streaming_time_details() -> str:
         ("all 32 layers, 1 micro-batch", clock("full", "7b", 1, "rtx4090", "desktop", 32)),
         ("all 32 layers, 4 micro-batches", clock("full", "7b", 4, "rtx4090", "desktop", 32)),
         ("8 layers, embeddings and head streamed, 4", clock("full", "7b", 4, "rtx4090", "desktop", 8, EMBEDDINGS)),
+        *(
+            (f"8 layers, `{name}={count}`, 4", clock("full", "7b", 4, "rtx4090", "desktop", 8, f"{name}={count}"))
+            for name, count in (("prefetch_layers", 0), ("prefetch_layers", 2), ("resident_layers", 4))
+        ),
         ("8 layers, a host with few channels of memory, 4", clock("full", "7b", 4, "rtx4090", "poor")),
     ]
     rows = [
@@ -369,3 +374,15 @@ def own_steps() -> str:
             [names[memory, states], f"{row['tokens']:,}", f"{row['measured']:.2f}", f"{row['estimated']:.2f}", shown]
         )
     return markdown(["training", "tokens per step", "measured s", "estimated s", "took"], told)
+
+
+@table("host-update")
+def host_update() -> str:
+    names = {"whole": "three passes over whole tensors", "documented": "in parts, by the documented function"}
+    told = []
+    for arm, part in (("whole", 0), *(("parts", 1 << exponent) for exponent in (18, 19, 20)), ("documented", 1 << 19)):
+        found = results("memory", "host_update", *UPDATE).rows(arm=arm, part=part)
+        plain, scaled = (next(row["milliseconds"] for row in found if row["scaled"] is kind) for kind in (False, True))
+        title = f"{names.get(arm, '**in parts**' if part == 1 << 19 else 'in parts')}{f', of {part:,}' if part else ''}"
+        told.append([title, f"{plain:.1f}", f"{scaled:.1f}"])
+    return markdown(["45 million weights", "ms", "ms with a clip factor"], told)

@@ -352,8 +352,10 @@ def in_parts(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterato
     if len(held) < 2 or any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
         yield gradient, state, out
         return
-    for part, place, first, second in zip(*(tensor.view(-1).split(machine.PART) for tensor in tensors)):
-        yield part, {"exp_avg": first, "exp_avg_sq": second}, place
+    rest = (tensor.view(-1).split(machine.PART) for tensor in (gradient, *held))
+    for part, first, second in zip(*rest):
+        # Always the same part of the buffer, which so stays in the cache.
+        yield part, {"exp_avg": first, "exp_avg_sq": second}, out.view(-1)[: len(part)]
 
 
 class StepCosine:

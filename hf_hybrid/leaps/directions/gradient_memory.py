@@ -129,7 +129,9 @@ class GradientMemory(Direction):
         memories, gradients = self.buffers["memory"], (p.grad for p in self.context.parameters)
         plain = [g for g in gradients if g is not None and g.dtype == torch.float32 and not g.is_sparse]
         if len(plain) == len(memories) and all(g.device == memory.device for g, memory in zip(plain, memories)):
-            torch._foreach_lerp_(memories, plain, weight)  # one pass over memory
+            for device in {memory.device for memory in memories}:
+                pairs = [(memory, g) for memory, g in zip(memories, plain) if memory.device == device]
+                torch._foreach_lerp_(*(list(tensors) for tensors in zip(*pairs)), weight)  # one pass over memory
             return
         for memory in memories:
             memory.mul_(1.0 - weight)
