@@ -608,7 +608,7 @@ def build_memory(trainer: TrainerLike, device_map: dict | None) -> Resident:
         embeddings_and_head(model) if plan.stream_embeddings else (),
         device=trainer.args.device,
         ahead=plan.setup.prefetch_layers,
-        kept=plan.resident_layers,
+        resident=plan.resident_layers,
         dtype_of=_working_dtypes(model, trainer.args.bf16),
         int8=plan.setup.base_precision == "int8",
     )

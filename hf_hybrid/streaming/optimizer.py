@@ -208,7 +208,7 @@ class LazyOptimizer(torch.optim.Optimizer):
             norm = torch.linalg.vector_norm(torch.stack([there, norm])) if resident else there
         if not self._checked:
             self._checked = True
-            unused = [unit.name for unit in self.streamer.layers if unit.calls == 0]
+            unused = [unit.name for unit in self.streamer.layers if unit.calls == 0 and not unit.resident]
             if unused and not torch.isfinite(norm):
                 raise RuntimeError(
                     f"The weights of `{unused[0]}` are used, but its `forward` is never called, so they were "
@@ -269,7 +269,8 @@ class LazyOptimizer(torch.optim.Optimizer):
             else:
                 unit.updating = True
                 unit.update = self._worker.submit(self._step_on_host, unit, *pending)
-        for unit in self.streamer.layers[: self.streamer.ahead + 1]:
+        travelling = [unit for unit in self.streamer.layers if not unit.resident]
+        for unit in travelling[: self.streamer.ahead + 1]:
             self.streamer.fetch(unit)
 
     def _optimizer_over(self, groups: list[dict]) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -52,7 +53,9 @@ class LayerStreamer:
         layers (`Iterable[tuple[str, nn.Module]]`): Decoder layers to stream, in the order of their execution.
         ends (`Iterable[tuple[str, list[nn.Module]]]`): Embeddings and head as units, unless they stay on the device.
         device (`torch.device`): Where the model computes; may be the host itself.
-        ahead (`int`), kept (`int`): Layers fetched ahead, and layers that stay on the device after use.
+        ahead (`int`): Layers fetched ahead.
+        resident (`int`): Layers that stay on the device: the first trained ones with gradients and optimizer states,
+            and beyond those the copies of frozen ones after their use.
         dtype_of (`Callable`): Dtype of a parameter on the device; default its own.
         int8 (`bool`): Hold and transport frozen matrices of the layers as int8.
     """
@@ -65,11 +68,11 @@ class LayerStreamer:
         *,
         device: torch.device,
         ahead: int = 1,
-        kept: int = 0,
+        resident: int = 0,
         dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
         int8: bool = False,
     ):
-        self.model, self.device, self.ahead, self.kept = model, device, ahead, kept
+        self.model, self.device, self.ahead = model, device, ahead
         self.transfers = Transfers(device)
         self.seconds_waited = 0.0
         self.walk: LayerWalk | None = None
@@ -86,8 +89,10 @@ class LayerStreamer:
         """Lets another thread widen a gradient when it lands; used if `one_pass`, so that nothing is added to it."""
         self.one_pass = False
         """The window has one micro-batch."""
-        self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=self.transfers.beside)
+        pin = self.transfers.beside
+        self.layers, self._ends = make_units(layers, ends, dtype_of=dtype_of, int8=int8, pin=pin, resident=resident)
         self.units = self.layers + self._ends
+        self.kept = resident - sum(unit.resident for unit in self.layers)
         self.streamed = {id(piece.parameter): piece for unit in self.units for piece in unit.storage.pieces}
         self.masters = {id(piece.master): piece for unit in self.units for piece in unit.trainable}
         # One unit's gradients leave while the next are computed. Without any, activations may leave in their place.
@@ -115,7 +120,8 @@ class LayerStreamer:
         """Take over the model: streamed parameters become placeholders, everything else moves to the device."""
         if self.attached:
             return
-        for units, ahead, kept in ((self.layers, self.ahead, self.kept), (self._ends, 0, 0)):
+        travelling = [unit for unit in self.layers if not unit.resident]
+        for units, ahead, kept in ((travelling, self.ahead, self.kept), (self._ends, 0, 0)):
             if units:
                 size = max(unit.storage.packed_bytes for unit in units)
                 self._pools.append(SlotPool(size, ahead=ahead, kept=kept, device=self.device))
@@ -257,6 +263,18 @@ class LayerStreamer:
 
     def bring_in(self, unit: Unit, *, backward: bool = False) -> None:
         """Make the unit's parameters its weights on the device, and fetch the next units of this direction."""
+        if not unit.resident:
+            self._bind(unit, backward=backward)
+        unit.bound = True
+        if unit in self._position:
+            step = -1 if backward else 1
+            following = self.layers[self._position[unit] + step :: step] if self._position[unit] + step >= 0 else []
+            travelling = (other for other in following if not other.resident)
+            # A resident unit leaves its slot to one more.
+            for other in itertools.islice(travelling, self.ahead + unit.resident):
+                self.fetch(other)
+
+    def _bind(self, unit: Unit, *, backward: bool) -> None:
         if unit.slot is None and not self._take_slot(unit):
             # Everything is in use: by units fetched ahead for a turn that was not taken.
             for other in self.layers:
@@ -274,17 +292,11 @@ class LayerStreamer:
             raise RuntimeError(f"No slot is free for `{unit.name}`.")
         self.transfers.wait(slot.ready)
         unit.storage.bind(slot.buffer, self._expanded)
-        unit.bound = True
         if not backward:
             if self.before_forward is not None:
                 self.before_forward(unit)
             if self.overlay is not None:
                 self._displace(unit, self.overlay)
-        if unit in self._position:
-            step = -1 if backward else 1
-            for index in range(self._position[unit] + step, self._position[unit] + step * (self.ahead + 1), step):
-                if 0 <= index < len(self.layers):
-                    self.fetch(self.layers[index])
 
     def _displace(self, unit: Unit, overlay: Callable[[nn.Parameter], Tensor | None]) -> None:
         for piece in unit.trainable:
@@ -408,7 +420,8 @@ class LayerStreamer:
             "bytes_in": sum(unit.loads * unit.storage.packed_bytes for unit in self.units) + self.transfers.bytes_in,
             "bytes_out": self.transfers.bytes_out,
             "seconds_waited": self.seconds_waited,
-            "streamed_units": len(self.units),
+            "streamed_units": sum(not unit.resident for unit in self.units),
+            "resident_units": sum(unit.resident for unit in self.units),
             "kept_units": self.kept,
         }
 

@@ -17,9 +17,13 @@ of pieces (streamed parameters):
   buffer, which all units share because one unit computes at a time. There is no master.
 
 A [`SlotPool`] assigns units to slots. `ahead + 1` of its slots serve the unit that computes and those fetched ahead;
-`kept` more hold units after their use and are reused in the order of last need. A training step goes through the layers
-forwards and then backwards, so the layers that were used last are needed first: keeping them saves a copy for the
-backward pass.
+`kept` more hold frozen units after their use and are reused in the order of last need. A training step goes through the
+layers forwards and then backwards, so the layers that were used last are needed first: keeping them saves a copy.
+
+Trained layers are not kept, because their copies are old after each update. Where there is room, the first of them are
+*resident* instead: their weights, gradients and optimizer states live on the device, and nothing of them travels. They
+are units without pieces, which are recomputed like all others. They come first in the forward pass, so the device has
+work while the host updates the first layer that travels.
 """
 
 from __future__ import annotations
@@ -318,7 +322,13 @@ class Unit:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def resident(self) -> bool:
+        """It lives on the device: nothing of it travels."""
+        return not self.storage.pieces
+
+    @property
     def trainable(self) -> list[Piece]:
+        """Its pieces that are trained."""
         return [piece for piece in self.storage.pieces if piece.parameter.requires_grad]
 
 
@@ -329,26 +339,35 @@ def make_units(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     int8: bool,
     pin: bool,
+    resident: int = 0,
 ) -> tuple[list[Unit], list[Unit]]:
     """
     Units of the layers and of the ends (embeddings, head), packed; see [`LayerStreamer`] for the arguments.
 
-    Two kinds of weights stay on the device: those that several units share, and adapters, which are trainable
-    parameters under a tenth of their unit. A unit of which nothing else is left is not there.
+    Three kinds of weights stay on the device: those that several units share; adapters, which are trainable parameters
+    under a tenth of their unit; and all of the first `resident` layers that are trained otherwise. A unit of which
+    nothing else is left is there only if it is such a layer.
     """
-    candidates = [(name, [module], int8) for name, module in layers]
-    count = len(candidates)
-    candidates += [(name, modules, False) for name, modules in ends]
-    owners = Counter(k for _, modules, _ in candidates for k in {id(p) for m in modules for p in m.parameters()})
+    layers, ends = [(name, [module]) for name, module in layers], list(ends)
+    sets = [{id(p) for module in modules for p in module.parameters()} for _, modules in (*layers, *ends)]
+    owners = Counter(key for parameters in sets for key in parameters)
 
-    def make(name: str, modules: list[nn.Module], int8: bool) -> Unit:
+    def streamed(name: str, modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
         named = {id(p): (f"{name}.{n}", p) for module in modules for n, p in module.named_parameters()}
         own = [(n, p) for key, (n, p) in named.items() if owners[key] == 1]
         trainable = sum(p.numel() for _, p in own if p.requires_grad)
         trains = trainable >= sum(p.numel() for _, p in own) / 10
-        own = [(n, p) for n, p in own if trains or not p.requires_grad]
+        return [(n, p) for n, p in own if trains or not p.requires_grad]
+
+    def make(name: str, modules: list[nn.Module], own: list[tuple[str, nn.Parameter]], int8: bool) -> Unit:
         return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin))
 
-    units = [make(*candidate) for candidate in candidates]
-    streamed, of_ends = ([u for u in part if u.storage.pieces] for part in (units[:count], units[count:]))
-    return streamed, of_ends
+    of_layers = []
+    for name, modules in layers:
+        own = streamed(name, modules)
+        if resident > 0 and any(parameter.requires_grad for _, parameter in own):
+            resident -= 1
+            of_layers.append(make(name, modules, [], False))
+        elif own:
+            of_layers.append(make(name, modules, own, int8))
+    return of_layers, [make(name, modules, own, False) for name, modules in ends if (own := streamed(name, modules))]
