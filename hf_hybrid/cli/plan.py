@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_hybrid.cli.planner import Planner
     from hf_hybrid.cli.times import StepTime
     from hf_hybrid.cli.ways import WayPlan
+    from hf_hybrid.plan.estimate import Plan
 
 GIB = 2**30
 EPOCHS = 3
@@ -190,7 +191,10 @@ class _Report:
         )
         if args.dataset is not None:
             self.tokens = self._tokens_of_data()
-        self.plans: list[WayPlan] = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        plans = self.planner.plans(args.dtype, with_adapters=with_adapters)
+        if self.machine is not None:
+            plans = [self.planner.with_fastest_residents(plan, self._time) for plan in plans]
+        self.plans: list[WayPlan] = plans
         self.times = {id(plan): self._time(plan) for plan in self.plans}
         adapters = None if args.peft == "none" else args.peft
         self.best = recommended(self.plans, adapters, self._seconds)
@@ -205,7 +209,7 @@ class _Report:
         sequences, _ = training_data(DataOptions(dataset=args.dataset, sequence_length=length), tokenizer, seed=42)
         return len(sequences) * length * (args.num_train_epochs or EPOCHS)
 
-    def _time(self, plan: WayPlan) -> StepTime | None:
+    def _time(self, plan: Plan) -> StepTime | None:
         from hf_hybrid.cli.times import step_time
 
         return None if self.machine is None else step_time(plan, *self.machine)

@@ -26,6 +26,8 @@ from hf_hybrid.streaming.layers import find_layers
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from hf_hybrid.cli.times import StepTime
+
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
 
@@ -170,6 +172,23 @@ class Planner:
         if setup.processes > 1 and setup.autocast:  # FSDP2 gathers all weights in bf16
             estimator = Estimator(estimator.shape, self._estimator("bfloat16", way.trains, way.packed).tracer)
         return WayPlan(**vars(estimator.best(setup)), way=way)
+
+    def with_fastest_residents(self, plan: WayPlan, time: Callable[[Plan], StepTime | None]) -> WayPlan:
+        """
+        Return a streamed plan with the number of resident layers that makes a step fastest, and of those the fewest.
+
+        A resident layer spares the host its update, and costs the device the rounding of its weights. So more of them
+        are faster only as long as something else than the device limits a step.
+        """
+        if plan.mode != "streamed" or plan.setup.resident_layers is not None:
+            return plan
+        estimator = self._estimator(plan.way.weights, plan.way.trains, plan.way.packed)
+        counts = range(plan.resident_layers + 1)
+        found = [estimator.streamed(plan.setup, count, plan.stream_embeddings) for count in counts]
+        timed = [(step.seconds, other) for other in found if other.fits == plan.fits and (step := time(other))]
+        least = min((seconds for seconds, _ in timed), default=0.0)
+        fewest: Plan = next((other for seconds, other in timed if seconds <= 1.001 * least), plan)
+        return replace(plan, resident_layers=fewest.resident_layers, table=fewest.table)
 
     def _estimator(self, weights: str, trains: str, packed: bool) -> Estimator:
         key = (weights, trains, packed)

@@ -4,7 +4,8 @@ How long a step takes, estimated from data sheets: for `hf-hybrid plan --gpu`.
 The estimate follows the course of a streamed step (docs/memory.md). It has two phases:
 
 1. **Forward.** A layer computes when its update is done and its weights are there. So the phase takes as long as the
-   slowest of computing, the update on the host, and the copies in each direction. The first layer hides nothing.
+   slowest of computing, the update on the host, and the copies in each direction. The update of the first layer hides
+   behind the layers that live on the device, if there are any.
 2. **Backward**, with recomputation. Weights come and gradients leave meanwhile, and the host widens those of a single
    micro-batch.
 
@@ -38,6 +39,8 @@ in, or adapters. In fp32 alone twice the bytes of bf16 are assumed.
 """
 LAUNCHES = 60
 """Kernels of one pass through a layer."""
+CAST_BYTES = 6
+"""Device memory moved where autocast rounds a weight of a layer that lives on the device."""
 SUMMED_BYTES = 10
 """Device memory moved where the gradient of a weight is added to those of earlier micro-batches in fp32."""
 UPDATED_BYTES = {"exact": 28, "8bit": 93}
@@ -128,8 +131,11 @@ class _Computing:
         self._pass_bytes, logit_bytes = MOVED[kind]
         self._rate = card.peak_fp32 * card.reached if in_fp32 else card.products
         self._attended = 2 * setup.tokens * setup.sequence_length * shape.hidden  # causal, one pass
-        recomputed = len(layers) if plan.mode == "streamed" else plan.recomputed_layers
+        streamed = plan.mode == "streamed"
+        recomputed = len(layers) if streamed else plan.recomputed_layers
+        resident = shape.place(plan.stream_embeddings, plan.resident_layers).resident if streamed else []
         passes = [self._layer(layer) for layer in layers]
+        casts = CAST_BYTES * sum(layer.trainable for layer in resident) / card.memory if kind == "autocast" else 0.0
         forward = sum(passes)
         again = sum(passes[:recomputed])
         backward = sum(self._layer(layer, backward=True) for layer in layers)
@@ -139,9 +145,11 @@ class _Computing:
         ends = head * (3 if trained else 2) + logit_bytes * logits / card.memory
         of_weights = shape.total.trainable
         summed = SUMMED_BYTES * of_weights / card.memory if count > 1 else 0.0
-        self.forward = count * (forward + ends / 3)
+        self.forward = count * (forward + casts + ends / 3)
         """Of all micro-batches."""
-        self.backward = count * (backward + again + ends * 2 / 3 + summed)
+        self.backward = count * (backward + again + casts + ends * 2 / 3 + summed)
+        self.resident = count * (sum(self._layer(layer) for layer in resident) + casts)
+        """Forward of the layers that live on the device though others travel. They come first."""
         self.first = count * passes[0]
         self.update = self._update(shape.total)
         """Of all weights, if the device updates them."""
@@ -163,7 +171,7 @@ def _streamed(plan: Plan, card: Card, host: Host, computing: _Computing) -> tupl
     per, traffic = WeightBytes(plan.shape, plan.setup), StreamedTraffic(plan)
     weights, gradients, update = traffic.weights(), traffic.gradients(), traffic.update()
     parked = plan.parked * (plan.setup.gradient_accumulation_steps // plan.setup.micro_batches_in_flight)
-    travelling, stays = traffic.travelling, traffic.stays
+    travelling, stays = traffic.travelling, traffic.placement.stays
     in_slots = computing._update(travelling) if per.eight_bit else 0.0
     on_host = widening = 0.0
     if not per.eight_bit and travelling.trainable:
@@ -187,7 +195,8 @@ def _streamed(plan: Plan, card: Card, host: Host, computing: _Computing) -> tupl
     phases = [(max(phase, key=phase.__getitem__), max(phase.values())) for phase in (forward, backward)]
     seconds = sum(duration for _, duration in phases)
     waits = {name: duration - phase["compute"] for (name, duration), phase in zip(phases, (forward, backward))}
-    if phases[0][0] == "compute" and on_host:
-        seconds += share * on_host  # nothing computes until the first layer is updated
+    if phases[0][0] == "compute":
+        # The first layer that travels waits for its update, while those that live on the device compute.
+        seconds += max(share * on_host - computing.resident, 0.0)
     name = max(waits, key=waits.__getitem__)
     return seconds, name if waits[name] > 0.1 * seconds else "compute"

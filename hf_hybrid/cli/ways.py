@@ -37,9 +37,12 @@ class WayPlan(Plan):
 
     @property
     def title(self) -> str:
-        """Of the way, and how many layers are recomputed if the plan decided that."""
+        """Of the way, and how many layers are recomputed, or resident, if the plan decided that."""
+        layers = len(self.shape.layers)
+        if self.mode == "streamed":
+            return self.way.title + f", {self.resident_layers} of {layers} layers resident" * bool(self.resident_layers)
         decided = self.setup.activation_checkpointing == "auto"
-        return self.way.title + f" ({self.recomputed_layers} of {len(self.shape.layers)})" * decided
+        return self.way.title + f" ({self.recomputed_layers} of {layers})" * decided
 
 
 def loaded(dtype: str, trains: str) -> tuple[str, bool]:

@@ -274,12 +274,37 @@ class ModelShape:
         part = replace(self, layers=layers, embedding=embedding, head=head, rest=rest)
         return replace(part, largest_trainable=max((p.count for p in part.total.by_parameter if p.trained), default=0))
 
-    def place(self, stream_embeddings: bool) -> tuple[list[WeightCount], list[WeightCount], WeightCount]:
-        """Return the streamed layers, the streamed embeddings and head, and the part that stays on the device."""
-        ends = [self.embedding, self.head]
-        layers, stay = zip(*(layer.split() for layer in self.layers))
-        travelling, adapters = zip(*(end.split() if stream_embeddings else (WeightCount(), end) for end in ends))
-        return list(layers), list(travelling), functools.reduce(WeightCount.join, stay + adapters, self.rest)
+    def place(self, stream_embeddings: bool, resident_layers: int = 0) -> Placement:
+        """Return what is streamed, and what stays on the device."""
+        travelling, stays, left = [], self.rest, resident_layers
+        resident: list[WeightCount] = []
+        for layer in self.layers:
+            streamed, adapters = layer.split()
+            if streamed.trainable and left:  # trained layers stay as a whole, from the first on
+                resident.append(layer)
+                stays, left = stays.join(layer), left - 1
+            else:
+                travelling.append(streamed)
+                stays = stays.join(adapters)
+        ends = [end.split() if stream_embeddings else (WeightCount(), end) for end in (self.embedding, self.head)]
+        for _, adapters in ends:
+            stays = stays.join(adapters)
+        return Placement(travelling, [end for end, _ in ends], resident, stays, kept=left)
+
+
+class Placement(NamedTuple):
+    """Where the weights of a streamed model are."""
+
+    layers: list[WeightCount]
+    """Layers that travel, without adapters."""
+    ends: list[WeightCount]
+    """Embeddings and head, as far as they travel."""
+    resident: list[WeightCount]
+    """Trained layers that live on the device."""
+    stays: WeightCount
+    """All that lives on the device: these layers too, embeddings and head if they do not travel, adapters, the rest."""
+    kept: int
+    """Frozen layers whose copies stay on the device after their use."""
 
 
 def _count(module: nn.Module | None, *, seen: set[int], muon: Collection[int], rounds: Collection[int]) -> WeightCount:

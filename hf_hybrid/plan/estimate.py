@@ -30,6 +30,7 @@ combinations are tried in the order of their cost, so that the advice is known t
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import logging
 import math
@@ -188,12 +189,16 @@ class Estimator:
         if setup.memory == "off":
             return
         for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
-            candidate = self.streamed(setup, setup.resident_layers or 0, ends)
-            budget = setup.device_budget
-            if setup.resident_layers is None and budget is not None:
-                room = (budget - candidate.peak_device_bytes) // WeightBytes(self.shape, setup).slot
-                candidate = self.streamed(setup, min(max(room, 0), len(self.shape.layers)), ends)
-            yield candidate
+            if setup.resident_layers is not None or setup.vram is None:
+                yield self.streamed(setup, setup.resident_layers or 0, ends)
+                continue
+            # As many as fit; none if even that does not.
+            counts = range(1, len(self.shape.layers) + 1)
+            too_large = functools.partial(self._is_too_large, setup, ends)
+            yield self.streamed(setup, bisect.bisect_left(counts, True, key=too_large), ends)
+
+    def _is_too_large(self, setup: Setup, stream_embeddings: bool, resident_layers: int) -> bool:
+        return self.streamed(setup, resident_layers, stream_embeddings).device_shortfall > 0
 
     def lightest(self, setup: Setup) -> Plan:
         """Everything on the device; if the setup leaves that open, recomputed are as few layers as fit, or else all."""
@@ -326,7 +331,8 @@ class Estimator:
             if limit is not None and short:
                 over = f"{format_bytes(short)} ({short} bytes) over `{name}={limit / 2**30:.3g}`"
                 parts.append(f"the {place} would hold an estimated {format_bytes(held)}{more}, {over}")
-        slot, budget = WeightBytes(self.shape, setup).slot, setup.device_budget
+        per, budget = WeightBytes(self.shape, setup), setup.device_budget
+        slot = max(per.packed(layer.split()[0], int8=True) for layer in set(self.shape.layers))
         if refused.mode == "streamed" and budget is not None and slot > budget:
             parts.append(f"the largest layer alone takes {format_bytes(slot)}")
         return f"`memory={setup.memory}` cannot train this model: {'; '.join(parts)}."

@@ -78,7 +78,6 @@ class WeightBytes:
             matrix.
         leap_values: fp32 values that the direction of leaps keeps of a trainable weight.
         leap: Bytes per trainable weight of these values and of the snapshot before a leap; 0 without leaps.
-        slot: Bytes of a device slot, which the largest layer fits into.
         locked: The page-locked bytes that a buffer takes on the host. On a CPU nothing is locked.
     """
 
@@ -100,11 +99,15 @@ class WeightBytes:
         self.orthogonal_host = max(MUON_SCRATCH * shape.largest_muon, LEAP_SCRATCH_ON_HOST * leap_matrix)
         self.leap_values = setup.values_per_weight or 0
         self.leap = 4 * self.leap_values + self.stored.trainable if setup.leaps else 0
-        self.slot = max(self.packed(layer.split()[0], int8=True) for layer in set(shape.layers))
 
     def states(self, unit: WeightCount) -> float:
         """Bytes of optimizer states: Muon keeps one tensor per weight."""
         return unit.trainable * self.state - unit.muon * self.stored.trainable
+
+    def casts(self, unit: WeightCount) -> int:
+        """Bytes of the rounded copies that autocast makes of its weights where they compute."""
+        copy = self.second_copy
+        return sum(p.count * (copy.trainable if p.trained else copy.frozen) for p in unit.by_parameter if p.rounds)
 
     def largest_gradient(self, unit: WeightCount) -> int:
         """Bytes of the largest gradient of a unit, in the dtype of its master."""
@@ -263,24 +266,26 @@ class StreamedStep:
         self, shape: ModelShape, setup: Setup, active: Activations, resident_layers: int, stream_embeddings: bool
     ):
         self.shape, self.setup, self.active, self.per = shape, setup, active, WeightBytes(shape, setup)
-        self.layers, self.ends, self.resident = shape.place(stream_embeddings)
+        self.layers, self.ends, resident, self.stays, kept = shape.place(stream_embeddings, resident_layers)
         self.stream_embeddings = stream_embeddings
         # Slots are made anew after a save, when the old ones are gone: the same number at any time, and none after it.
-        self.slots = (setup.prefetch_layers + 1 + resident_layers) * self.per.slot
+        slot = max((self.per.packed(layer, int8=True) for layer in set(self.layers)), default=0)
+        self.slots = (setup.prefetch_layers + 1 + kept) * slot
+        self.casts = max((self.per.casts(layer) for layer in set(resident)), default=0)
+        """Of a resident layer that computes under autocast: those of the others come rounded."""
         # The output before the last is parked as well, though it is needed again at once.
-        waiting = (len(self.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
+        waiting = (len(shape.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
         self.parked = waiting * active.output
         self.parked_locked = waiting * self.per.locked(active.output)
         # Gradients of embeddings or head leave after each micro-batch; those of a layer after each pass.
         self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
         self.gradients_of_an_end = max(self.per.leaving(end, setup.gradient_accumulation_steps) for end in self.ends)
-        self.gradients_of_a_layer = max(
-            self.per.leaving(layer, self.passes, setup.micro_batches_in_flight) for layer in set(self.layers)
-        )
+        leaving = [self.per.leaving(layer, self.passes, setup.micro_batches_in_flight) for layer in set(self.layers)]
+        self.gradients_of_a_layer = max(leaving, default=0)
 
     def table(self) -> ByteTable:
         """What the device holds at its largest moment, and the host between steps."""
-        table = self.per.held(self.resident, streamed=True)
+        table = self.per.held(self.stays, streamed=True)
         self._add_visitors(table)
         self._add_boundaries(table)
         self._add_to_host(table)
@@ -291,11 +296,13 @@ class StreamedStep:
         """Weights that visit the device: a slot for each layer, and one unit of embeddings or head."""
         table.add("weights", "device", self.slots + max(self.per.packed(end) for end in self.ends))
         if self.per.int8_layer is not None:  # a layer in int8 is expanded where it computes
-            table.add("buffers", "device", max(layer.frozen for layer in self.layers) * self.per.computed.frozen)
+            expanded = max((layer.frozen for layer in self.layers), default=0)
+            table.add("buffers", "device", expanded * self.per.computed.frozen)
 
     def _add_boundaries(self, table: ByteTable) -> None:
         """What layers leave for their backward pass: on the device, or with `offload_activations` all but two there."""
-        near = min(len(self.layers), 2) if self.setup.offload_activations else len(self.layers)
+        layers = len(self.shape.layers)
+        near = min(layers, 2) if self.setup.offload_activations else layers
         of_a_micro_batch = self.active.always + near * self.active.boundary
         table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
         table.add("activations", "host", self.parked_locked)
@@ -327,7 +334,7 @@ class StreamedStep:
             masters = per.stored.trainable if per.second_copy.trainable else 0
             per_weight = per.stored.trainable + per.state + masters
             updated = max(unit.trainable for unit in (*self.layers, *self.ends))
-            arriving = max(layer.trainable for layer in self.layers) * self.setup.prefetch_layers
+            arriving = max((layer.trainable for layer in self.layers), default=0) * self.setup.prefetch_layers
             moment["buffers"] = (updated + arriving) * per_weight + per.update_scratch
         return moment
 
@@ -342,7 +349,8 @@ class StreamedStep:
         """A layer runs once more and goes backward: what autograd saves of it, and its gradients, which leave."""
         # On a CPU the gradient of embeddings or head is counted beside the layer that computes next.
         beside = self.still_leaving() if self.per.on_gpu else self.gradients_of_an_end
-        return {"activations": self.active.layer, "gradients": self.gradients_of_a_layer + beside}
+        gradients = self.gradients_of_a_layer + beside
+        return {"activations": self.active.layer, "gradients": gradients, "buffers": self.casts}
 
 
 def growing_gradient_bytes(shape: ModelShape, setup: Setup) -> int:

@@ -65,10 +65,11 @@ class StreamedTraffic:
         self.setup, self.tied = plan.setup, plan.shape.tied
         self.micro_batches = plan.setup.gradient_accumulation_steps
         self.passes = self.micro_batches // plan.setup.micro_batches_in_flight
-        layers, (self.embedding, self.head), self.stays = plan.shape.place(plan.stream_embeddings)
-        self.layers = sorted(layers, key=lambda layer: self.per.packed(layer, int8=True))
-        """The smallest first. The largest stay on the device."""
-        self.leaving_count = max(len(layers) - plan.resident_layers, 0)
+        self.placement = plan.shape.place(plan.stream_embeddings, plan.resident_layers)
+        self.embedding, self.head = self.placement.ends
+        self.layers = sorted(self.placement.layers, key=lambda layer: self.per.packed(layer, int8=True))
+        """Layers that travel, the smallest first. Of frozen ones the largest stay on the device after use."""
+        self.leaving_count = max(len(self.layers) - self.placement.kept, 0)
         self.travelling = functools.reduce(WeightCount.join, [*self.layers, self.embedding, self.head])
 
     def weights(self) -> Traffic:
@@ -113,7 +114,4 @@ class StreamedTraffic:
             # holds a rounded copy.
             moved = travelling.trainable * (stored + per.state)
             return Traffic(moved + stored * rounding, moved + rounded * rounding)
-        # On the host. What is resident and trained is old after it.
-        refreshed = sum(per.packed(layer) for layer in self.layers[self.leaving_count :] if layer.trainable)
-        updated = travelling.trainable * 3 * stored + rounded * rounding + 2 * per.states(travelling)
-        return Traffic(refreshed, 0, updated)
+        return Traffic(host=travelling.trainable * 3 * stored + rounded * rounding + 2 * per.states(travelling))

@@ -348,8 +348,9 @@ def make_units(
     under a tenth of their unit; and all of the first `resident` layers that are trained otherwise. A unit of which
     nothing else is left is there only if it is such a layer.
     """
-    layers, ends = [(name, [module]) for name, module in layers], list(ends)
-    sets = [{id(p) for module in modules for p in module.parameters()} for _, modules in (*layers, *ends)]
+    layers, ends = list(layers), list(ends)
+    candidates = [[module] for _, module in layers] + [modules for _, modules in ends]
+    sets = [{id(p) for module in modules for p in module.parameters()} for modules in candidates]
     owners = Counter(key for parameters in sets for key in parameters)
 
     def streamed(name: str, modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -363,11 +364,11 @@ def make_units(
         return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin))
 
     of_layers = []
-    for name, modules in layers:
-        own = streamed(name, modules)
+    for name, module in layers:
+        own = streamed(name, [module])
         if resident > 0 and any(parameter.requires_grad for _, parameter in own):
             resident -= 1
-            of_layers.append(make(name, modules, [], False))
+            of_layers.append(make(name, [module], [], False))
         elif own:
-            of_layers.append(make(name, modules, own, int8))
+            of_layers.append(make(name, [module], own, int8))
     return of_layers, [make(name, modules, own, False) for name, modules in ends if (own := streamed(name, modules))]

@@ -135,7 +135,14 @@ def test_what_options_change_in_a_streamed_plan(tiny):
         return {key: count for key, count in moved.items() if count}
 
     assert change(prefetch_layers=2) == {("weights", "device"): SLOT}
-    assert change(resident_layers=1) == {("weights", "device"): SLOT}
+    assert change(resident_layers=1) == {
+        ("weights", "device"): 4 * LAYER,
+        ("gradients", "device"): 4 * LAYER,
+        ("states", "device"): 8 * LAYER,
+        ("weights", "host"): -SLOT,
+        ("gradients", "host"): -4 * LAYER,
+        ("states", "host"): -8 * LAYER,
+    }
     assert change(accumulation_walk="micro_batch") == {("activations", "device"): -2 * 2 * BOUNDARY}
     stay = EMBEDDING + REST
     assert change(enable_predict=True) == {
@@ -265,7 +272,7 @@ def test_weights_and_gradients_are_what_the_streamer_holds(working, ends, int8):
         layers,
         embeddings_and_head(model) if ends else (),
         device=torch.device("cpu"),
-        kept=1,
+        resident=1,
         dtype_of=_working_dtypes(model, working is not None),
         int8=int8,
     )
@@ -494,8 +501,10 @@ def test_traffic_follows_the_walk_and_what_is_resident():
     once = into()
     sums = 3 * 4 * 10 * 10**6  # of gradients, which come back to be added to
     assert into(accumulation_walk="micro_batch") == 4 * once + sums
-    # A resident layer still comes once per step, after its update; it need not come again for the backward.
-    assert into(resident_layers=5) == once * 0.75
+    assert into(resident_layers=5) == once * 0.5, "trained layers live on the device"
+    frozen = only_layers(10, 10**6, 4)
+    kept = step_traffic(plan(frozen, sequence_length=64, memory="stream", resident_layers=5))["h2d"]
+    assert kept == step_traffic(plan(frozen, sequence_length=64, memory="stream"))["h2d"] * 0.5, "and copies of others"
     offloaded = into(offload_activations=True) - once
     assert offloaded == 4 * 9 * 64 * 4096 * 2
     assert step_traffic(plan(shape, sequence_length=64)) == {"h2d": 0, "d2h": 0, "dram": 0}

@@ -31,7 +31,7 @@ def test_more_memory_keeps_more_layers(tmp_path, train_set):
     least = build(tmp_path, train_set, memory="stream").memory.plan.peak_device_bytes / 2**30
     kept = [
         build(tmp_path, train_set, memory="stream", vram_budget_gib=budget).memory.plan.resident_layers
-        for budget in (least, 1.15 * least, 1.0)
+        for budget in (least, 1.5 * least, 1.0)
     ]
     assert kept[0] < kept[1] <= kept[2] == LAYERS
 
