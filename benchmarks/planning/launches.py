@@ -1,0 +1,205 @@
+"""
+What the host spends on a kernel: processor time of eager PyTorch, divided by the kernels that it launches.
+
+    python -m benchmarks.planning.launches        # one core, three minutes
+
+A GPU waits where the host needs longer to launch a kernel than the device needs to run it. What the host does for a
+kernel is the same for every device down to the kernel itself: modules in Python, autocast, the dispatcher, the graph
+that autograd builds, its engine, and the memory of the result. So it is measured on a CPU, on tensors so small that
+their arithmetic is nothing (a Llama 2 layer of width 16 or 64, 1 x 4 tokens, bf16 autocast, one thread). The kernels of
+the same passes are counted on the simulated device (tests/simulated_gpu/kernels.py).
+
+**What is not in it** is the driver's part of a launch. What is in its place is the work of the CPU's kernel. From width
+32 on torch computes bf16 products with oneDNN, whose preparation is longer than the product. So width 16 has the
+least of a CPU's kernels, and the difference to width 64 shows what they cost.
+
+Arms: the passes of one layer; a step of AdamW on the device (`fused`); one more micro-batch in a step of plain
+`Trainer` with gradient checkpointing, and of a streamed `HybridTrainer`, each the difference of steps with two and with
+six; and the update of a weight on the host in 16 parts, whose operations are counted in place of kernels. Attention is
+that of torch without a fused kernel, as the simulated device has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from benchmarks.results import Results, command_line, provenance
+from benchmarks.timing import StepClock
+from hf_hybrid import HybridConfig, HybridTrainer, machine
+from hf_hybrid.streaming.optimizer import step_in_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTHS, TOKENS, LAYERS = (16, 64), 4, 4
+PARTS, PART = 16, 64
+FEW, MANY = 2, 6
+"""Micro-batches of the steps whose difference is taken."""
+WARM_UP = 50
+KEY = ("arm", "width")
+
+Pass = Callable[[], object]
+
+
+def llama(width: int, layers: int) -> LlamaConfig:
+    """The structure of Llama 2 7B."""
+    return LlamaConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=width * 11008 // 4096,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=TOKENS,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+
+
+def layer_passes(device: str, width: int) -> dict[str, Pass]:
+    """Passes of one layer, and a step of its optimizer, to be called in this order."""
+    config = llama(width, 1)
+    layer = LlamaDecoderLayer(config, 0).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4, fused=True)
+    inputs = torch.randn(1, TOKENS, width).to(device).requires_grad_()
+    gradient = torch.randn(1, TOKENS, width).to(device)
+    positions = torch.arange(TOKENS)[None].to(device)
+    rotations = LlamaRotaryEmbedding(config).to(device)(inputs.detach(), positions)
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            made[:] = [layer(inputs, position_ids=positions, position_embeddings=rotations)]
+
+    def backward() -> None:
+        made[0].backward(gradient)
+
+    def forget() -> None:
+        made.clear()
+        inputs.grad = None
+        optimizer.zero_grad()
+
+    forward()
+    backward()
+    optimizer.step()  # makes its states
+    forget()
+    return {
+        "forward": torch.no_grad()(forward),
+        "forward, with gradients": forward,
+        "backward": backward,
+        "update on the device": optimizer.step,
+        "": forget,
+    }
+
+
+def host_update() -> Pass:
+    """An update of a weight on the host, in parts."""
+    weight = torch.nn.Parameter(torch.randn(PARTS * PART))
+    weight.grad = torch.randn(PARTS * PART)
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+    optimizer.step()
+    state, group, scale = optimizer.state[weight], optimizer.param_groups[0], torch.tensor(0.5)
+    rounded = weight.detach().bfloat16()
+    return mock.patch.object(machine, "PART", PART)(lambda: step_in_parts(weight, state, group, scale, rounded))
+
+
+def train(arm: str, device: str, width: int, micro_batches: int, steps: int) -> list[float]:
+    """Seconds of processor time of each step but the first."""
+    model = LlamaForCausalLM(llama(width, LAYERS))
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (2 * MANY, TOKENS))]
+    values = {
+        "max_steps": steps, "per_device_train_batch_size": 1, "gradient_accumulation_steps": micro_batches,
+        "bf16": True, "optim": "adamw_torch_fused", "logging_steps": 10 * steps, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": device == "cpu",
+    }  # fmt: skip
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as folder:
+        if arm == "trainer":
+            arguments = TrainingArguments(folder, gradient_checkpointing=True, **values)
+            trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock])
+        else:
+            arguments = HybridConfig(folder, enable_predict=False, memory="stream", resident_layers=0, **values)
+            trainer = HybridTrainer(model, arguments, train_dataset=data, callbacks=[clock])
+        trainer.train()
+    return clock.steps
+
+
+def alike(function: Pass) -> Pass:
+    """With the attention that has the same kernels on a CPU and on the simulated device."""
+    return sdpa_kernel(SDPBackend.MATH)(function)
+
+
+def passes(device: str) -> dict[str, Pass]:
+    """What is counted, for tests/simulated_gpu/kernels.py."""
+    found = {**layer_passes(device, WIDTHS[0]), "update on the host": host_update()}
+    for arm in ("trainer", "streamed"):
+        for count in (FEW, MANY):
+            found[f"{arm} {count}"] = functools.partial(train, arm, device, WIDTHS[0], count, 1)
+    return {name: alike(function) for name, function in found.items()}
+
+
+def counted() -> dict[str, int]:
+    """Kernels of each arm on the simulated device, and operations of an update on the host."""
+    folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "simulated_gpu.kernels", "benchmarks.planning.launches"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    of_device = json.loads(done.stdout.splitlines()[-1])
+    found = {name: kernels or operations for name, (kernels, operations) in of_device.items()}
+    for arm in ("trainer", "streamed"):
+        found[arm] = (found.pop(f"{arm} {MANY}") - found.pop(f"{arm} {FEW}")) // (MANY - FEW)
+    return found
+
+
+def measured(width: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of processor time of each arm, again and again, in turn."""
+    seconds = defaultdict(list)
+    everything = {**layer_passes("cpu", width), "update on the host": host_update()}
+    for _ in range(WARM_UP + 20 * rounds):
+        for name, function in everything.items():
+            started = time.process_time()
+            function()
+            seconds[name].append(time.process_time() - started)
+    found = {name: values[WARM_UP:] for name, values in seconds.items() if name}
+    for _ in range(rounds // 10):
+        for arm in ("trainer", "streamed"):
+            few, many = (train(arm, "cpu", width, count, 22)[1:] for count in (FEW, MANY))
+            found.setdefault(arm, []).extend((b - a) / (MANY - FEW) for a, b in zip(few, many))
+    return found
+
+
+def main() -> None:
+    """Count, measure, append the results and print them."""
+    parser = command_line(__doc__, Path(__file__).parent)
+    parser.add_argument("--rounds", type=int, default=50)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results, kernels = Results(args.results, "launches", KEY), counted()
+    for width in WIDTHS:
+        for arm, seconds in alike(lambda: measured(width, args.rounds))().items():
+            tenth, _, _, _, half, _, _, _, last = (1e6 * s / kernels[arm] for s in statistics.quantiles(seconds, n=10))
+            found = {"kernels": kernels[arm], "microseconds": round(half, 2)}
+            spread = {"tenth": round(tenth, 2), "nine_tenths": round(last, 2), "n": len(seconds)}
+            results.add({"arm": arm, "width": width, **found, **spread, **provenance(1)})
+            print(f"{arm:24s} width {width:3d} {kernels[arm]:5d} kernels {half:6.2f} us each ({tenth:.2f} to {last:.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""
+Counts the kernels of some passes on the simulated device, and the operations that the host computes meanwhile.
+
+    python -m simulated_gpu.kernels MODULE    # with tests/ in PYTHONPATH
+
+`MODULE.passes(device)` returns functions by name, which are called in their order. The last line that is printed is the
+JSON object `{name: [kernels and copies, operations of the host]}`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+
+from simulated_gpu import device as sim  # noqa: I001 - before torch
+from simulated_gpu.clock import Clock
+
+from hf_hybrid.cli.cards import CARDS, HOSTS
+
+
+def count(passes: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
+    """Kernels and copies that each pass launches, and operations of the host, as the clock counts them."""
+    counted = {}
+    for name, function in passes.items():
+        # Seconds that are one for each of both, so that their sums are numbers of calls.
+        calls = []
+        sim.clock = Clock(CARDS["rtx4090"], HOSTS["desktop"], launch=1.0)
+        sim.clock.work = lambda what, size: calls.append(what)
+        with sim.HostMode():
+            function()
+        counted[name] = round(sim.clock.busy["launches"]), len(calls)
+        sim.clock = None
+    return counted
+
+
+def main() -> None:
+    module = importlib.import_module(sys.argv[1])  # before the device is there: packages look for kernels of CUDA
+    sim.install()
+    sys.stdout.write(json.dumps(count(module.passes("cuda"))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
