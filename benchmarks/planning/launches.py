@@ -1,22 +1,28 @@
 """
 What the host spends on a kernel: processor time of eager PyTorch, divided by the kernels that it launches.
 
-    python -m benchmarks.planning.launches        # one core, three minutes
+    python -m benchmarks.planning.launches        # one core, five minutes
 
-A GPU waits where the host needs longer to launch a kernel than the device needs to run it. What the host does for a
-kernel is the same for every device down to the kernel itself: modules in Python, autocast, the dispatcher, the graph
-that autograd builds, its engine, and the memory of the result. So it is measured on a CPU, on tensors so small that
-their arithmetic is nothing (a Llama 2 layer of width 16 or 64, 1 x 4 tokens, bf16 autocast, one thread). The kernels of
-the same passes are counted on the simulated device (tests/simulated_gpu/kernels.py).
+A GPU waits where the host needs longer to launch a kernel than the device needs to run it. Down to the kernel itself the
+host does the same for every device: modules in Python, autocast, the dispatcher, the graph that autograd builds, its
+engine, and the memory of the result. So its time is measured on a CPU, with tensors so small that their arithmetic is
+nothing (layers of Llama 2, 1 x 4 tokens, bf16 autocast, one thread). The kernels of the same passes are counted on the
+simulated device (tests/simulated_gpu/kernels.py).
 
-**What is not in it** is the driver's part of a launch. What is in its place is the work of the CPU's kernel. From width
-32 on torch computes bf16 products with oneDNN, whose preparation is longer than the product. So width 16 has the
-least of a CPU's kernels, and the difference to width 64 shows what they cost.
+**The driver's part of a launch is not in it.** In its place is the work of the CPU's kernel. At width 64 torch computes
+bf16 products with oneDNN, whose preparation takes longer than the product; at width 16 it does not. So the narrow rows
+have the least of a CPU's kernels, and the wide ones show how much they can add.
 
-Arms: the passes of one layer; a step of AdamW on the device (`fused`); one more micro-batch in a step of plain
-`Trainer` with gradient checkpointing, and of a streamed `HybridTrainer`, each the difference of steps with two and with
-six; and the update of a weight on the host in 16 parts, whose operations are counted in place of kernels. Attention is
-that of torch without a fused kernel, as the simulated device has it.
+Arms:
+
+- the passes of one layer, in a loop;
+- a step of fused AdamW on the device;
+- a whole step of plain `Trainer` with gradient checkpointing, and of a streamed `HybridTrainer`, with eight layers and
+  four micro-batches. They have all that happens beside kernels, too: batches, callbacks, hooks, and the update;
+- the update of a weight on the host in 16 parts. Operations of the host are counted in place of kernels.
+
+Attention is that of torch without a fused kernel, which the simulated device has, too. A busy machine makes processor
+time longer, so each row has the tenth percentile beside the median.
 """
 
 from __future__ import annotations
@@ -45,11 +51,12 @@ from hf_hybrid import HybridConfig, HybridTrainer, machine
 from hf_hybrid.streaming.optimizer import step_in_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTHS, TOKENS, LAYERS = (16, 64), 4, 4
+WIDTHS, TOKENS, LAYERS, MICRO_BATCHES = (16, 64), 4, 8, 4
 PARTS, PART = 16, 64
-FEW, MANY = 2, 6
-"""Micro-batches of the steps whose difference is taken."""
-WARM_UP = 50
+"""Of the weight that the host updates, and numbers in each."""
+REPEATED, STEPS = 30, 10
+"""Passes and steps of a round."""
+TRAINERS = ("Trainer", "streamed")
 KEY = ("arm", "width")
 
 Pass = Callable[[], object]
@@ -101,7 +108,7 @@ def layer_passes(device: str, width: int) -> dict[str, Pass]:
         "forward, with gradients": forward,
         "backward": backward,
         "update on the device": optimizer.step,
-        "": forget,
+        "forget": forget,
     }
 
 
@@ -116,18 +123,18 @@ def host_update() -> Pass:
     return mock.patch.object(machine, "PART", PART)(lambda: step_in_parts(weight, state, group, scale, rounded))
 
 
-def train(arm: str, device: str, width: int, micro_batches: int, steps: int) -> list[float]:
+def train(arm: str, device: str, width: int, steps: int) -> list[float]:
     """Seconds of processor time of each step but the first."""
     model = LlamaForCausalLM(llama(width, LAYERS))
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (2 * MANY, TOKENS))]
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (steps * MICRO_BATCHES, TOKENS))]
     values = {
-        "max_steps": steps, "per_device_train_batch_size": 1, "gradient_accumulation_steps": micro_batches,
+        "max_steps": steps, "per_device_train_batch_size": 1, "gradient_accumulation_steps": MICRO_BATCHES,
         "bf16": True, "optim": "adamw_torch_fused", "logging_steps": 10 * steps, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": device == "cpu",
     }  # fmt: skip
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
-        if arm == "trainer":
+        if arm == "Trainer":
             arguments = TrainingArguments(folder, gradient_checkpointing=True, **values)
             trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock])
         else:
@@ -145,14 +152,14 @@ def alike(function: Pass) -> Pass:
 def passes(device: str) -> dict[str, Pass]:
     """What is counted, for tests/simulated_gpu/kernels.py."""
     found = {**layer_passes(device, WIDTHS[0]), "update on the host": host_update()}
-    for arm in ("trainer", "streamed"):
-        for count in (FEW, MANY):
-            found[f"{arm} {count}"] = functools.partial(train, arm, device, WIDTHS[0], count, 1)
+    for arm in TRAINERS:
+        for steps in (1, 2):
+            found[f"{arm} {steps}"] = functools.partial(train, arm, device, WIDTHS[0], steps)
     return {name: alike(function) for name, function in found.items()}
 
 
 def counted() -> dict[str, int]:
-    """Kernels of each arm on the simulated device, and operations of an update on the host."""
+    """Kernels of each arm on the simulated device, or operations of the host where there are none."""
     folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "simulated_gpu.kernels", "benchmarks.planning.launches"],
@@ -163,42 +170,42 @@ def counted() -> dict[str, int]:
     )
     of_device = json.loads(done.stdout.splitlines()[-1])
     found = {name: kernels or operations for name, (kernels, operations) in of_device.items()}
-    for arm in ("trainer", "streamed"):
-        found[arm] = (found.pop(f"{arm} {MANY}") - found.pop(f"{arm} {FEW}")) // (MANY - FEW)
+    for arm in TRAINERS:
+        found[arm] = found.pop(f"{arm} 2") - found.pop(f"{arm} 1")
+    del found["forget"]
     return found
 
 
 def measured(width: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of processor time of each arm, again and again, in turn."""
-    seconds = defaultdict(list)
+    """Seconds of processor time of each arm, again and again, in turn: a machine's speed drifts."""
+    found = defaultdict(list)
     everything = {**layer_passes("cpu", width), "update on the host": host_update()}
-    for _ in range(WARM_UP + 20 * rounds):
-        for name, function in everything.items():
-            started = time.process_time()
-            function()
-            seconds[name].append(time.process_time() - started)
-    found = {name: values[WARM_UP:] for name, values in seconds.items() if name}
-    for _ in range(rounds // 10):
-        for arm in ("trainer", "streamed"):
-            few, many = (train(arm, "cpu", width, count, 22)[1:] for count in (FEW, MANY))
-            found.setdefault(arm, []).extend((b - a) / (MANY - FEW) for a, b in zip(few, many))
+    for _ in range(rounds):
+        for again in range(2 * REPEATED):
+            for name, function in everything.items():
+                started = time.process_time()
+                function()
+                if again >= REPEATED:
+                    found[name].append(time.process_time() - started)
+        for arm in TRAINERS:
+            found[arm].extend(train(arm, "cpu", width, 2 + STEPS)[1:])
     return found
 
 
 def main() -> None:
     """Count, measure, append the results and print them."""
     parser = command_line(__doc__, Path(__file__).parent)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results, kernels = Results(args.results, "launches", KEY), counted()
     for width in WIDTHS:
-        for arm, seconds in alike(lambda: measured(width, args.rounds))().items():
-            tenth, _, _, _, half, _, _, _, last = (1e6 * s / kernels[arm] for s in statistics.quantiles(seconds, n=10))
-            found = {"kernels": kernels[arm], "microseconds": round(half, 2)}
-            spread = {"tenth": round(tenth, 2), "nine_tenths": round(last, 2), "n": len(seconds)}
-            results.add({"arm": arm, "width": width, **found, **spread, **provenance(1)})
-            print(f"{arm:24s} width {width:3d} {kernels[arm]:5d} kernels {half:6.2f} us each ({tenth:.2f} to {last:.2f})")
+        seconds = alike(lambda: measured(width, args.rounds))()
+        for arm, count in kernels.items():
+            tenth, *_, half, _, _, _, _ = (round(1e6 * s / count, 2) for s in statistics.quantiles(seconds[arm], n=10))
+            each = {"kernels": count, "microseconds": half, "tenth": tenth, "n": len(seconds[arm])}
+            results.add({"arm": arm, "width": width, **each, **provenance(1)})
+            print(f"{arm:24s} width {width:3d} {count:5d} kernels, {half} us each (tenth percentile {tenth})")
 
 
 if __name__ == "__main__":
