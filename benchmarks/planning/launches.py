@@ -3,11 +3,11 @@ What the host spends on a kernel: processor time of eager PyTorch, divided by th
 
     python -m benchmarks.planning.launches        # one core, five minutes
 
-A GPU waits where the host needs longer to launch a kernel than the device needs to run it. Down to the kernel itself the
-host does the same for every device: modules in Python, autocast, the dispatcher, the graph that autograd builds, its
-engine, and the memory of the result. So its time is measured on a CPU, with tensors so small that their arithmetic is
-nothing (layers of Llama 2, 1 x 4 tokens, bf16 autocast, one thread). The kernels of the same passes are counted on the
-simulated device (tests/simulated_gpu/kernels.py).
+A GPU waits where the host needs longer to launch a kernel than the device needs to run it. Down to the kernel itself
+the host does the same for every device: modules in Python, autocast, the dispatcher, the graph that autograd builds,
+its engine, and the memory of the result. So its time is measured on a CPU, with tensors so small that their arithmetic
+is nothing (layers of Llama 2, 1 x 4 tokens, bf16 autocast, one thread). The kernels of the same passes are counted on
+the simulated device (tests/simulated_gpu/kernels.py).
 
 **The driver's part of a launch is not in it.** In its place is the work of the CPU's kernel. At width 64 torch computes
 bf16 products with oneDNN, whose preparation takes longer than the product; at width 16 it does not. So the narrow rows
@@ -17,8 +17,8 @@ Arms:
 
 - the passes of one layer, in a loop;
 - a step of fused AdamW on the device;
-- a whole step of plain `Trainer` with gradient checkpointing, and of a streamed `HybridTrainer`, with eight layers and
-  four micro-batches. They have all that happens beside kernels, too: batches, callbacks, hooks, and the update;
+- a whole step of a streamed `HybridTrainer`, with eight layers and four micro-batches. It has all that happens beside
+  kernels, too: batches, callbacks, hooks, and the update on the host;
 - the update of a weight on the host in 16 parts. Operations of the host are counted in place of kernels.
 
 Attention is that of torch without a fused kernel, which the simulated device has, too. A busy machine makes processor
@@ -38,11 +38,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from benchmarks.results import Results, command_line, provenance
@@ -56,10 +57,10 @@ PARTS, PART = 16, 64
 """Of the weight that the host updates, and numbers in each."""
 REPEATED, STEPS = 30, 10
 """Passes and steps of a round."""
-TRAINERS = ("Trainer", "streamed")
+STREAMED = "a streamed step"
 KEY = ("arm", "width")
 
-Pass = Callable[[], object]
+Pass = Callable[[], Any]
 
 
 def llama(width: int, layers: int) -> LlamaConfig:
@@ -123,8 +124,8 @@ def host_update() -> Pass:
     return mock.patch.object(machine, "PART", PART)(lambda: step_in_parts(weight, state, group, scale, rounded))
 
 
-def train(arm: str, device: str, width: int, steps: int) -> list[float]:
-    """Seconds of processor time of each step but the first."""
+def train(device: str, width: int, steps: int) -> list[float]:
+    """Train with streamed layers; seconds of processor time of each step but the first."""
     model = LlamaForCausalLM(llama(width, LAYERS))
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (steps * MICRO_BATCHES, TOKENS))]
     values = {
@@ -134,17 +135,13 @@ def train(arm: str, device: str, width: int, steps: int) -> list[float]:
     }  # fmt: skip
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
-        if arm == "Trainer":
-            arguments = TrainingArguments(folder, gradient_checkpointing=True, **values)
-            trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock])
-        else:
-            arguments = HybridConfig(folder, enable_predict=False, memory="stream", resident_layers=0, **values)
-            trainer = HybridTrainer(model, arguments, train_dataset=data, callbacks=[clock])
+        config = HybridConfig(folder, enable_predict=False, memory="stream", resident_layers=0, **values)
+        trainer = HybridTrainer(model, config, train_dataset=data, callbacks=[clock])
         trainer.train()
     return clock.steps
 
 
-def alike(function: Pass) -> Pass:
+def alike(function: Callable) -> Callable:
     """With the attention that has the same kernels on a CPU and on the simulated device."""
     return sdpa_kernel(SDPBackend.MATH)(function)
 
@@ -152,9 +149,8 @@ def alike(function: Pass) -> Pass:
 def passes(device: str) -> dict[str, Pass]:
     """What is counted, for tests/simulated_gpu/kernels.py."""
     found = {**layer_passes(device, WIDTHS[0]), "update on the host": host_update()}
-    for arm in TRAINERS:
-        for steps in (1, 2):
-            found[f"{arm} {steps}"] = functools.partial(train, arm, device, WIDTHS[0], steps)
+    for steps in (1, 2):
+        found[f"{STREAMED} {steps}"] = functools.partial(train, device, WIDTHS[0], steps)
     return {name: alike(function) for name, function in found.items()}
 
 
@@ -170,8 +166,7 @@ def counted() -> dict[str, int]:
     )
     of_device = json.loads(done.stdout.splitlines()[-1])
     found = {name: kernels or operations for name, (kernels, operations) in of_device.items()}
-    for arm in TRAINERS:
-        found[arm] = found.pop(f"{arm} 2") - found.pop(f"{arm} 1")
+    found[STREAMED] = found.pop(f"{STREAMED} 2") - found.pop(f"{STREAMED} 1")
     del found["forget"]
     return found
 
@@ -187,20 +182,19 @@ def measured(width: int, rounds: int) -> dict[str, list[float]]:
                 function()
                 if again >= REPEATED:
                     found[name].append(time.process_time() - started)
-        for arm in TRAINERS:
-            found[arm].extend(train(arm, "cpu", width, 2 + STEPS)[1:])
+        found[STREAMED].extend(train("cpu", width, 2 + STEPS)[1:])
     return found
 
 
 def main() -> None:
     """Count, measure, append the results and print them."""
     parser = command_line(__doc__, Path(__file__).parent)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results, kernels = Results(args.results, "launches", KEY), counted()
     for width in WIDTHS:
-        seconds = alike(lambda: measured(width, args.rounds))()
+        seconds = alike(measured)(width, args.rounds)
         for arm, count in kernels.items():
             tenth, *_, half, _, _, _, _ = (round(1e6 * s / count, 2) for s in statistics.quantiles(seconds[arm], n=10))
             each = {"kernels": count, "microseconds": half, "tenth": tenth, "n": len(seconds[arm])}

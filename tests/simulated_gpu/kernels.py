@@ -14,24 +14,30 @@ import json
 import sys
 from collections.abc import Callable
 
-from simulated_gpu import device as sim  # noqa: I001 - before torch
-from simulated_gpu.clock import Clock
+from simulated_gpu import device as sim
+from simulated_gpu.clock import CARDS, HOSTS, Clock
 
-from hf_hybrid.cli.cards import CARDS, HOSTS
+
+class Counts(Clock):
+    """A clock on which a launch takes a second, and which counts what the host computes."""
+
+    def __init__(self):
+        super().__init__(CARDS["rtx4090"], HOSTS["desktop"], launch=1.0)
+        self.operations = 0
+
+    def work(self, what: str, size: float) -> None:
+        self.operations += 1
 
 
 def count(passes: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
     """Kernels and copies that each pass launches, and operations of the host, as the clock counts them."""
     counted = {}
     for name, function in passes.items():
-        # Seconds that are one for each of both, so that their sums are numbers of calls.
-        calls = []
-        sim.clock = Clock(CARDS["rtx4090"], HOSTS["desktop"], launch=1.0)
-        sim.clock.work = lambda what, size: calls.append(what)
+        clock = sim.clock = Counts()
         with sim.HostMode():
             function()
-        counted[name] = round(sim.clock.busy["launches"]), len(calls)
         sim.clock = None
+        counted[name] = round(clock.busy["launches"]), clock.operations
     return counted
 
 
