@@ -14,6 +14,8 @@ from benchmarks.memory.peaks import MODES
 from benchmarks.planning.accuracy import MODELS as PLANNED
 from benchmarks.planning.accuracy import REFERENCES
 from benchmarks.planning.accuracy import table as accuracy_table
+from benchmarks.planning.launches import KEY as LAUNCH
+from benchmarks.planning.launches import WIDTHS
 from benchmarks.planning.published import FACTORY, LLMQ, OURS, ROWS, ZERO
 from benchmarks.planning.published import KEY as OWN
 from benchmarks.tables import all_lines, in_set, markdown, mib, percent, results, table
@@ -339,6 +341,24 @@ def streaming_changes() -> str:
         "norms on the device, widening beside the backward pass",
     ]
     return markdown([*heading, "update in parts", "floor now", "ratio"], told)
+
+
+LAUNCHES = {
+    "forward": "a layer forward, without gradients", "forward, with gradients": "a layer forward, with gradients",
+    "backward": "a layer backward", "update on the device": "fused AdamW of a layer on the device",
+    "a streamed step": "a whole streamed step", "update on the host": "a part of an update on the host",
+}  # fmt: skip
+
+
+@table("launches")
+def launches() -> str:
+    stored, told = results("planning", "launches", *LAUNCH), []
+    for arm, name in LAUNCHES.items():
+        narrow, wide = (stored.get(arm=arm, width=width) for width in WIDTHS)
+        cells = [f"{row['microseconds']:.1f} ({row['tenth']:.1f})" for row in (narrow, wide)]
+        told.append([name, f"{narrow['kernels']:,}", *cells, narrow["n"]])
+    heading = ["", "kernels", *(f"us for each, width {width}" for width in WIDTHS), "n"]
+    return markdown(heading, told)
 
 
 CARD_NAMES = {"rtx4090": "RTX 4090", "rtx5060ti": "RTX 5060 Ti", "h100": "H100"}

@@ -16,7 +16,12 @@ Shares of the data sheets that work reaches. Copies over the bus of an H100 ran 
 Streaming kernels reach 85 % of device memory and 67 % of host memory; both are assumed.
 """
 LAUNCH_SECONDS = 6e-6
-"""Of the host, for each kernel that eager PyTorch launches."""
+"""
+Of the host, for each kernel that eager PyTorch launches. On one core of an AMD EPYC the passes of a Llama layer under
+autocast took 6.8 us of processor time for each kernel (tenth percentile 5.8, `python -m benchmarks.planning.launches`).
+The driver's part of a launch is not in it; the work of the CPU's kernel is, in its place. A whole streamed step took
+14.0 us for each, with all that it does beside kernels (docs/evaluation/streaming_time.md).
+"""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,11 @@ Bytes of device memory in one pass through a layer, per token and unit of width 
 the loss, per token and word. By what is trained: fp32 weights under autocast, weights in the dtype that they compute
 in, or adapters. In fp32 alone twice the bytes of bf16 are assumed.
 """
-LAUNCHES = 60
-"""Kernels of one pass through a layer."""
+LAUNCHES = {"autocast": 62, "same": 57, "adapters": 99, "fp32": 62}
+"""
+Kernels of one pass through a layer of a Llama, counted by the simulated device; a backward pass counts as two. In fp32
+alone, which the clock has no row of, those of autocast are assumed.
+"""
 CAST_BYTES = 6
 """Device memory moved where autocast rounds a weight of a layer that lives on the device."""
 SUMMED_BYTES = 10
@@ -129,6 +132,7 @@ class _Computing:
         kind = "fp32" if in_fp32 else "autocast" if per.second_copy.trainable else "same"
         kind = "adapters" if shape.total.trainable < shape.total.weights / 10 else kind
         self._pass_bytes, logit_bytes = MOVED[kind]
+        self._launching = LAUNCHES[kind] * LAUNCH_SECONDS
         self._rate = card.peak_fp32 * card.reached if in_fp32 else card.products
         self._attended = 2 * setup.tokens * setup.sequence_length * shape.hidden  # causal, one pass
         streamed = plan.mode == "streamed"
@@ -160,7 +164,7 @@ class _Computing:
         weights = layer.trainable * passes + layer.frozen
         operations = 2 * setup.tokens * weights + self._attended * (2.5 if backward else 1)
         moved = self._pass_bytes * passes * setup.tokens * layer.weights / shape.hidden
-        return max(operations / self._rate + moved / self.card.memory, passes * LAUNCHES * LAUNCH_SECONDS)
+        return max(operations / self._rate + moved / self.card.memory, passes * self._launching)
 
     def _update(self, weights: WeightCount) -> float:
         return UPDATED_BYTES[self.plan.setup.optimizer_states] * weights.trainable / self.card.memory

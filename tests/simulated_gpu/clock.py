@@ -51,7 +51,8 @@ from simulated_gpu.resources import MAIN, UPDATE, Cache, HostMemory, Turns  # no
 HOST_CALL = 6e-6
 """
 Seconds of an operation of torch on the host beside its memory. On one core of an AMD EPYC the three of an update took
-0.9 to 2.9 us each. The rest is an estimate of what it takes to wake the threads that share an operation.
+6.2 us each in the package's loop over parts (tenth percentile 5.4, `python -m benchmarks.planning.launches`). What it
+takes to wake the threads that share an operation is not in it.
 """
 KERNEL = 2e-6
 """Seconds of a kernel beside its work."""

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig
 
-from hf_hybrid.cli.cards import CARDS, HOSTS
+from benchmarks.tables.memory import clock
+from hf_hybrid.cli.cards import CARDS, HOSTS, LAUNCH_SECONDS
 from hf_hybrid.cli.planner import Planner
-from hf_hybrid.cli.times import step_time
+from hf_hybrid.cli.times import LAUNCHES, step_time
 from hf_hybrid.cli.ways import Way
 from simulated_gpu.resources import UPDATE, Cache, HostMemory, Turns
 from simulated_gpu.results import TESTS, python_path
@@ -141,6 +142,14 @@ def test_a_copy_a_product_and_work_of_the_host():
     assert product == waited == pytest.approx(12.5)
     assert worked == pytest.approx(0.5 + 8000 / 3900, abs=1e-4)
     assert stopped == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("kind,trained", [("full", "autocast"), ("8bit", "same"), ("lora", "adapters")])
+def test_the_planner_has_the_kernels_that_the_clock_counted(kind, trained):
+    four, sixteen = (clock(kind, "7b", count, "rtx4090", "desktop") for count in (4, 16))
+    launched = (sixteen["busy"]["launches"] - four["busy"]["launches"]) / LAUNCH_SECONDS
+    passes = 12 * 8 * 4  # micro-batches, layers, and forward, forward again and a backward pass, which counts twice
+    assert LAUNCHES[trained] == pytest.approx(launched / passes, rel=0.03)
 
 
 STEPS = """
