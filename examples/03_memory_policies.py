@@ -3,7 +3,7 @@ Train the same model with its memory in different places, and compare the result
 cores).
 
     python examples/03_memory_policies.py
-    python examples/03_memory_policies.py --layers 12 --width 256 --ways resident streamed half_kept
+    python examples/03_memory_policies.py --layers 12 --width 256 --ways resident streamed half_resident
     python examples/03_memory_policies.py --enable_predict True
 
 Nothing is downloaded. Each way trains the same model on the same batches. The table shows the bytes held on device and
@@ -32,7 +32,7 @@ WAYS = {
     "resident": {},
     "checkpointed": {"activation_checkpointing": True},
     "streamed": STREAMED,
-    "half_kept": {"memory": "stream", "resident_layers": "half"},
+    "half_resident": {"memory": "stream", "resident_layers": "half"},
     "micro_batch": {**STREAMED, "accumulation_walk": "micro_batch"},
     "activations": {**STREAMED, "offload_activations": True},
     "embeddings": {**STREAMED, "stream_embeddings": True},

@@ -225,7 +225,8 @@ class HybridArguments:
     )
     resident_layers: Optional[int] = option(
         None,
-        "Streamed layers that stay on the device after use. Default: as many as fit into vram_budget_gib.",
+        "Layers of a streamed model that stay on the device: trained ones with gradients and optimizer states, of "
+        "frozen ones the copies. Default: as many as fit into vram_budget_gib.",
         at_least=0,
     )
     stream_embeddings: Optional[bool] = option(

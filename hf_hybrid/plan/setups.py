@@ -53,7 +53,7 @@ class Setup:
     optimizer_states: str = "exact"  # or "8bit": of AdamW
     states_per_weight: int = 2  # tensors that the optimizer keeps
     base_precision: str = "same"  # "int8": frozen weights of layers are kept and travel as int8; asks for streaming
-    resident_layers: int | None = None  # layers that stay on the device; a number asks for streaming, None: what fits
+    resident_layers: int | None = None  # layers that live on the device; a number asks for streaming, None: what fits
     prefetch_layers: int = 1
     stream_embeddings: bool | None = None  # and the head; None: only if they do not fit
     accumulation_walk: str = "auto"  # as "layer": a layer runs all micro-batches before the next; or "micro_batch"

@@ -63,11 +63,11 @@ def test_memory_policies(start):
     out, _ = start("03_memory_policies", "--layers", 4, "--width", 64, "--max_steps", 3)
     found = dict(re.findall(r"^(\w+) +(\d+\.\d+ +\d+\.\d+ +\d+\.\d+ .*)$", out, re.M))
     assert list(found) == [
-        "resident", "checkpointed", "streamed", "half_kept", "micro_batch", "activations", "embeddings", "8bit",
+        "resident", "checkpointed", "streamed", "half_resident", "micro_batch", "activations", "embeddings", "8bit",
     ]  # fmt: skip
     device = {way: float(line.split()[0]) for way, line in found.items()}
     host = {way: float(line.split()[1]) for way, line in found.items()}
-    assert device["embeddings"] < device["streamed"] < device["half_kept"] < device["resident"]
+    assert device["embeddings"] < device["streamed"] < device["half_resident"] < device["resident"]
     assert host["8bit"] < host["streamed"] and host["resident"] == 0
     for way in ("checkpointed", "micro_batch"):
         assert found[way].endswith("none, to the last bit"), out

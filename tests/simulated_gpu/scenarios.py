@@ -339,7 +339,21 @@ training("no_accumulation", **STREAM, gradient_accumulation_steps=1)
 training("no_clipping", **STREAM, max_grad_norm=0.0)
 training("fetched_far_ahead", **STREAM, prefetch_layers=3, architecture={"layers": 5})
 training("not_fetched_ahead", **STREAM, prefetch_layers=0)
-training("kept_layers", memory="stream", resident_layers=2, architecture={"layers": 4})
+SOME_RESIDENT = {"memory": "stream", "resident_layers": 2, "architecture": {"layers": 4}}
+training("some_resident", **SOME_RESIDENT)
+training("some_resident_bf16", **SOME_RESIDENT, bf16=True, expect=AS_RESIDENT)
+training(
+    "some_resident_by_micro_batch", **SOME_RESIDENT, bf16=True, accumulation_walk="micro_batch", expect=AS_RESIDENT
+)
+training("some_resident_parked", **SOME_RESIDENT, offload_activations=True)
+training("some_resident_fetched_far_ahead", **SOME_RESIDENT, prefetch_layers=3)
+training("some_resident_leaps", **SOME_RESIDENT, **A_LEAP, distinct=4)
+training(
+    "some_resident_saves", **SOME_RESIDENT, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1
+)
+training("some_resident_eight_bit", memory="stream", resident_layers=1, optimizer_states="8bit", architecture=WIDE,
+         expect=AS_RESIDENT | ROUNDED_STATES)  # fmt: skip
+training("all_resident", memory="stream", resident_layers=2)
 # A GPU has a random generator of its own.
 training("dropout", **STREAM, architecture={"attention_dropout": 0.2}, expect={"simulated_only": True})
 training(
@@ -375,6 +389,8 @@ for _layers in (4, 8):
 
 training("lora", **STREAM, lora=True)
 training("lora_int8", **STREAM, lora=True, base_precision="int8")
+training("lora_kept", **SOME_RESIDENT, lora=True)
+training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")
 training("saves", **STREAM, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)
 training("saves_eight_bit", **STREAM, optimizer_states="8bit", save_strategy="steps", save_steps=2)
 training("saves_lora_int8", **STREAM, lora=True, base_precision="int8", save_strategy="steps", save_steps=2)
@@ -395,7 +411,8 @@ training("leaps_undone", **STREAM, **A_LEAP, probe_budget=1.0, leap_gain=300.0, 
 training("leaps_deeper", **STREAM, **A_LEAP, distinct=4, architecture={"layers": 5})
 training("leaps_probed_deeper", **STREAM, **LEAPS, distinct=4, probe_budget=1.0, architecture={"layers": 5})
 training("leaps_and_saves", **STREAM, **A_LEAP, save_strategy="steps", save_steps=1)
-training("leaps_planned", **STREAM, **LEAPS, planner="dynamics")
+A_STRETCH = {"stops": 7}  # a world model learns from ten steps at once, which is four stops more in one of them
+training("leaps_planned", **STREAM, **LEAPS, planner="dynamics", expect=A_STRETCH)
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
 training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
 training("rescued_rate_without_leaps", **LEAPS, lr_rescue="on", direction="auto", optim="sgd")
@@ -404,7 +421,7 @@ training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
 training("resident_leaps_undone", **LEAPS, **ALONG_GRADIENTS, probe_budget=1.0, leap_gain=300.0,
          expect={"tolerance": 1e-4})  # fmt: skip
-training("resident_leaps_planned", **LEAPS, **ALONG_GRADIENTS, planner="dynamics")
+training("resident_leaps_planned", **LEAPS, **ALONG_GRADIENTS, planner="dynamics", expect=A_STRETCH)
 training("fast", preset="fast", expect=ORTHOGONALISED)
 training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 
@@ -1139,17 +1156,19 @@ class Lines(logging.Handler):
 
 
 SLOW = (
-    "activations_offloaded", "activations_offloaded_with_leaps", "bf16_by_micro_batch", "bf16_copies",
+    "activations_offloaded", "activations_offloaded_with_leaps", "all_resident", "bf16_by_micro_batch", "bf16_copies",
     "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dropout", "eight_bit", "eight_bit_by_micro_batch",
     "eight_bit_more", "ends_streamed_tied", "fast_streamed", "fetched_far_ahead", "grpo_more", "grpo_rewards_first",
     "grpo_sampled_by_trl", "int8_probes_registered", "interrupted_on_the_way_home", "leaps_and_saves", "leaps_bf16",
     "leaps_by_micro_batch", "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory",
-    "leaps_host_buffers", "leaps_planned", "leaps_probed", "leaps_probed_deeper", "lora_int8", "moved_by_hand",
-    "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
-    "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
-    "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory", "resident_leaps_host_buffers",
-    "resident_leaps_of_large_matrices", "resident_leaps_planned", "resident_leaps_undone", "resumed", "saves_eight_bit",
-    "saves_lora_int8", "sft_streamed", "sgd", "states_eight_bit", "states_on_host", "states_pinned",
+    "leaps_host_buffers", "leaps_planned", "leaps_probed", "leaps_probed_deeper", "lora_int8", "lora_kept_int8",
+    "moved_by_hand", "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps",
+    "out_of_memory_resident", "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven",
+    "profiled_resident", "registered_lora_int8", "rescued_rate", "resident_leaps_gradient_memory",
+    "resident_leaps_host_buffers", "resident_leaps_of_large_matrices", "resident_leaps_planned",
+    "resident_leaps_undone", "resumed", "saves_eight_bit", "saves_lora_int8", "sft_streamed", "sgd",
+    "some_resident_by_micro_batch", "some_resident_eight_bit", "some_resident_fetched_far_ahead", "some_resident_leaps",
+    "some_resident_parked", "some_resident_saves", "states_eight_bit", "states_on_host", "states_pinned",
     "states_pinned_and_saves", "trained_twice", "two_trainers", "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
