@@ -155,31 +155,38 @@ def test_the_planner_has_the_kernels_that_the_clock_counted(kind, trained):
 STEPS = """
 import json, sys
 from simulated_gpu import clock
-found = clock.time_step(clock.Work("{kind}", "7b", {count}, "{card}", "{host}", layers={layers}))
+resident = (("resident_layers", {resident}),)
+found = clock.time_step(clock.Work("{kind}", "7b", {count}, "{card}", "{host}", layers={layers}, options=resident))
 print(json.dumps(found.seconds))
 """
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    "kind,count,card,host,layers",
+    "kind,count,card,host,layers,resident",
     [
-        ("full", 1, "rtx4090", "desktop", 3),
+        ("full", 1, "rtx4090", "desktop", 3, 0),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                ("full", 4, "rtx4090", "desktop", 8),
-                ("full", 4, "rtx4090", "poor", 8),
-                ("full", 4, "h100", "server", 8),
-                ("8bit", 4, "rtx4090", "desktop", 8),
-                ("lora", 4, "rtx4090", "desktop", 8),
-                ("lora", 4, "h100", "server", 8),
+                ("full", 4, "rtx4090", "desktop", 8, 0),
+                ("full", 4, "rtx4090", "poor", 8, 0),
+                ("full", 4, "h100", "server", 8, 0),
+                ("full", 1, "rtx4090", "desktop", 8, 2),
+                ("full", 4, "rtx4090", "desktop", 8, 1),
+                ("full", 1, "h100", "server", 8, 4),
+                ("full", 4, "h100", "server", 8, 3),
+                ("full", 16, "h100", "server", 8, 4),
+                ("8bit", 4, "rtx4090", "desktop", 8, 0),
+                ("8bit", 1, "h100", "server", 8, 4),
+                ("lora", 4, "rtx4090", "desktop", 8, 0),
+                ("lora", 4, "h100", "server", 8, 0),
             )
         ),
     ],
 )
-def test_the_planner_says_what_the_clock_says(kind, count, card, host, layers):
-    code = STEPS.format(kind=kind, count=count, card=card, host=host, layers=layers)
+def test_the_planner_says_what_the_clock_says(kind, count, card, host, layers, resident):
+    code = STEPS.format(kind=kind, count=count, card=card, host=host, layers=layers, resident=resident)
     environment = {**os.environ, "PYTHONPATH": python_path(TESTS.parent, TESTS)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     if "Unavailable" in done.stderr:
@@ -195,7 +202,7 @@ def test_the_planner_says_what_the_clock_says(kind, count, card, host, layers):
         memory="stream", enable_predict=False, optimizer_states="8bit" if kind == "8bit" else "exact",
         accelerator="cuda",
     )  # fmt: skip
-    setup = replace(planner.setup, autocast=True, resident_layers=0, stream_embeddings=False)
+    setup = replace(planner.setup, autocast=True, resident_layers=resident, stream_embeddings=False)
     planned = planner.plan(Way("timed", setup, trains, "float32" if kind == "full" else "bfloat16"))
     estimated = step_time(planned, CARDS[card], HOSTS[host]).seconds
     assert estimated == pytest.approx(json.loads(done.stdout.splitlines()[-1]), rel=0.1)
