@@ -307,7 +307,13 @@ def streaming_time_details() -> str:
         ("8 layers, embeddings and head streamed, 4", clock("full", "7b", 4, "rtx4090", "desktop", 8, EMBEDDINGS)),
         *(
             (f"8 layers, `{name}={count}`, 4", clock("full", "7b", 4, "rtx4090", "desktop", 8, f"{name}={count}"))
-            for name, count in (("prefetch_layers", 0), ("prefetch_layers", 2), ("resident_layers", 4))
+            for name, count in (
+                ("prefetch_layers", 0),
+                ("prefetch_layers", 2),
+                ("resident_layers", 1),
+                ("resident_layers", 2),
+                ("resident_layers", 4),
+            )
         ),
         ("8 layers, a host with few channels of memory, 4", clock("full", "7b", 4, "rtx4090", "poor")),
     ]
@@ -316,6 +322,30 @@ def streaming_time_details() -> str:
         for name, row in chosen
     ]
     return markdown(["7B on a 4090, all weights", "s", "floor", "of", "ratio"], rows)
+
+
+@table("streaming-resident")
+def streaming_resident() -> str:
+    """Whole models, with as many resident layers as `hf-hybrid plan --gpu` chooses for the card."""
+    told = []
+    for kind, model, count, machine, layers, resident in (
+        ("full", "7b", 1, ("rtx4090", "desktop"), 32, 2),
+        ("parked", "7b", 4, ("rtx4090", "desktop"), 32, 2),
+        ("parked", "13b", 1, ("rtx4090", "desktop"), 40, 1),
+        ("parked", "13b", 4, ("rtx4090", "desktop"), 40, 1),
+        ("full", "7b", 1, ("h100", "server"), 32, 14),
+        ("full", "7b", 4, ("h100", "server"), 32, 12),
+        ("full", "13b", 1, ("h100", "server"), 40, 8),
+        ("full", "13b", 4, ("h100", "server"), 40, 6),
+    ):
+        without = clock(kind, model, count, *machine, layers)
+        with_them = clock(kind, model, count, *machine, layers, f"resident_layers={resident}")
+        cells = [f"{row[name]:.2f}" for row in (without, with_them) for name in ("seconds", "floor")]
+        less = f"{100 * (with_them['seconds'] / without['seconds'] - 1):.0f} %"
+        where = [CLOCK_KINDS[kind], model.upper(), CLOCK_MACHINES[machine], str(count), f"{resident} of {layers}"]
+        told.append([*where, *cells, less])
+    heading = ["training", "model", "card, host", "micro-batches", "resident"]
+    return markdown([*heading, "none: s", "floor", "these: s", "floor", "step"], told)
 
 
 EMBEDDINGS = "stream_embeddings=True"
