@@ -157,7 +157,7 @@ def load(dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(dtype)
 
 
-def blocks(held_out: slice = slice(TEST)) -> tuple[list[dict], list[dict]]:
+def blocks(test: slice = slice(TEST)) -> tuple[list[dict], list[dict]]:
     """
     Blocks of `SEQUENCE` tokens of Python's standard library, to train on and, some of them, held out: every eighth
     module is.
@@ -170,7 +170,7 @@ def blocks(held_out: slice = slice(TEST)) -> tuple[list[dict], list[dict]]:
         found = [ids[start : start + SEQUENCE] for start in starts]
         parts[place % 8 == 7].extend({"input_ids": block, "labels": list(block)} for block in found)
     random.Random(0).shuffle(parts[1])
-    return parts[0], parts[1][held_out]
+    return parts[0], parts[1][test]
 
 
 def held_out(model: PreTrainedModel, rows: list[dict]) -> float:

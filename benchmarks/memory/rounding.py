@@ -16,8 +16,8 @@ might put it right:
 - `diffusion`: what a weight is rounded by is carried to the next weight of its row, which is rounded to that neighbour
   which leaves the smaller carry. The sum of a row stays right within a step, without random numbers.
 
-Both leave weights as they are that bf16 holds. `fp32` is the trained model, and `nearest` the usual rounding. `fp16` and
-`fp16-stochastic` are the same in fp16. Weights are trained whole, or as adapters of rank 16 that are merged in fp32
+Both leave weights as they are that bf16 holds. `fp32` is the trained model, and `nearest` the usual rounding. `fp16`
+and `fp16-stochastic` are the same in fp16. Weights are trained whole, or as adapters of rank 16 that are merged in fp32
 (`adapters`). Every model is evaluated in fp32 on held-out blocks that `correction.py` does not use. The rates are those
 of `correction.py` and 1e-4; none was chosen on any held-out text.
 
@@ -47,7 +47,7 @@ from benchmarks.speedup.tasks import QUIET
 from hf_hybrid.export.rounding import round_
 
 KEY = ("trained", "rate", "seed", "steps", "rounding", "draw")
-RATES = {"weights": (1e-6, 3e-6, 1e-5, 1e-4), "adapters": (1e-4,), "dequantised": ()}
+RATES = {"weights": (1e-6, 3e-6, 1e-5, 1e-4), "adapters": (1e-4,)}
 HELD_OUT = 32
 """Blocks, 2,048 tokens."""
 UPPER = -(1 << 16)
@@ -55,7 +55,7 @@ UPPER = -(1 << 16)
 
 
 def carried(exact: Tensor, noise: Tensor) -> Tensor:
-    """fp32 rounded to bf16 by adding integers in [0, 65536) to its bits, whose lower half is cut off then."""
+    """fp32 rounded to bf16: integers in [0, 65536) are added to its bits, and their lower half is cut off."""
     return (exact.view(torch.int32) + noise).bitwise_and_(UPPER).view(torch.float32).bfloat16()
 
 
@@ -151,7 +151,7 @@ def summarise(rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
-    parser.add_argument("--trained", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--trained", nargs="+", choices=(*RATES, "dequantised"), default=[*RATES, "dequantised"])
     parser.add_argument("--rates", nargs="+", type=float, help="Default: 1e-6 to 1e-4; of adapters 1e-4.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="Of the order of the blocks.")
     parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS))
@@ -182,8 +182,8 @@ def main() -> None:
         measure(lambda: start, ["fp32"], trained="start", **untrained)
         if "dequantised" in args.trained:
             measure(lambda: AutoModelForCausalLM.from_pretrained(FOLDER).float(), trained="dequantised", **untrained)
-        for trained in args.trained:
-            for rate in (args.rates or RATES[trained]) if RATES[trained] else ():
+        for trained in (trained for trained in args.trained if trained in RATES):
+            for rate in args.rates or RATES[trained]:
                 for seed in args.seeds:
                     run = {"trained": trained, "rate": rate, "seed": seed, "steps": args.steps}
                     measure(lambda run=run: train(**run, rows=data[0]), **run)

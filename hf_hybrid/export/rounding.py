@@ -23,7 +23,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-CHUNK = 2**22
+CHUNK = 2**20
 """Weights that are rounded at a time, so that a large embedding needs little memory."""
 HALVES = (torch.bfloat16, torch.float16)
 
