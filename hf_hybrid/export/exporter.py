@@ -113,7 +113,8 @@ def export(
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
         write(format, plain, exported, tokenizer, own, kept, max_shard_size)
         result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
-        result["rounding"] = "stochastic" if format == MERGED and kept in HALVES else "nearest"
+        stochastic = format == MERGED and kept in HALVES and own in (torch.float32, kept)
+        result["rounding"] = "stochastic" if stochastic else "nearest"
         result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
         packages = (FORMATS[format].package, "lm_eval" if tasks else None)

@@ -13,7 +13,7 @@ from test_export import bpe_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid.cli.main import main
-from hf_hybrid.export import rounding
+from hf_hybrid.export import exporter, rounding
 from hf_hybrid.export.rounding import round_
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -132,3 +132,13 @@ def test_an_export_in_fp32_keeps_its_bits(tmp_path):
     written = load_file(tmp_path / "fp32" / "model.safetensors")
     assert all(torch.equal(weights, exact[name]) for name, weights in written.items())
     assert "stochastically" not in (tmp_path / "fp32" / "README.md").read_text()
+
+
+def test_a_run_in_the_other_16_bits_is_rounded_to_nearest(tmp_path):
+    model = tiny_model(vocab_size=264, hidden_size=64).half()
+    model.save_pretrained(tmp_path / "run")
+    result = exporter.export(tmp_path / "run", tmp_path / "merged", "merged", dtype="bfloat16")
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    exact = dict(model.named_parameters())
+    assert all(torch.equal(weights, exact[name].bfloat16()) for name, weights in written.items())
+    assert result["rounding"] == "nearest"
