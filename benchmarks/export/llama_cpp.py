@@ -67,7 +67,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work, "model")
-            formats.write(name, FOLDER, folder, tokenizer, torch.float32, "5GB")
+            formats.write(name, FOLDER, folder, tokenizer, torch.float32, torch.float32, "5GB")
             found = in_llama_cpp(module, folder / formats.GGUF_NAME, texts, rows, Path(work))
             same_file = measure.held_out(formats.load(folder, torch.float32), held_out)
         row = {

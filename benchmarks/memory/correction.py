@@ -157,8 +157,11 @@ def load(dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(dtype)
 
 
-def blocks() -> tuple[list[dict], list[dict]]:
-    """Blocks of `SEQUENCE` tokens of Python's standard library, to train on and held out: every eighth module is."""
+def blocks(test: slice = slice(TEST)) -> tuple[list[dict], list[dict]]:
+    """
+    Blocks of `SEQUENCE` tokens of Python's standard library, to train on and, some of them, held out: every eighth
+    module is.
+    """
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     parts: tuple[list[dict], list[dict]] = ([], [])
     for place, (_, text) in enumerate(standard_library()):
@@ -167,7 +170,7 @@ def blocks() -> tuple[list[dict], list[dict]]:
         found = [ids[start : start + SEQUENCE] for start in starts]
         parts[place % 8 == 7].extend({"input_ids": block, "labels": list(block)} for block in found)
     random.Random(0).shuffle(parts[1])
-    return parts[0], parts[1][:TEST]
+    return parts[0], parts[1][test]
 
 
 def held_out(model: PreTrainedModel, rows: list[dict]) -> float:

@@ -11,6 +11,8 @@ from benchmarks.memory.host_update import KEY as UPDATE
 from benchmarks.memory.low_bit import summarise
 from benchmarks.memory.peaks import KEY as PEAK_KEY
 from benchmarks.memory.peaks import MODES
+from benchmarks.memory.rounding import KEY as ROUNDING_KEY
+from benchmarks.memory.rounding import summarise as summarise_roundings
 from benchmarks.planning.accuracy import MODELS as PLANNED
 from benchmarks.planning.accuracy import REFERENCES
 from benchmarks.planning.accuracy import table as accuracy_table
@@ -18,7 +20,7 @@ from benchmarks.planning.launches import KEY as LAUNCH
 from benchmarks.planning.launches import WIDTHS
 from benchmarks.planning.published import FACTORY, LLMQ, OURS, ROWS, ZERO
 from benchmarks.planning.published import KEY as OWN
-from benchmarks.tables import all_lines, in_set, markdown, mib, percent, results, table
+from benchmarks.tables import all_lines, in_set, markdown, mib, percent, rate, results, table
 
 GIB = 2**30
 
@@ -155,6 +157,29 @@ def memory_correction() -> str:
         rate = f"{found['rate']:.0e}".replace("e-0", "e-")
         rows.append([f"{rate}, {found['steps']}", CORRECTIONS[found["arm"]], *cells])
     return markdown(["rate, steps", "weights, states", "loss", "lost, by seed", "saved in bf16", "lost, by seed"], rows)
+
+
+ROUNDED = {
+    "nearest": "nearest bf16", "stochastic": "**bf16, stochastically**", "matrices": "the same, matrices alone",
+    "diffusion": "bf16, error carried along a row", "fp16": "nearest fp16",
+    "fp16-stochastic": "**fp16, stochastically**",
+}  # fmt: skip
+TRAINED = {"weights": "all weights", "adapters": "adapters, merged in fp32"}
+
+
+@table("memory-rounding")
+def memory_rounding() -> str:
+    rows = []
+    for found in summarise_roundings(results("memory", "rounding", *ROUNDING_KEY).rows()):
+        seeds: dict[int, list[str]] = {}
+        for seed, share in zip(found["seeds"], found["kept"]):
+            seeds.setdefault(seed, []).append(f"{100 * share:.1f}")
+        kept = "; ".join(", ".join(draws) for draws in seeds.values())
+        name = f"{TRAINED[found['trained']]}, {rate(found['rate'])}"
+        own = found["rounding"] == "fp32"
+        cells = ["none" if own else ROUNDED[found["rounding"]], f"{found['loss']:.4f}", "" if own else f"{kept} %"]
+        rows.append([name if own else "", *cells])
+    return markdown(["trained, rate", "rounded to", "loss", "kept, by seed"], rows)
 
 
 @table("memory-parts")

@@ -39,6 +39,7 @@ from hf_hybrid.export.formats import (
     load,
     write,
 )
+from hf_hybrid.export.rounding import HALVES
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.files import is_disk_full, write_json, write_text
 from hf_hybrid.hub import provenance
@@ -85,8 +86,9 @@ def export(
         card (`str` or `PathLike`, *optional*): Model card of the run, if this package wrote it. Default: in `source`.
 
     Returns:
-        `dict`: What `export.json` holds: `format`, `caveat` (what to know before the model is used, or `None`),
-        `original` and `exported` (each with `loss`, `perplexity`, `tasks` by name, `disk_bytes`, `memory_bytes` and
+        `dict`: What `export.json` holds: `format`, `dtype` and `rounding` of the weights that are not quantised
+        (`stochastic` or `nearest`), `caveat` (what to know before the model is used, or `None`), `original` and
+        `exported` (each with `loss`, `perplexity`, `tasks` by name, `disk_bytes`, `memory_bytes` and
         `tokens_per_second`), `loss_change` (relative), `sequences` and `tokens` that the loss is of, `tasks` (examples
         by name), and where it was measured.
 
@@ -109,8 +111,10 @@ def export(
     scorer = _scorer(list(tasks), limit, tokenizer)
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
-        write(format, plain, exported, tokenizer, kept, max_shard_size)
+        write(format, plain, exported, tokenizer, own, kept, max_shard_size)
         result = {"format": format, "dtype": str(kept).removeprefix("torch."), "caveat": warning}
+        stochastic = format == MERGED and kept in HALVES and own in (torch.float32, kept)
+        result["rounding"] = "stochastic" if stochastic else "nearest"
         result |= _measured(plain, own, exported, kept, list(batches or ()), scorer)
         result |= {"command": provenance.command(), "hardware": provenance.hardware(device().type, 1, 1)}
         packages = (FORMATS[format].package, "lm_eval" if tasks else None)
@@ -292,12 +296,13 @@ def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
     of_gguf = f', gguf_file="{GGUF_NAME}"' if FORMATS[result["format"]].package == "gguf" else ""
     package = FORMATS[result["format"]].package
     merged = result["format"] == MERGED
+    stochastically = ", rounded stochastically" if result.get("rounding") == "stochastic" else ""
     lines = [
         "## Merged export" if merged else "## Low-bit export",
         "",
         f"The weights are those of the run below in the format `{result['format']}`, "
         f"{FORMATS[result['format']].about}. "
-        f"{'They are' if merged else 'What is not quantised is'} in {result['dtype']}.",
+        f"{'They are' if merged else 'What is not quantised is'} in {result['dtype']}{stochastically}.",
         "",
         *([result["caveat"], ""] if result["caveat"] is not None else []),
         f"| | original | {result['format']} |",

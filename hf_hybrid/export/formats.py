@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.export import bitnet, gguf
+from hf_hybrid.export.rounding import HALVES, round_weights_
 
 GGUF_NAME = "model.gguf"
 MERGED = "merged"
@@ -217,7 +218,9 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     return model.eval()
 
 
-def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dtype, max_shard_size: str) -> None:
+def write(
+    name: str, plain: Path, folder: Path, tokenizer: Any, own: torch.dtype, dtype: torch.dtype, max_shard_size: str
+) -> None:
     """
     Write a format, with tokenizer and generation config.
 
@@ -226,6 +229,7 @@ def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dty
         plain (`Path`): The model to quantise: whole, without adapters.
         folder (`Path`): Where to write; it is made.
         tokenizer (*optional*): That goes along.
+        own (`torch.dtype`): Of the weights in `plain`.
         dtype (`torch.dtype`): Of the weights that are not quantised.
         max_shard_size (`str`): Of a file of weights, as `5GB`. A GGUF file is not split.
     """
@@ -241,6 +245,8 @@ def write(name: str, plain: Path, folder: Path, tokenizer: Any, dtype: torch.dty
         return
     model = load(plain, dtype)
     if name == MERGED:
+        if own is torch.float32 and dtype in HALVES:  # both in memory, as when they are measured
+            round_weights_(model, load(plain, torch.float32))
         _check_finite(model, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return

@@ -11,7 +11,7 @@ tensors under llama.cpp's names. The package has the names, the writer and the q
   fp32, rows that blocks do not divide in fp16. Embeddings and head have 8 bits in the formats with fewer: they are
   read in every token, and llama.cpp too gives them more bits than the rest. `q4_m` is q4_1 with more bits where they
   count most: in the value projections, which are small where heads share them, and in the second matrix of the MLP.
-  llama.cpp's own mixes (`q4_k_m`) favour the same two.
+  llama.cpp's own mixes (`q4_k_m`) favour the same two. fp16 is rounded stochastically (rounding.py).
 - **Tokenizer.** Byte-level BPE, with the name that llama.cpp has for the pattern that splits text into words.
 
 Models and tokenizers of other kinds are refused: they need llama.cpp's own converter.
@@ -30,8 +30,10 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_hybrid.export.rounding import round_
+
 KINDS = {
-    "f16": "16 bits, for llama.cpp's own quantiser (gguf)",
+    "f16": "16 bits, rounded stochastically, for llama.cpp's own quantiser (gguf)",
     "q8_0": "8 bits in blocks of 32 (gguf)",
     "q5_1": "5 bits in blocks of 32, with a least value (gguf)",
     "q4_1": "4 bits in blocks of 32, with a least value (gguf)",
@@ -130,9 +132,11 @@ def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None
         if config.model_type in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        array = tensor.to("cpu", torch.float32).numpy()
-        to = gguf.GGMLQuantizationType[_kind_of(known, array.shape, kind)]
-        writer.add_tensor(known, gguf.quantize(array, to), raw_dtype=to)
+        exact = tensor.to("cpu", torch.float32)
+        to = gguf.GGMLQuantizationType[_kind_of(known, tuple(exact.shape), kind)]
+        if to.name == "F16":
+            exact = round_(torch.empty_like(exact, dtype=torch.float16), exact, name).float()
+        writer.add_tensor(known, gguf.quantize(exact.numpy(), to), raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,12 +5,15 @@ An adapter of rank r adds the product of two thin matrices to a weight. Merging 
 a plain model that computes the same as the base with the adapter.
 
 - **Precision.** The sum is computed in fp32, layer by layer, and rounded once to the type of the base. In bf16 the
-  product itself would be rounded first: an update of a few hundredths of a weight would lose most of its digits.
+  product itself would be rounded first: an update of a few hundredths of a weight would lose most of its digits. To 16
+  bits the sum is rounded stochastically (rounding.py): the base lies on the grid of its type, and the nearest number
+  of a sum that is close to a weight of the base would be that weight.
 - **A base in 4 or 8 bits.** peft would round the sum to the few bits of the base again, which loses much of what was
   learned. So the base is dequantised before. Training saw exactly these values, because each layer dequantises its
   weights before it computes.
 - **Tied embeddings.** If input and output embeddings share one tensor, adapters on one of the two make them differ.
-  They then get a tensor each, and the config says so. If the sums are equal they stay tied.
+  They then get a tensor each, and the config says so. If the sums are equal they stay tied. So they are compared
+  before they are rounded.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hf_hybrid.export.rounding import HALVES, round_
 from hf_hybrid.files import BASE_NAME
 
 if TYPE_CHECKING:
@@ -52,14 +56,21 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     base = _base(folder, peft, device, as_trained)
     model = peft.PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
-    for module in model.modules():
+    unrounded = []
+    for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            _merge_in_fp32(module)
+            held = _merge_in_fp32(name, module)
+            if shared and module.get_base_layer() in _embeddings(base):
+                unrounded.append(held)
+            else:
+                _round(held)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that everything is merged already, and that embeddings are not tied
         merged = model.merge_and_unload()
     if shared:
         _tie_again(merged)
+    for held in unrounded:
+        _round(held)
     return merged
 
 
@@ -86,15 +97,30 @@ def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     return base
 
 
+class Sum(NamedTuple):
+    """A weight with its adapters, in fp32: its name, and the dtype of the base, in which it will be."""
+
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+
+
 @torch.no_grad()
-def _merge_in_fp32(module: BaseTunerLayer) -> None:
-    held = list(module.get_base_layer().parameters(recurse=False))
-    dtypes = [parameter.dtype for parameter in held]
-    for parameter in held:
+def _merge_in_fp32(name: str, module: BaseTunerLayer) -> list[Sum]:
+    held = module.get_base_layer().named_parameters(recurse=False)
+    sums = [Sum(f"{name}.{part}", parameter, parameter.dtype) for part, parameter in held]
+    for _, parameter, _ in sums:
         parameter.data = parameter.data.float()
     module.merge()
-    for parameter, dtype in zip(held, dtypes):
-        parameter.data = parameter.data.to(dtype)
+    return sums
+
+
+def _round(sums: list[Sum]) -> None:
+    for name, parameter, dtype in sums:
+        exact = parameter.data
+        parameter.data = exact.to(dtype)
+        if dtype in HALVES:
+            round_(parameter.data, exact, name)
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
