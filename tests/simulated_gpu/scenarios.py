@@ -1000,7 +1000,7 @@ def grpo(place: Place, **options) -> dict[str, Tensor]:
         "generation_kwargs": {"eos_token_id": list(range(1, 60)), "use_cache": True}, **options,
     }  # fmt: skip
     trainer = HybridGRPOTrainer(
-        model(layers=2, vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
+        model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
     )  # fmt: skip
     with place.counted(trainer), patched(vars(torch), "multinomial", partial(_drawn_on_host, torch.multinomial)):
