@@ -39,22 +39,23 @@ sys.modules.setdefault("lomo_optim", None)
 
 SLOWEST_FIRST = (
     "simulated_gpu/test_scenarios.py",
-    "export/test_export.py",
     "streaming/test_streaming.py",
-    "hub/test_card_and_hub.py",
-    "cli/test_plan_cli.py",
-    "checkpoints/test_state.py",
-    "run/test_weights.py",
-    "leaps/test_leaps.py",
+    "documents/test_examples.py",
     "integrations/test_trl.py",
+    "run/test_weights.py",
+    "hub/test_card_and_hub.py",
+    "leaps/test_leaps.py",
+    "export/test_export.py",
+    "integrations/test_grpo.py",
+    "cli/test_plan_cli.py",
     "rows/test_windows.py",
+    "checkpoints/test_state.py",
     "test_recovery.py",
     "simulated_gpu/test_commands.py",
-    "documents/test_examples.py",
     "test_machine.py",
     "export/test_merged.py",
 )
-"""Files that take half a minute and more."""
+"""Files that take 15 seconds of a processor and more."""
 LENGTH = 32
 HERE = Path(__file__).parent
 
@@ -120,6 +121,10 @@ def pytest_collection(session):
     try:
         return (yield)
     finally:
+        if "hf_hybrid.plan.trace" in sys.modules:
+            from rig import traces
+
+            traces.remember()
         gc.collect()
         gc.freeze()
         gc.enable()

@@ -1,6 +1,7 @@
 """Out of memory, in `hf_hybrid/recovery.py`: every phase survives it, to the bits of smaller micro-batches."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -76,8 +77,9 @@ def events(trainer):
 # The same arithmetic as with smaller micro-batches from the start: the same bits.
 
 
-@pytest.mark.parametrize("after", [0, 1], ids=["first micro-batch", "later micro-batch"])
-@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize(
+    "predict, after", mostly_slow([(False, 0), (False, 1), (True, 0), (True, 1)], [(False, 0), (True, 1)])
+)
 def test_first_step_equals_smaller_micro_batches_bit_for_bit(tmp_path, smaller, predict, after):
     witness = Witness()
     trainer = build(tmp_path / "big", enable_predict=predict, callbacks=[witness])
@@ -187,7 +189,7 @@ class NeedsCheckpointing:
             raise oom()
 
 
-@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("predict", mostly_slow([False, True], [True]))
 def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, smaller, predict):
     model = tiny_model()
     NeedsCheckpointing(model)
@@ -214,7 +216,10 @@ def test_checkpointing_by_phase_is_widened(tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("predict, phases", [(False, None), (True, {"full"}), (True, {"correct"})])
+@pytest.mark.parametrize(
+    "predict, phases",
+    mostly_slow([(False, None), (True, {"full"}), (True, {"correct"})], [(False, None), (True, {"full"})]),
+)
 def test_what_fits_nowhere_ends_in_a_checkpoint_of_the_last_good_state(tmp_path, predict, phases):
     options = {"enable_predict": predict, "max_grad_norm": 0.5}
     trainer = build(tmp_path / "run", **options)
@@ -340,8 +345,13 @@ def train_watched(folder, **options):
     return trainer, around
 
 
-@pytest.mark.parametrize("memory", ["off", "stream"])
-@pytest.mark.parametrize("fails_at", ["snapshot", "middle", "end"])
+@pytest.mark.parametrize(
+    "fails_at, memory",
+    mostly_slow(
+        list(itertools.product(("snapshot", "middle", "end"), ("off", "stream"))),
+        [("snapshot", "off"), ("middle", "stream"), ("end", "off")],
+    ),
+)
 def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatch, fails_at, memory):
     """Before anything is written, in the middle of it, and after it."""
     target, name, call = {

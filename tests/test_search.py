@@ -1,10 +1,11 @@
 """`hyperparameter_search`: every trial has its own model and its own folder, and the best run is the best."""
 
+import itertools
 import math
 import os
 
 import pytest
-from conftest import HERE, ByteText, config_values, hybrid_config, tiny_model
+from conftest import HERE, ByteText, config_values, hybrid_config, mostly_slow, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, MemoryProfilerCallback
@@ -51,8 +52,10 @@ def search(trainer, backend="optuna", trials=3, hp_space=space, **options):
     return best, optuna.load_study(**study).trials if study else None
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+@pytest.mark.parametrize(
+    "save_strategy, mode",
+    mostly_slow(list(itertools.product(("no", "steps"), MODES)), [("no", "no_leaps"), ("steps", "leaps")]),
+)
 def test_a_search_finds_the_best_of_its_trials(mode, save_strategy, tmp_path):
     args = hybrid_config(tmp_path, **EVALUATED, save_strategy=save_strategy, save_steps=4, **MODES[mode])
     trainer = trainer_of(args)

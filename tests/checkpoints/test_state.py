@@ -89,7 +89,7 @@ def comparable(summary):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT, Phase.CORRECT]))
+@pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT]))
 def test_kill_and_resume(phase, uninterrupted, tmp_path):
     summary, resumed = kill_and_resume(phase, uninterrupted, tmp_path)
     assert comparable(resumed) == comparable(summary)
@@ -133,7 +133,7 @@ def test_resume_from_every_kind_of_moment(uninterrupted, tmp_path):
     )
     epoch = -(-190 // 8)  # 10 of the 200 samples are held out
     for step in (pending, inside, epoch):
-        trainer = build(tmp_path / str(step))
+        trainer = build(tmp_path / str(step), save_strategy="no")
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
         assert_same_weights(weights(trainer.model), expected)
 

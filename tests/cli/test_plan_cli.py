@@ -21,6 +21,8 @@ from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.cli.times import MEASURED, step_time
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN, checkpointing_option
 
+SHORT = ("--sequence_length", "32")
+"""Most tests plan the same steps, which are traced once (tests/rig/traces.py)."""
 EXAMPLES = Path(__file__).parents[2] / "examples" / "model_configs"
 
 
@@ -58,7 +60,7 @@ def test_python_m_runs_the_same():
 
 
 def test_a_table_and_a_recommendation(config_file, capsys):
-    assert plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", "--sequence_length", "32") == 0
+    assert plan(config_file.parent, "--vram", "2GiB", "--ram", "4GiB", *SHORT) == 0
     shown = capsys.readouterr().out
     assert "6 layers" in shown and "vocabulary 256, tied to the head" in shown
     assert "device: 2.00 GiB (--vram)" in shown and "host:   4.00 GiB (--ram)" in shown
@@ -70,7 +72,7 @@ def test_a_table_and_a_recommendation(config_file, capsys):
 
 
 def test_how_long_a_step_takes(config_file, capsys, tmp_path):
-    words = ("--gpu", "rtx4090", "--host", "poor", "--ram", "4GiB", "--sequence_length", "32", "--tokens", "2M")
+    words = ("--gpu", "rtx4090", "--host", "poor", "--ram", "4GiB", *SHORT, "--tokens", "2M")
     assert plan(config_file, *words) == 0
     shown = capsys.readouterr().out
     assert "device: 24.00 GiB (--gpu rtx4090)" in shown
@@ -99,7 +101,7 @@ def test_hours_of_a_data_set(config_file, capsys, tmp_path):
     byte_tokenizer(eos_token="<|end|>").save_pretrained(tmp_path)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i:>63}"}) + "\n" for i in range(100)))
     data = ("--dataset", tmp_path / "texts.jsonl", "--tokenizer", tmp_path, "--num_train_epochs", "2")
-    words = ("--gpu", "h100", "--ram", "4GiB", "--sequence_length", "32", *data)
+    words = ("--gpu", "h100", "--ram", "4GiB", *SHORT, *data)
     assert plan(config_file, *words, "--output", tmp_path / "plan.yaml") == 0
     assert "hours: of 12,160 tokens" in capsys.readouterr().out  # 95 % of 200 sequences, twice
     written = (tmp_path / "plan.yaml").read_text()
@@ -139,24 +141,24 @@ def test_machines_that_are_not_known_are_refused(config_file, capsys, words, mes
 
 
 def test_as_few_layers_are_recomputed_as_fit(config_file, capsys, tmp_path):
-    sizes = {"sequence_length": 64, "batch_size": 8, "chunked_loss": True, "memory": "off"}
+    sizes = {"sequence_length": 32, "batch_size": 8, "chunked_loss": True, "memory": "off"}
     most, least = (
         plan_memory(config_file, **sizes, activation_checkpointing=on).peak_device_bytes for on in (False, True)
     )
     vram = CONTEXT_BYTES + int((1 + MARGIN) * (most + least) / 2)
     target = tmp_path / "plan.yaml"
-    words = ("--vram", vram, "--ram", "1KiB", "--sequence_length", "64", "--output", target)
+    words = ("--vram", vram, "--ram", "1KiB", *SHORT, "--output", target)
     assert plan(config_file, *words) == 0
     shown = capsys.readouterr().out
     assert re.search(r"> bf16 autocast, chunked loss, checkpointing auto \([1-5] of 6\) .* yes\n", shown)
     assert yaml.safe_load(target.read_text())[checkpointing_option()] == "auto"
-    assert plan(config_file, "--vram", "1KiB", "--ram", "1KiB") == 0
+    assert plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT) == 0
     assert "checkpointing auto" not in capsys.readouterr().out  # where all are recomputed, the next plan says so
 
 
 def test_several_processes_share_the_model(config_file, capsys, tmp_path):
     target, shared = tmp_path / "plan.yaml", ("--num_processes", "8", "--accelerate_config", "fsdp2")
-    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", *shared, "--output", target) == 0
+    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", *SHORT, *shared, "--output", target) == 0
     shown = capsys.readouterr().out
     assert "8 processes share the weights (FSDP2): all numbers are of each of them" in shown
     assert "host:   0.50 GiB (--ram, divided by 8)" in shown
@@ -180,27 +182,27 @@ def test_processes_that_share_nothing_are_refused(config_file, capsys, options, 
 
 def test_what_is_short_is_said(config_file, capsys):
     target = config_file.parent / "none.yaml"
-    assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", "--sequence_length", "32", "--output", target) == 1
+    assert plan(config_file, "--vram", "600MiB", "--ram", "1MiB", *SHORT, "--output", target) == 1
     shown = capsys.readouterr()
     assert "short by" in shown.out and "(device)" in shown.out and "Nothing fits" in shown.out
     assert "not written" in shown.err and not target.exists()
-    assert plan(config_file, "--sequence_length", "32", "--output", config_file / "below-a-file.yaml") == 2
+    assert plan(config_file, *SHORT, "--output", config_file / "below-a-file.yaml") == 2
     assert "below-a-file.yaml` cannot be written: Not a directory." in capsys.readouterr().err
     precious = config_file.parent / "precious"
     precious.write_text("of another user")
     target.symlink_to(precious)
-    assert plan(config_file, "--sequence_length", "32", "--output", target) == 2
+    assert plan(config_file, *SHORT, "--output", target) == 2
     assert "cannot be written: it is a link" in capsys.readouterr().err and precious.read_text() == "of another user"
 
 
 def test_limits_default_to_the_machine(config_file, capsys):
-    assert plan(config_file, "--sequence_length", "32") == 0
+    assert plan(config_file, *SHORT) == 0
     shown = capsys.readouterr().out
     assert "no GPU here and no --vram: no limit" in shown and "available on this machine" in shown
 
 
 def test_json(config_file, capsys):
-    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora") == 0
+    assert plan(config_file, "--vram", "2GiB", "--ram", "4GiB", "--json", "--peft", "lora", *SHORT) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recommended"] == "LoRA" and found["vram"] == 2 * 2**30 and found["rates"] is None
     best = next(row for row in found["plans"] if row["title"] == "LoRA")
@@ -209,7 +211,7 @@ def test_json(config_file, capsys):
 
 def test_ternary_weights_train_all_and_hold_more(config_file, capsys, tmp_path):
     def least(*words) -> int:
-        asked = ("--vram", "2GiB", "--ram", "4GiB", "--output", tmp_path / "plan.yaml", "--json", *words)
+        asked = ("--vram", "2GiB", "--ram", "4GiB", "--output", tmp_path / "plan.yaml", "--json", *SHORT, *words)
         assert plan(config_file, *asked) == 0
         found = json.loads(capsys.readouterr().out)["plans"]
         assert "--qat" not in words or not any("LoRA" in row["title"] for row in found)
@@ -232,7 +234,7 @@ def test_the_yaml_trains(memory, tmp_path, capsys):
     workspaces = least.setup.workspaces(False)  # more than all of this tiny model
     tensors = least.peak_device_bytes - workspaces
     vram = CONTEXT_BYTES + int(1.05 * workspaces) + (2 * tensors if memory == "off" else 4 * tensors // 5)
-    arguments = ["--ram", "1GiB", "--sequence_length", "32", "--batch_size", "4", "--dtype", "float32"]
+    arguments = ["--ram", "1GiB", *SHORT, "--batch_size", "4", "--dtype", "float32"]
     assert plan(tmp_path / "config.json", *arguments, "--vram", vram, "--output", target) == 0
     (parsed,) = HfArgumentParser(HybridConfig).parse_yaml_file(str(target), allow_extra_keys=True)
     values = yaml.safe_load(target.read_text())
@@ -266,7 +268,7 @@ def test_what_cannot_be_planned_says_why(tmp_path, capsys, content, message):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
-    assert plan(file, "--sequence_length", "32") == 2
+    assert plan(file, *SHORT) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("hf-hybrid plan: error: `model`") and message in shown.err and not shown.out
 
@@ -279,7 +281,7 @@ def test_a_hub_id_without_a_network(capsys, monkeypatch):
 
 @pytest.mark.parametrize("words", [["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"]])
 def test_options_out_of_range(config_file, capsys, words):
-    assert plan(config_file, "--sequence_length", "32", *words) == 2
+    assert plan(config_file, *SHORT, *words) == 2
     assert words[0].removeprefix("--") in capsys.readouterr().err
 
 

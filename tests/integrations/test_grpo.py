@@ -43,6 +43,7 @@ from hf_hybrid.integrations.grpo import (  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
+KINDS = ((GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer))
 CLOCKS = ("step_time", "runtime", "per_second")
 OF_COMPUTED_ROWS = ("entropy", "clip_ratio", "vespo")
 
@@ -199,8 +200,13 @@ def test_steps_without_rows_go_on_with_momentum_and_weight_decay(tmp_path):
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(0.0, 0.0)] * 8
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(GRPOTrainer, HybridGRPOTrainer), (RLOOTrainer, HybridRLOOTrainer)])
-@pytest.mark.parametrize("share_rows", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "share_rows"),
+    mostly_slow(
+        [(*kinds, share_rows) for kinds in KINDS for share_rows in ("auto", "off")],
+        [(*KINDS[0], "auto"), (*KINDS[1], "off")],
+    ),
+)
 def test_entries_of_left_out_rows_have_the_keys_of_trl(theirs, ours, share_rows, tmp_path):
     options = {"learning_rate": 0.0, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "logging_steps": 1}
     first = train(theirs, tmp_path, 1.0, **options)

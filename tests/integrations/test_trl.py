@@ -465,10 +465,10 @@ def test_router_loss_is_trained_through_all_phases(tmp_path):
 def test_resume_ends_at_the_same_weights(case, tmp_path):
     options = {**PHASES, "max_steps": 16, "save_strategy": "steps", "save_steps": 1}
 
-    def build():
+    def build(**more):
         if case == "packing":
-            return sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, packing=True, max_length=64, **options)
-        return dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, peft_config=lora(), **options)
+            return sft(HybridSFTTrainer, HybridSFTConfig, tmp_path, packing=True, max_length=64, **options | more)
+        return dpo(HybridDPOTrainer, HybridDPOConfig, tmp_path, peft_config=lora(), **options | more)
 
     trainer = build()
     trainer.train()
@@ -476,7 +476,7 @@ def test_resume_ends_at_the_same_weights(case, tmp_path):
     inside = [step for step, phase in steps.items() if phase == 2]
     assert inside, trainer.hybrid_summary()["leaps_by_verdict"]
     for step in (inside[0], 14):
-        resumed = build()
+        resumed = build(save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(weights(resumed.model), weights(trainer.model))
 
@@ -623,7 +623,9 @@ def test_options_that_cannot_work_are_refused(config, options, message, tmp_path
         config(str(tmp_path), use_cpu=True, **options)
 
 
-@pytest.mark.parametrize("more", [{}, {"preset": "fast", "optim": "adamw_torch"}, {"leap_gain": 0.0}])
+@pytest.mark.parametrize(
+    "more", mostly_slow([{}, {"preset": "fast", "optim": "adamw_torch"}, {"leap_gain": 0.0}], [{}])
+)
 def test_a_synchronised_reference_trains_as_trl_does(more, tmp_path, caplog):
     """The default rate would be searched, and weights that the search takes back must not be in the reference."""
     options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 6, "learning_rate": 1e-6}
@@ -685,7 +687,7 @@ def test_without_trl_the_way_to_install_it_is_told(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sppo_hard"])
+@pytest.mark.parametrize("loss", mostly_slow(["sigmoid", "ipo", "sppo_hard"], ["ipo"]))
 def test_dpo_makes_no_leaps_whatever_its_loss_begins_at(loss, tmp_path, caplog):
     """At log 2, at 25 (IPO: (1 / (2 * 0.1)) ** 2) or at 50, with random weights and with pretrained ones."""
     options = {**PHASES, "direction": "auto", "loss_type": [loss], "max_steps": 15}

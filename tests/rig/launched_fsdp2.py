@@ -40,26 +40,28 @@ BASE = {
     "correct_gain": True,
 }
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
+SHORT = {"max_steps": 18}
+"""Two leaps and more."""
 HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "correct_gain": False}
 RUNS = {
-    "base": {},
-    "accumulated": {"gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
-    "offloaded": {"fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
+    "base": {**SHORT},
+    "accumulated": {**SHORT, "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
+    "offloaded": {**SHORT, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
     "sampled": {"direction": "gradient_memory", "optim": "rmsprop", "learning_rate": 1e-4},
     "rescued": {"lr_rescue": "on", "learning_rate": 2e-4, "max_steps": 24},
-    "muon": {"optim": "muon", "in_fp32": True},
+    "muon": {**SHORT, "optim": "muon", "in_fp32": True},
     "muon_lora": {"optim": "muon", "in_fp32": True, "lora": True},
     "plain_muon": {"optim": "muon", "in_fp32": True, "enable_predict": False, "max_steps": 12},
     "experts": {"experts": True},
     "muon_experts": {"optim": "muon", "in_fp32": True, "experts": True},
-    "lora": {"lora": True, "learning_rate": 1e-2},
-    "bf16": {"bf16": True},
+    "lora": {**SHORT, "lora": True, "learning_rate": 1e-2},
+    "bf16": {**SHORT, "bf16": True},
     "looked": {"hurts_at": 12, "poisoned_at": 6, "probe_budget": 1.0, "max_steps": 24},
     "unseen": {"hurts_at": 18, "probe_budget": 0.0, "divergence_threshold": 3.0, "max_steps": 28, **HARMFUL},
     "world_model": {"planner": "dynamics"},
     "iterable": {"iterable": True},
-    "rescued_lora": {"lora": True, "learning_rate": 5e-5, "direction": "auto"},
+    "rescued_lora": {**SHORT, "lora": True, "learning_rate": 5e-5, "direction": "auto"},
 }
 for name in ("base", "accumulated", "offloaded", "memory", "lora", "bf16"):
     RUNS[f"plain_{name}"] = {**RUNS[name], "enable_predict": False, "max_steps": 12}

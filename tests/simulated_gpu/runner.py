@@ -64,7 +64,13 @@ def main() -> None:
         (args.folder / "unavailable").write_text(str(error))
         return
     for_gpu = _hide_gpu() if args.real else {}
+    from rig import traces
+
     from simulated_gpu import scenarios
+
+    if not args.real:  # a plan for the simulated device; that for a real one is made anew each time
+        (args.folder / "traces").mkdir(exist_ok=True)
+        traces.remember(args.folder / "traces")
 
     for room in ROOMS:  # which each process would load by itself otherwise
         with contextlib.suppress(ImportError):  # TRL may be missing
