@@ -567,8 +567,8 @@ def test_the_shape_counts_muons_weights():
     attention = 32 * 32 * 2 + 16 * 32 * 2
     assert experts.total.muon == 2 * (stacks + attention) and experts.largest_muon == 4 * 96 * 32
     adapters = shape_of(lora())
-    _, _, resident = adapters.place(stream_embeddings=True)
-    assert resident.muon == resident.trainable - adapters.rest.trainable == adapters.total.muon > 0
+    stays = adapters.place(stream_embeddings=True).stays
+    assert stays.muon == stays.trainable - adapters.rest.trainable == adapters.total.muon > 0
 
 
 def test_planned_states_are_those_that_are_held(tmp_path, train_set):
