@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("waits", nargs="*", help="Some of the waits, as --list names them.")
     args = parser.parse_args()
-    sys.path[:0] = [str(HERE.parent)]
+    sys.path[0] = str(HERE.parent)  # `kernels` is the package that transformers looks for, and not the file here
     chosen = args.waits or waits()
     if args.list:
         print("\n".join(chosen))

@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def main() -> None:
-    sys.path[:0] = [str(HERE.parent)]
+    sys.path[0] = str(HERE.parent)  # `kernels` is the package that transformers looks for, and not the file here
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
