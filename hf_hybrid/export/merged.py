@@ -8,6 +8,8 @@ a plain model that computes the same as the base with the adapter.
   product itself would be rounded first: an update of a few hundredths of a weight would lose most of its digits. To 16
   bits the sum is rounded stochastically (rounding.py): the base lies on the grid of its type, and the nearest number
   of a sum that is close to a weight of the base would be that weight.
+- **Layers that trained whole** (`modules_to_save`) may be saved in fp32 beside a base in bf16. peft would load them in
+  the type of the base, rounded to nearest. So they are loaded in fp32, and rounded as the sums are.
 - **A base in 4 or 8 bits.** peft would round the sum to the few bits of the base again, which loses much of what was
   learned. So the base is dequantised before. Training saw exactly these values, because each layer dequantises its
   weights before it computes.
@@ -56,6 +58,7 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
     base = _base(folder, peft, device, as_trained)
     model = peft.PeftModel.from_pretrained(base, folder)
     shared = _give_each_its_own(base)
+    whole = _load_in_fp32(folder, peft, model)
     unrounded = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -69,7 +72,7 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
         merged = model.merge_and_unload()
     if shared:
         _tie_again(merged)
-    for held in unrounded:
+    for held in [*unrounded, whole]:
         _round(held)
     return merged
 
@@ -103,6 +106,22 @@ class Sum(NamedTuple):
     name: str
     parameter: nn.Parameter
     dtype: torch.dtype
+
+
+def _load_in_fp32(folder: Path, peft: Any, model: nn.Module) -> list[Sum]:
+    """Load the layers anew that trained whole, in fp32."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    whole = {}  # each once: tied ones have two layers
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for part, parameter in module.modules_to_save.named_parameters():
+                if parameter.dtype in HALVES:
+                    whole[parameter] = Sum(f"{name}.{part}", parameter, parameter.dtype)
+                    parameter.data = parameter.data.float()
+    if whole:
+        peft.set_peft_model_state_dict(model, peft.load_peft_weights(folder, device="cpu"))
+    return list(whole.values())
 
 
 @torch.no_grad()

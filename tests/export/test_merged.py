@@ -281,3 +281,24 @@ def test_weights_that_overflow_are_refused(tmp_path):
     exporter.export(tmp_path / "run", tmp_path / "merged", "merged")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert measure.held_out(found, batches(1))["loss"] > 0
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_layers_that_trained_whole_beside_adapters_keep_what_they_learned(tmp_path, in_fp32):
+    """Whoever casts them to fp32 for training, as is advised for heads, gets them in the one type of an export."""
+    base = base_folder(tmp_path / "base", torch.bfloat16)
+    model = adapted(base, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    head = model.get_output_embeddings().modules_to_save["default"]
+    start = head.weight.detach().float()
+    if in_fp32:
+        head.float()
+    with torch.no_grad():
+        head.weight.mul_(1 + 2**-11 if in_fp32 else 1.5)  # a quarter of the distance to the next number, and less
+    model.save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "merged", "merged")
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {weights.dtype for weights in found.values()} == {torch.bfloat16}
+    learned = head.weight.detach().float() - start
+    assert_between_neighbours(found["lm_head.weight"], start + learned)
+    kept = float(((found["lm_head.weight"].float() - start) * learned).sum() / learned.square().sum())
+    assert kept == pytest.approx(1, abs=0.15)

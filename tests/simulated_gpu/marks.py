@@ -83,14 +83,16 @@ class _Marking(ast.NodeTransformer):
         return made
 
 
-WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize", "wait", "finish", "finish_sending")
+WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
+WRAPPERS = ("wait", "finish", "finish_sending")
+"""Methods of `streaming` and `phase_memory` that wait. Elsewhere such names wait for threads and processes."""
 
 
 def is_wait(node: ast.AST) -> bool:
     """Whether a node of a syntax tree orders two streams, or a stream and the host."""
     if isinstance(node, ast.keyword):
         return node.arg == "after"
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS + WRAPPERS
 
 
 class _Without(ast.NodeTransformer):

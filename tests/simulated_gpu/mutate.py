@@ -4,9 +4,9 @@ Removes every wait of the package, one at a time, and tells which scenario of th
     python tests/simulated_gpu/mutate.py             # about 20 minutes on two cores
     python tests/simulated_gpu/mutate.py --list      # the waits
 
-A wait is a call of `wait_event`, `wait_stream`, `record_stream` or `synchronize`, a call of what wraps them (`wait`,
-`finish`, `finish_sending`), or an argument `after=EVENT`. One that no scenario notices is superfluous, or a
-scenario is missing.
+A wait is a call of `wait_event`, `wait_stream`, `record_stream` or `synchronize`. In `streaming` and `phase_memory` so
+is a call of what wraps them (`wait`, `finish`, `finish_sending`), or an argument `after=EVENT`. One that no scenario
+notices is superfluous, or a scenario is missing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "hf_hybrid"
-COPY = ("streaming", "phase_memory")
-"""Folders in which `after=` is an event."""
+DEVICE = ("streaming", "phase_memory")
+"""Folders in which `wait` waits for a device, and `after=` is an event."""
 FIRST = (
     "interrupted_on_the_way_home", "failed_evaluation", "walk_that_does_not_fit", "looked_at_before_a_step",
     "gradients_looked_at", "by_micro_batch", "parked", "eight_bit_bf16", "leaps_and_saves", "leaps_host_buffers",
@@ -34,12 +34,13 @@ FIRST = (
 
 def waits() -> list[str]:
     """Every wait, as `FILE:LINE:COLUMN`."""
-    from simulated_gpu.marks import is_wait
+    from simulated_gpu.marks import WAITS, is_wait
 
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if is_wait(node) and (isinstance(node, ast.Call) or path.parent.name in COPY):
+            direct = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+            if direct or (is_wait(node) and path.parent.name in DEVICE):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}:{node.col_offset}")
     return found
 
