@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import platform
 import subprocess
@@ -127,9 +128,22 @@ def pytest_collection(session):
             from rig import traces
 
             traces.remember()
-        gc.collect()
-        gc.freeze()
+        _freeze()
         gc.enable()
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, numbers=itertools.count(1)):
+    """What tests import stays too, and every trainer that is made collects garbage."""
+    result = yield
+    if next(numbers) % 16 == 0:
+        _freeze()
+    return result
 
 
 def mostly_slow(values, quick) -> list:
