@@ -132,16 +132,19 @@ def pytest_collection(session):
         gc.enable()
 
 
+_number = itertools.count(1)
+
+
 def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, numbers=itertools.count(1)):
+def pytest_runtest_protocol(item):
     """What tests import stays too, and every trainer that is made collects garbage."""
     result = yield
-    if next(numbers) % 16 == 0:
+    if next(_number) % 16 == 0:
         _freeze()
     return result
 
