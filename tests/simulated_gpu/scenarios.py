@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from hf_hybrid.phase_memory.activations import ActivationCheckpointing, Boundary
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.setup import _estimator
+from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
 
@@ -692,17 +694,20 @@ def _fail(*_) -> None:
 
 @scenario()
 def walk_that_does_not_fit(place: Place) -> dict[str, Tensor]:
-    """Memory ends where the second micro-batch of a window is computed again, and the window is computed anew."""
-    made, calls = model(), Counter()
+    """
+    Memory ends where activations of the second micro-batch should come back, while those of the first are on their way.
+    Nobody will take these: the window is computed anew.
+    """
+    fetch, calls = Transfers.fetch, Counter()
 
-    def fail(*_) -> None:
+    def fail(*args, **kwargs):
         calls["all"] += 1
-        if calls["all"] == 4:  # each of the two goes forward once, then backward
+        if calls["all"] == 2:
             raise torch.OutOfMemoryError("CUDA out of memory (injected).")
+        return fetch(*args, **kwargs)
 
-    made.model.layers[2].mlp.register_forward_pre_hook(fail)
-    trainer = trainer_of(place, made, **STREAM, offload_activations=True)
-    with place.counted(trainer):
+    trainer = trainer_of(place, model(), **STREAM, offload_activations=True)
+    with mock.patch.object(Transfers, "fetch", fail), place.counted(trainer):
         trainer.train()
     place.facts["caught"] = len(trainer.hybrid_summary()["out_of_memory"])
     return weights_of(trainer)
