@@ -394,7 +394,7 @@ training("lora_int8", **STREAM, lora=True, base_precision="int8")
 training("lora_kept", **SOME_RESIDENT, lora=True)
 training("lora_kept_int8", **SOME_RESIDENT, lora=True, base_precision="int8")
 training("saves", **STREAM, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)
-training("saves_eight_bit", **STREAM, optimizer_states="8bit", save_strategy="steps", save_steps=2)
+training("saves_eight_bit", **A_LEAP, **STREAM, optimizer_states="8bit", save_strategy="steps", save_steps=2)
 training("saves_lora_int8", **STREAM, lora=True, base_precision="int8", save_strategy="steps", save_steps=2)
 
 # Leaps. Streamed masters are orthogonalised on the host; large resident matrices in bf16 on a GPU, in fp32 on a CPU.
