@@ -132,19 +132,19 @@ def pytest_collection(session):
         gc.enable()
 
 
-_number = itertools.count(1)
-
-
 def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
 
+_tests = itertools.count(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """What tests import stays too, and every trainer that is made collects garbage."""
+    """Each new trainer collects garbage, and would look through all that earlier tests imported."""
     result = yield
-    if next(_number) % 16 == 0:
+    if next(_tests) % 16 == 0:
         _freeze()
     return result
 

@@ -101,7 +101,7 @@ def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
 
 
 class Sum(NamedTuple):
-    """A weight with its adapters, in fp32: its name, and the dtype of the base, in which it will be."""
+    """A weight in fp32, with its adapters if it has any: its name, and the dtype of the base, in which it will be."""
 
     name: str
     parameter: nn.Parameter

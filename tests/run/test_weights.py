@@ -120,8 +120,8 @@ def check_that_it_is_one_run(launched: Runs, name: str, alone) -> None:
         assert found == pytest.approx(known, abs=5e-2 if loose else 1e-4), key
     scales = [run.get("learning_rate_scale", 1.0) for run in (first, one)]
     assert scales[0] == pytest.approx(scales[1], rel=1e-6)
-    # Orthogonalised leaps of adapters (at a rate of 1e-2) and of experts magnify the order of sums (docs/launch.md).
-    atol = 2e-2 if loose else 2e-5 if name in ("lora", "experts") else 1e-5
+    # At a rate of 1e-2 orthogonalised leaps of adapters magnify the order of sums to 1.4e-5 (docs/launch.md).
+    atol = 2e-2 if loose else 2e-5 if name == "lora" else 1e-5
     check_that_it_ends_alike(launched.weights(name), expected, atol=atol)
 
 

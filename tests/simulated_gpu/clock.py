@@ -39,7 +39,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
-    # Not this folder: `kernels` is the package that transformers looks for, and not the file here.
+    # Not this folder: its kernels.py would hide the package of that name, which transformers looks for.
     sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
 from simulated_gpu import device as sim  # noqa: E402, I001 - before torch

@@ -88,11 +88,12 @@ WRAPPERS = ("wait", "finish", "finish_sending")
 """Methods of `streaming` and `phase_memory` that wait. Elsewhere such names wait for threads and processes."""
 
 
-def is_wait(node: ast.AST) -> bool:
-    """Whether a node of a syntax tree orders two streams, or a stream and the host."""
+def is_wait(node: ast.AST, wrapped: bool = True) -> bool:
+    """Whether a node of a syntax tree orders two streams, or a stream and the host; if `wrapped`, through another."""
     if isinstance(node, ast.keyword):
-        return node.arg == "after"
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS + WRAPPERS
+        return wrapped and node.arg == "after"
+    names = WAITS + WRAPPERS if wrapped else WAITS
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
 
 
 class _Without(ast.NodeTransformer):

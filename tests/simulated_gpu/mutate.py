@@ -34,13 +34,12 @@ FIRST = (
 
 def waits() -> list[str]:
     """Every wait, as `FILE:LINE:COLUMN`."""
-    from simulated_gpu.marks import WAITS, is_wait
+    from simulated_gpu.marks import is_wait
 
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            direct = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
-            if direct or (is_wait(node) and path.parent.name in DEVICE):
+            if is_wait(node, wrapped=path.parent.name in DEVICE):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}:{node.col_offset}")
     return found
 
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("waits", nargs="*", help="Some of the waits, as --list names them.")
     args = parser.parse_args()
-    sys.path[0] = str(HERE.parent)  # `kernels` is the package that transformers looks for, and not the file here
+    sys.path[0] = str(HERE.parent)  # not this folder: its kernels.py would hide the package of that name
     chosen = args.waits or waits()
     if args.list:
         print("\n".join(chosen))

@@ -52,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    sys.path[0] = str(HERE.parent)  # `kernels` is the package that transformers looks for, and not the file here
+    sys.path[0] = str(HERE.parent)  # not this folder: its kernels.py would hide the package of that name
     if args.alone:
         _run_on_gpu(args.folder, args.names[0], args.place)
     gc.disable()  # collections would look through what is imported, again and again

@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def main() -> None:
-    sys.path[0] = str(HERE.parent)  # `kernels` is the package that transformers looks for, and not the file here
+    sys.path[0] = str(HERE.parent)  # not this folder: its kernels.py would hide the package of that name
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
