@@ -410,6 +410,17 @@ class RandomStates:
         if self.device is not None:
             torch.get_device_module(self.place).set_rng_state(self.device, *_which(self.place))
 
+    def same_as(self, other: RandomStates) -> bool:
+        """Whether nothing was drawn between two snapshots."""
+        device = self.device is None or other.device is None or torch.equal(self.device, other.device)
+        return (
+            device
+            and self.python == other.python
+            and torch.equal(self.host, other.host)
+            and self.numpy["state"]["pos"] == other.numpy["state"]["pos"]
+            and bool((self.numpy["state"]["key"] == other.numpy["state"]["key"]).all())
+        )
+
     @contextlib.contextmanager
     def again(self) -> Generator[None]:
         """Repeat a computation with the same random numbers; afterwards the generators are as they were before."""
@@ -419,6 +430,32 @@ class RandomStates:
             yield
         finally:
             current.restore()
+
+
+def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
+    """
+    Whether a forward pass in training draws random numbers (dropout, noise, jitter of a router).
+
+    It is found by drawing: one pass over two tokens. So it sees dropout by functions, by hooks and in custom modules,
+    and rates of zero. Generators and buffers are as they were afterwards.
+
+    Args:
+        model (`torch.nn.Module`): Takes `input_ids` and `attention_mask`.
+        device (`torch.device`): Where it computes.
+    """
+    before, was_training = RandomStates.now(device), [module.training for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    try:
+        with torch.no_grad():
+            model.train()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        return not before.same_as(RandomStates.now(device))
+    finally:
+        before.restore()
+        for module, training in zip(model.modules(), was_training):
+            module.training = training
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:

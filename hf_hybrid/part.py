@@ -117,6 +117,8 @@ class Part:
 
     name: str = ""
     run: Run  # of parts whose `begin` keeps it
+    failed: Sequence[str] = ()
+    """What the part could not do because of an exception that nobody foresaw (fallbacks.py)."""
 
     # The run.
 

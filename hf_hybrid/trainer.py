@@ -311,9 +311,11 @@ class HybridTrainerMixin(PublishingMixin):
         made, and is `None` where they are. `memory` is [`memory_summary`]; `out_of_memory` lists what was done each
         time that memory ran out; `forecast` is the last forecast of the final loss (`step`, `loss`, `low`, `high`, and
         the same of the held-out loss in `held_out`), or `None`; `recomputed_layers` counts those that
-        `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`.
+        `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`;
+        `failed_savings` lists savings that are off because of an exception, each with it.
         """
-        found = {"memory": self.memory_summary(), "resumed": self._resumed}
+        failed = [why for part in self.parts for why in part.failed]
+        found = {"memory": self.memory_summary(), "resumed": self._resumed, "failed_savings": failed}
         for part in self.parts:  # as they are now; the run's own summary ends with it
             found.update(part.summary())
         return HybridSummary({**self.run.summary(), **found})

@@ -248,6 +248,18 @@ def finite(model) -> bool:
     return all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+@pytest.fixture(autouse=True)
+def fallbacks_are_errors(request, monkeypatch):
+    """
+    A saving that is off because of an unforeseen exception is an error in every test, unless the test is about that and
+    has the marker `falls_back`. Processes that a test starts do the same (`rig/strict.py`).
+    """
+    if not request.node.get_closest_marker("falls_back"):
+        from rig import strict
+
+        monkeypatch.setattr(*strict.replacement())
+
+
 @pytest.fixture
 def train_set() -> ByteText:
     return ByteText(400)

@@ -75,7 +75,7 @@ from hf_hybrid.integrations.trl import (
     default_folder,
     options_of_rows,
 )
-from hf_hybrid.machine import RandomStates, sharding_of
+from hf_hybrid.machine import draws_random_numbers, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.rows.sharing import SharedRows
@@ -223,23 +223,6 @@ def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Ba
         batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
         made.append(batch)
     return made
-
-
-def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether a forward pass in training draws random numbers (dropout, noise), which other rows would change."""
-    before, was_training = RandomStates.now(device), model.training
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    try:
-        with torch.no_grad():
-            model.train()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        after = RandomStates.now(device)
-        pairs = [(before.host, after.host)]
-        if before.device is not None and after.device is not None:
-            pairs.append((before.device, after.device))
-        return before.python != after.python or not all(torch.equal(*pair) for pair in pairs)
-    finally:
-        before.restore()
-        model.train(was_training)
 
 
 # State.

@@ -1,0 +1,70 @@
+"""
+Why a saving is off: two kinds of fall-back.
+
+A run that was promised a saving and does not get it trains as plain `Trainer` or TRL does. There are two reasons:
+
+- **It cannot be exact here.** The package knows beforehand, and says so in one sentence (level INFO). Where the user
+  can change that, the sentence is a warning. It names the change and says what it is worth.
+- **It did not work.** A model, torch or transformers raised an exception that nobody foresaw. That is a fault of this
+  package until somebody looks at it. So it is a warning that names the exception, and it stays in the summary
+  (`failed_savings`), in the report and in the model card. In this package's own tests it is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Fallbacks:
+    """
+    What a part says of the saving that it leaves out. Each sentence is logged once.
+
+    Args:
+        what (`str`): What happens instead, with the option in brackets: "Rows are computed padded (`share_rows`)".
+        tells (`Callable[[], bool]`): Whether this process writes to the log.
+
+    Attributes:
+        because (`str`, *optional*): The last reason, as a clause.
+        failed (`list[str]`): What did not work, with the exception.
+    """
+
+    def __init__(self, what: str, tells: Callable[[], bool] = lambda: True):
+        self.what, self.tells = what, tells
+        self.because: str | None = None
+        self.failed: list[str] = []
+        self._told: set[str] = set()
+
+    def cannot_be_exact(self, why: str, *, advice: str = "") -> None:
+        """
+        Note why the saving would change the update.
+
+        Args:
+            why (`str`): A clause.
+            advice (`str`): What the user can change, and what that is worth, as a sentence. It makes a warning of it.
+        """
+        self._say(why, f"{self.what}: {why}. {advice}".rstrip(), logging.WARNING if advice else logging.INFO)
+
+    def did_not_work(self, error: BaseException, doing: str, *, cost: str = "") -> str:
+        """
+        Note an exception that nobody foresaw, and return it as a clause.
+
+        Args:
+            error (`BaseException`): The exception.
+            doing (`str`): What raised it, as a clause: "the model does not take a tree".
+            cost (`str`): What is lost without the saving, as a sentence.
+        """
+        why = f"{doing} ({type(error).__name__}: {error})"
+        if why not in self.failed:
+            self.failed.append(why)
+        sentence = f"{self.what}, because something did not work: {why}. {cost}".rstrip()
+        self._say(why, f"{sentence} Please report this with the versions of torch and transformers.", logging.WARNING)
+        return why
+
+    def _say(self, why: str, sentence: str, level: int) -> None:
+        self.because = why
+        if why not in self._told and self.tells():
+            logger.log(level, "%s", sentence)
+        self._told.add(why)
