@@ -51,7 +51,8 @@ with fewer rows adds rows without advantage.
 
 Dropout. A row draws its own masks, whatever rows are beside it. So rows are left out under dropout too: the update has
 the distribution of TRL's, but its random numbers are others. A prompt that is computed once for several completions
-would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation.
+would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation. Where a
+number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
 
 Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
 """
@@ -61,7 +62,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -80,9 +81,11 @@ from hf_hybrid.integrations.trl import (
     default_folder,
     options_of_rows,
 )
-from hf_hybrid.machine import RandomStates, draws_random_numbers, sharding_of
+from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
+from hf_hybrid.randomness import Drawn, drawn_in_training
+from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 
@@ -411,7 +414,6 @@ class Rollouts(Part):
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.own_prompts = Fallbacks("Each completion computes its prompt anew (`share_rows`, `rollouts`)", tells)
-        self.failed = self.own_prompts.failed
         self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
@@ -419,21 +421,26 @@ class Rollouts(Part):
     def begin(self, run: Run) -> None:
         trainer = self.trainer
         self.skips, self._before = trainer._new_skips(), None
-        self.every_row.because = self.own_prompts.because = trainer._draws = None
+        self.every_row.because = self.own_prompts.because = trainer._drawn = None
         self.rows_of_rounding = self.log_probs_skipped = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
             self.leaves_out = False
             self.every_row.cannot_be_exact(reason.why, advice=reason.advice)
-        may_move = self.leaves_out or (self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
-        self.by_prompt = may_move and trainer.rows.may_share and not trainer._draws_random_numbers()
-        if self.leaves_out and trainer._draws_random_numbers():
+        shares = trainer.rows.may_share
+        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
+        if self.leaves_out and trainer._drawn_in_training() != "nothing":
             self.own_prompts.cannot_be_exact(
                 "the model draws random numbers in training (dropout), each row its own",
                 advice="Rows without advantage are left out: the update has TRL's distribution, but not its random "
                 "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
                 "the rates in the model's config.",
             )
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.every_row.failed
 
     def begin_step(self, step: Step) -> None:
         self.skips.begin_window()
@@ -622,8 +629,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
     _sampler: Any = None
-    _draws: bool | None = None
-    """Whether the model draws random numbers in training, once a run has asked."""
+    _drawn: Drawn | None = None
+    """Which random numbers the model draws in training, once a run has asked."""
 
     def __init__(self, *args, **kwargs):
         for name in ("probe_dataset", "direction"):
@@ -680,20 +687,22 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return f"with `{sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
             return why
-        if self.model.training and self._draws_random_numbers():
+        if self.model.training and self._drawn_in_training() != "nothing":
             return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
         return None
 
-    def _draws_random_numbers(self) -> bool:
-        """Whether the model draws random numbers in training. Where it cannot be found out, it may."""
-        if self._draws is None:
+    def _drawn_in_training(self) -> Drawn:
+        """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
+        if self._drawn is None:
             bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             try:
-                self._draws = draws_random_numbers(bare, self.args.device)
+                self._drawn = drawn_in_training(bare, self.args.device)
             except Exception as error:
-                self._draws = True
-                self.rollouts.own_prompts.did_not_work(error, "the model does not compute a row of two tokens")
-        return self._draws
+                if is_out_of_memory(error):
+                    raise
+                self._drawn = "by batch"
+                self.rollouts.every_row.did_not_work(error, "the model does not take ten tokens")
+        return self._drawn
 
     # Rewards and advantages.
 
@@ -831,8 +840,11 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             )
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             return RowsStay("batch normalisation mixes rows")
-        if getattr(self.model.config, "layerdrop", 0.0):
-            return RowsStay("LayerDrop drops a layer for all rows of a micro-batch", "set `layerdrop=0` in its config")
+        if self._drawn_in_training() == "by batch":
+            if failed := self.rollouts.failed:
+                return RowsStay(failed[-1])
+            why = "the model draws a random number for several rows (LayerDrop, for example)"
+            return RowsStay(why, "set that rate to 0 in its config")
         return None
 
     # A window.
@@ -848,7 +860,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
-            self.rows.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
+            planned = [(batch, batch) for batch in rollouts.plan()]
+            self.rows.copy_ahead(planned, rows_of_completions, known_by="completion_ids")
         return rollouts.skips.next()
 
     def _compute_loss(self, model, inputs):

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -13,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from conftest import assert_same_weights, mostly_slow, tiny_model, weights
@@ -25,6 +25,7 @@ from accelerate.utils import AutocastKwargs  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts  # noqa: E402
 from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
+from torch.nn.functional import dropout  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -433,6 +434,19 @@ def batch_norm():
     return model
 
 
+def drawing(change):
+    """A model that computes `change(ids, hidden)` behind its embedding in training, as a layer of its own would."""
+    model = policy()
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, hidden: change(args[0], hidden) if module.training else hidden
+    )
+    return model
+
+
+def of_all_rows(ids, hidden):
+    return hidden * (0.9 + 0.2 * random.random())
+
+
 EVERY_ROW = {
     "beta": ({"beta": 0.1, "peft_config": lora}, "`beta=0.1`", "set `beta=0.0`"),
     "entropy bonus": ({"entropy_coef": 0.01}, "entropy bonus", "leave out `entropy_coef`"),
@@ -440,7 +454,11 @@ EVERY_ROW = {
     "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`", "set `top_entropy_quantile=1.0`"),
     "router": ({"model": experts}, "router", "set `router_aux_loss_coef=0.0`"),
     "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own", "train with `HybridGRPOTrainer` itself"),
-    "layers that are dropped": ({"model": lambda: policy(layerdrop=0.1)}, "LayerDrop", "set `layerdrop=0`"),
+    "a number for all rows": (
+        {"model": lambda: drawing(of_all_rows)},
+        "several rows",
+        "set that rate to 0",
+    ),
     "batch normalisation": ({"model": batch_norm}, "batch normalisation mixes rows", None),
 }
 
@@ -466,26 +484,12 @@ def test_every_row_is_computed_and_the_log_says_why(name, tmp_path, caplog):
 # Dropout. Rows are left out: each draws its own masks.
 
 
-def drawing(draw, mask=None):
-    """A model whose embedding calls `draw` in training, as a layer of its own would, and then `mask(ids, hidden)`."""
-
-    def hook(module, args, hidden):
-        if not module.training:
-            return None
-        draw()
-        return None if mask is None else mask(args[0], hidden)
-
-    model = policy()
-    model.get_input_embeddings().register_forward_hook(hook)
-    return model
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"model": lambda: policy(attention_dropout=0.1)},
         {"peft_config": lambda: lora(lora_dropout=0.1)},
-        {"model": lambda: drawing(lambda: torch.rand(1)), "num_iterations": 2},
+        {"model": lambda: drawing(lambda ids, hidden: dropout(hidden, 0.1)), "num_iterations": 2},
     ],
     ids=["attention", "adapter", "function"],
 )
@@ -495,8 +499,8 @@ def test_rows_are_left_out_under_dropout_and_prompts_are_not_shared(options, tmp
     assert found["rows_skipped"] > 0 and found["backward_passes_avoided_exactly"] > 0
     assert found["log_probs_skipped"] > 0 or "num_iterations" not in options
     assert found["every_row_because"] is None and found["failed_savings"] == []
-    assert found["prompt_tokens_shared"] == found["tokens_shared"] == 0
-    assert "random" in found["plain_rollouts_because"]
+    assert found["tokens_padding"] > 0 and found["tokens_shared"] <= found["rows"]  # the last token of each row
+    assert found["prompt_tokens_shared"] == 0 and "random" in found["plain_rollouts_because"]
     said = [record.message for record in caplog.records if "TRL's distribution" in record.message]
     assert len(said) == 1 and "`lora_dropout=0`" in said[0]
 
@@ -504,18 +508,18 @@ def test_rows_are_left_out_under_dropout_and_prompts_are_not_shared(options, tmp
 @pytest.mark.parametrize("theirs, ours", KINDS, ids=["grpo", "rloo"])
 def test_a_row_with_masks_of_its_own_counts_as_in_trl(theirs, ours, tmp_path):
     """
-    What is drawn (by numpy, so that torch samples the same completions) is not used. The mask of a row follows from its
-    tokens, so it is the same beside other rows.
+    What is drawn here is not used, and the generator is set back, so that both sample the same completions. The mask of
+    a row follows from its tokens.
     """
 
     def mask(ids, hidden):
+        with torch.random.fork_rng(devices=[]):
+            torch.rand_like(hidden)
         place = torch.arange(hidden.shape[2]) + ids.sum(dim=1, keepdim=True)
         return hidden * (place % 5 != 0)[:, None] / 0.8
 
     options = {"num_iterations": 2, "loss_type": "bnpo"} if theirs is GRPOTrainer else {"num_iterations": 2}
-    theirs, ours = (
-        train(cls, tmp_path, 0.7, model=drawing(numpy.random.rand, mask), **options) for cls in (theirs, ours)
-    )
+    theirs, ours = (train(cls, tmp_path, 0.7, model=drawing(mask), **options) for cls in (theirs, ours))
     check_equal(theirs, ours, 0.7)
     assert "random" in ours.hybrid_summary()["plain_rollouts_because"]
 
@@ -533,8 +537,9 @@ def test_generators_are_left_as_by_trl(draws, tmp_path):
     """Also where the rows of the first batch are compared, and metrics of rows that were left out are measured."""
 
     def trained(kind, **options):
-        model = drawing(lambda: torch.rand(1)) if draws else policy()
-        share = 0.0 if draws else 0.7  # with fewer rows there are fewer passes that draw
+        # Ten numbers per pass, which the first batch of ten tokens shows as one for each token.
+        model = drawing(lambda ids, hidden: hidden + 0 * torch.rand(2, 5).sum()) if draws else policy()
+        share = 0.0 if draws else 0.7  # with fewer rows there are fewer passes
         train(kind, tmp_path, share, model=model, max_steps=3, num_iterations=2, **options)
         return RandomStates.now(torch.device("cpu"))
 
@@ -542,19 +547,24 @@ def test_generators_are_left_as_by_trl(draws, tmp_path):
 
 
 @pytest.mark.falls_back
-def test_a_model_that_computes_no_two_tokens_trains_all_the_same(tmp_path, caplog):
-    model = policy()
-
+def test_where_it_cannot_be_found_what_is_drawn_the_run_is_that_of_trl(tmp_path, caplog):
     def refuse(module, args, inputs):
-        if inputs["input_ids"].shape == (1, 2):
+        if inputs["input_ids"].shape == (2, 5) and "labels" not in inputs:
             raise IndexError("too short")
 
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
-    trainer = train(HybridGRPOTrainer, tmp_path, 0.7, max_steps=2, model=model)
-    found = trainer.hybrid_summary()
-    assert trainer.state.global_step == 2 and found["rows_skipped"] > 0 and found["prompt_tokens_shared"] == 0
+    def trained(kind, **options):
+        model = policy()
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+        return train(kind, tmp_path, 0.7, max_steps=2, model=model, **options)
+
+    theirs, ours = trained(GRPOTrainer), trained(HybridGRPOTrainer, share_rows="auto")
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    found = ours.hybrid_summary()
     (why,) = found["failed_savings"]
-    assert "IndexError: too short" in why and any(why in record.message for record in caplog.records)
+    assert "IndexError: too short" in why and found["every_row_because"] == why
+    assert found["rows_skipped"] == found["prompt_tokens_shared"] == found["tokens_shared"] == 0
+    said = [record.message for record in caplog.records if why in record.message]
+    assert len(said) == 2 and all("Please report this" in message for message in said)  # rows that share, and those
 
 
 def test_off_computes_every_row_without_a_word(tmp_path, caplog):
