@@ -601,9 +601,8 @@ class SharedRows(Part):
         saved = 1 - len(Tree.of(rows).ids) / max(sum(len(row.fed) for row in rows), 1)
         rate = dropout_of(model)
         numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
-        cost = (
-            f"About {saved:.0%} of the tokens would be saved without: set `lora_dropout=0`, or the model's rates to 0."
-        )
+        change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
+        cost = f"About {saved:.0%} of the tokens would be saved with {change}."
         if drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
         elif saved > 1 - WORTH:
