@@ -691,7 +691,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
         try:
-            used = run.before_update(loss.item(), float(self._gradient_norm), self.accuracy_of_step())
+            used = run.before_update(*self._numbers_of_step(loss), self.accuracy_of_step())
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -701,6 +701,14 @@ class HybridTrainerMixin(PublishingMixin):
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
+
+    def _numbers_of_step(self, loss: torch.Tensor) -> tuple[float, float]:
+        """Return loss and gradient norm. The host waits for the device once."""
+        norm: Any = self._gradient_norm
+        if not torch.is_tensor(norm) or norm.device != loss.device:
+            return loss.item(), float(norm)
+        loss_value, norm_value = torch.stack([loss.double(), norm.double()]).tolist()
+        return loss_value, norm_value
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
