@@ -413,7 +413,7 @@ class Rollouts(Part):
         self.leaves_out = self.by_prompt = False
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
-        self.own_prompts = Fallbacks("Each completion computes its prompt anew (`share_rows`, `rollouts`)", tells)
+        self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
         self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
