@@ -554,7 +554,8 @@ class ExactSkipArguments:
     exact_skips: Literal["auto", "off"] = option(
         "auto",
         "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
-        "auto: if the update stays TRL's; otherwise every row is computed, and the log says why. off: never.",
+        "auto: if the update stays TRL's, under dropout its distribution; otherwise every row is computed, and the log "
+        "says why. off: never.",
         group="GRPO and RLOO",
     )
     equal_rewards: Literal["zero", "trl"] = option(
