@@ -48,20 +48,26 @@ Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
 
 
-def may_save(batches: Sequence[Mapping[str, Tensor]]) -> bool:
+def may_save(batches: Sequence[Any]) -> bool:
     """
     Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
 
+    A batch that holds anything else than such rows may save something too: what it holds is looked at elsewhere.
+
     Args:
-        batches (`Sequence[Mapping[str, Tensor]]`): As the loader gives them, on the host.
+        batches (`Sequence`): As the loader gives them, on the host.
     """
-    if any(batch["input_ids"].shape[1] < LEAST for batch in batches):
-        return True
+    starts: list[tuple[int, ...]] = []
     for batch in batches:
-        mask = batch.get("attention_mask")
-        if (batch["labels"] < 0).any() or (mask is not None and (mask == 0).any()):
+        ids, labels = (batch.get(name) for name in ("input_ids", "labels")) if isinstance(batch, Mapping) else (0, 0)
+        if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.dim() != 2 or ids.shape[1] < LEAST:
             return True
-    starts = [tuple(row) for batch in batches for row in batch["input_ids"][:, :LEAST].tolist()]
+        if any(torch.is_tensor(value) and value.dim() and value.shape != ids.shape for value in batch.values()):
+            return True
+        mask = batch.get("attention_mask")
+        if len(batch) > 2 + (mask is not None) or (labels < 0).any() or (mask is not None and (mask == 0).any()):
+            return True
+        starts += map(tuple, ids[:, :LEAST].tolist())
     return len(set(starts)) < len(starts)
 
 
@@ -186,11 +192,11 @@ class SharedWindows(SharedRows):
         self._laid_out, self._copied = False, []
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
-        if why is None and self._alone and not may_save(step.on_host):
-            self.fallbacks.because = self.plain_because or LITTLE
+        if self.why_plain is None and self._alone and step.items is not None and not may_save(step.on_host):
+            self.fallbacks.because = self.fallbacks.because or LITTLE
             self._counted = step, {"tokens": sum(batch["input_ids"].numel() for batch in step.batches)}
             return
+        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
         if why is not None:
             self.fallbacks.cannot_be_exact(why)
         self._find_drawn()
