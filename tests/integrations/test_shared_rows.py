@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import config_values, weights
+from conftest import assert_same_weights, config_values, weights
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -415,6 +415,15 @@ def test_compiled_and_sharded_runs_compute_trls_rows():
     for option in ("torch_compile", "fsdp"):
         _, why, _ = options_of_rows(SimpleNamespace(**{name: name == option for name in names}))
         assert f"`{option}" in why
+
+
+def test_noise_of_the_length_of_a_row_is_that_of_trl(tmp_path):
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        trained.append(dpo(trainer, config, tmp_path, max_steps=2, neftune_noise_alpha=5.0))
+        trained[-1].train()  # each begins with its seed when it is built
+    assert_same_weights(*(weights(built.model) for built in trained))
+    assert "`neftune_noise_alpha=5.0`" in trained[1].hybrid_summary()["plain_rows_because"]
 
 
 # Counters.
