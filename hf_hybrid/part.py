@@ -123,7 +123,7 @@ class Part:
 
     @property
     def failed(self) -> Sequence[str]:
-        """What the part could not do because of an exception that nobody foresaw (fallbacks.py)."""
+        """What the part could not do because of an exception that nobody foresaw (run/fallbacks.py)."""
         return ()
 
     # The run.

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms (folders and loose modules) by floor. A room imports from its own floor and from those below.
 FLOORS = {
-    "words": {"arguments", "fallbacks", "part", "files", "optimizers", "machine", "randomness"},
+    "words": {"arguments", "part", "files", "optimizers", "machine"},
     "arithmetic": {"run", "leaps", "world_model", "streaming", "phase_memory", "plan"},
     "engines": {
         "config",

@@ -72,7 +72,6 @@ from torch import Tensor
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.fallbacks import Fallbacks
 from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
@@ -84,10 +83,11 @@ from hf_hybrid.integrations.trl import (
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
-from hf_hybrid.randomness import Drawn, drawn_in_training
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.randomness import Drawn, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
+from hf_hybrid.run.fallbacks import Fallbacks
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
