@@ -491,12 +491,14 @@ class HybridTrainerMixin(PublishingMixin):
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
-        if self.args.should_save and self._resumed_from is not None:  # a disk that is full gets room for the next save
+        # A disk that was full gets room for the next save. Checkpoints that this run abandons stay until there is one.
+        goes_on = self._resumed_from is not None and self._start.run[-1][1] < self.state.global_step
+        if self.args.should_save and goes_on:
             manifest.rotate(
                 folder,
                 self.args.save_total_limit,
                 run=self._start.run,
-                newest=Path(self._resumed_from),
+                newest=Path(str(self._resumed_from)),
                 best=self.state.best_model_checkpoint,
             )
         if self.args.should_save and (self.has_phases or manifest.holds_a_run(folder)):
