@@ -55,8 +55,7 @@ def check_output(folder: str | Path) -> None:
         ValueError: If it is a file, or a link that leads nowhere.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        is_link = os.path.islink(folder)
-        found = f"a link to `{os.readlink(folder)}`, which is not there" if is_link else "a file"
+        found = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
         raise ValueError(f"`output_dir={folder}` is {found}. Remove it, or set another `output_dir`.")
 
 
@@ -110,9 +109,10 @@ class FolderLock:
             )
             return
         self._folder, self._lock = folder, lock
-        for path in folder.iterdir():
+        for path in folder.glob("_*hybrid_*.json.*"):
             if _TEMPORARY.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # of another user
+                    path.unlink()
         self.note(0)
 
     def note(self, step: int) -> None:

@@ -337,10 +337,10 @@ def _give_up(folder: Path) -> None:
     folders cannot be renamed by the next rotation, because its manifest goes last.
     """
     moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
-    moved.parent.mkdir(exist_ok=True)
     try:
+        moved.parent.mkdir(exist_ok=True)
         os.replace(folder, moved)
-    except OSError:  # some mounted buckets rename no folders
+    except OSError:  # some mounted buckets rename no folders, and a full disk may have no room for a new one
         for path in folder.iterdir():
             if path.name != MANIFEST_NAME:
                 _delete(path)
@@ -565,7 +565,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
     """
     start, output_dir = new_run(model), Path(output_dir)
-    if why := _no_access(output_dir):
+    if why := _no_access(output_dir) or _no_access(output_dir / SAVING_NAME):
         raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {why}.")
     cut_short = settle(output_dir)
     if resume == "auto":
@@ -732,10 +732,10 @@ def _check_values(folder: Path, manifest: Manifest | None) -> None:
     if isinstance(log, list) and not all(isinstance(entry, dict) for entry in log):
         wrong.append("log_history")
     step = values.get("global_step")
-    if isinstance(step, int) and (step < 0 or step != (step if manifest is None else manifest.step)):
+    if not isinstance(step, int) or step < 0 or (manifest is not None and step != manifest.step):
         wrong.append("global_step")
     if wrong:
-        names = ", ".join(f"`{name}={str(values[name])[:40]}`" for name in dict.fromkeys(wrong))
+        names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in dict.fromkeys(wrong))
         raise CheckpointError(
             f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
             f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."

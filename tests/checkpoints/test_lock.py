@@ -189,11 +189,14 @@ def test_a_lock_of_another_user_does_not_end_a_run_in_a_folder_that_can_be_writt
     assert "cannot be locked" in caplog.text and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["file", "dangling link"])
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link to a file"])
 def test_an_output_that_is_no_folder_is_refused_before_anything_is_made(tmp_path, kind):
     place = tmp_path / "out"
-    place.symlink_to("nowhere") if kind == "dangling link" else place.write_text("notes")
-    with pytest.raises(ValueError, match=r"`output_dir=.*out` is .*another `output_dir`"):
+    place.symlink_to("nowhere") if kind == "dangling link" else (tmp_path / "notes").write_text("notes")
+    if kind != "dangling link":
+        place.symlink_to("notes") if kind == "link to a file" else (tmp_path / "notes").rename(place)
+    what = "a link to `nowhere`, which is not there" if kind == "dangling link" else "a file"
+    with pytest.raises(ValueError, match=rf"`output_dir=.*out` is {what}\. .*another `output_dir`"):
         build(place)
 
 

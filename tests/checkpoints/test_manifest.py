@@ -480,7 +480,12 @@ def test_values_that_trainer_cannot_go_on_from_are_named(folder):
     checkpoint = folder / "checkpoint-6"
     path = checkpoint / "trainer_state.json"
     state = json.loads(path.read_text())
-    wrong = {"global_step": ["6", 1e30, -5, 7, [], True], "max_steps": ["x"], "epoch": [{}], "best_metric": ["good"]}
+    wrong = {
+        "global_step": ["6", 1e30, -5, 7, [], True, None],
+        "max_steps": ["x"],
+        "epoch": [{}],
+        "best_metric": ["good"],
+    }
     wrong |= {"log_history": [[1, 2], {}, "none"], "stateful_callbacks": [[]], "of_the_future": [1]}
     for name, values in wrong.items():
         said = rf"`trainer_state.json` holds what .* \(`{name}=.*another checkpoint"
