@@ -466,14 +466,17 @@ class HybridTrainerMixin(PublishingMixin):
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
+    @property
+    def _saves_checkpoints(self) -> bool:
+        return self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+
     def _find_start(self, resume: str | os.PathLike | bool | None) -> manifest.Start:
         """Return where to start: on every process what the first one finds."""
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
                 if self.trial is None:  # the folder of a trial has no name yet
-                    saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
-                    self.folder_lock.take(str(self.args.output_dir), saves=saves)
+                    self.folder_lock.take(str(self.args.output_dir), saves=self._saves_checkpoints)
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
             except (manifest.CheckpointError, OSError) as error:  # the others wait for it
                 found[1] = error
@@ -493,7 +496,7 @@ class HybridTrainerMixin(PublishingMixin):
         folder = self.run_folder
         # A disk that was full gets room for the next save. Checkpoints that this run abandons stay until there is one.
         goes_on = self._resumed_from is not None and self._start.run[-1][1] < self.state.global_step
-        if self.args.should_save and goes_on:
+        if self.args.should_save and self._saves_checkpoints and goes_on:
             manifest.rotate(
                 folder,
                 self.args.save_total_limit,

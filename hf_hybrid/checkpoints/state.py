@@ -194,7 +194,7 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     except OtherVersionError as error:
         found = None
         anew = (
-            "Phases, leaps, the planner and the scale of the learning rate start anew, an open leap stays unverified. "
+            "Phases, leaps, the planner and the scale of the learning rate start anew; an open leap is never judged. "
         )
         report["warnings"].append(
             f"`{Path(checkpoint) / VALUES_NAME}` is not restored: {error}. Weights, optimizer, schedule and random "

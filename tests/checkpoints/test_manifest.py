@@ -562,14 +562,21 @@ class Sees(TrainerCallback):
 
 
 def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_save(folder):
-    """As the error of a full disk advises. Checkpoints that a run abandons stay until it has saved one."""
-    sees = Sees()
-    build(folder, callbacks=[sees], max_steps=7, save_total_limit=2).train(resume_from_checkpoint="auto")
-    assert sees.names == ["checkpoint-4", "checkpoint-6"]
-    sees = Sees()
-    options = {"max_steps": 7, "save_total_limit": 1, "save_strategy": "no"}
-    build(folder, callbacks=[sees], **options).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-    assert sees.names == ["checkpoint-6", "checkpoint-7"]
+    """
+    As the error of a full disk advises. Checkpoints that a run abandons stay until it has saved one, and a run that
+    saves none deletes none.
+    """
+    every, names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"], []
+    for resume, options in [
+        ("auto", {"save_total_limit": 1, "save_strategy": "no"}),
+        ("checkpoint-2", {"save_total_limit": 1, "save_steps": 9, "max_steps": 3}),
+        ("auto", {"save_total_limit": 2}),
+    ]:
+        out, sees = Path(shutil.copytree(folder, folder.parent / str(len(names)))), Sees()
+        resume = resume if resume == "auto" else str(out / resume)
+        build(out, callbacks=[sees], **{"max_steps": 7, **options}).train(resume_from_checkpoint=resume)
+        names.append(sees.names)
+    assert names == [every, every, ["checkpoint-4", "checkpoint-6"]]
 
 
 def test_the_best_checkpoint_stays_when_a_resumed_run_makes_room(folder):
