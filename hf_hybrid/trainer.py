@@ -30,13 +30,13 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock
-from hf_hybrid.checkpoints.preemption import agree_on_preemption
+from hf_hybrid.checkpoints.lock import FolderLock, check_output
+from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
@@ -467,15 +467,19 @@ class HybridTrainerMixin(PublishingMixin):
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
+    @property
+    def _saves_checkpoints(self) -> bool:
+        return self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+
     def _find_start(self, resume: str | os.PathLike | bool | None) -> manifest.Start:
         """Return where to start: on every process what the first one finds."""
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
                 if self.trial is None:  # the folder of a trial has no name yet
-                    self.folder_lock.take(str(self.args.output_dir))
+                    self.folder_lock.take(str(self.args.output_dir), saves=self._saves_checkpoints)
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
-            except manifest.CheckpointError as error:
+            except (manifest.CheckpointError, OSError) as error:  # the others wait for it
                 found[1] = error
                 self.folder_lock.release()
         if self.accelerator.num_processes > 1:
@@ -491,6 +495,16 @@ class HybridTrainerMixin(PublishingMixin):
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
+        # A disk that was full gets room for the next save. Checkpoints that this run abandons stay until there is one.
+        goes_on = self._resumed_from is not None and self._start.run[-1][1] < self.state.global_step
+        if self.args.should_save and self._saves_checkpoints and goes_on:
+            manifest.rotate(
+                folder,
+                self.args.save_total_limit,
+                run=self._start.run,
+                newest=Path(str(self._resumed_from)),
+                best=self.state.best_model_checkpoint,
+            )
         if self.args.should_save and (self.has_phases or manifest.holds_a_run(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             manifest.write_run(folder, self._start.run)
@@ -509,7 +523,8 @@ class HybridTrainerMixin(PublishingMixin):
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
-        report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
+        with manifest.restoring(self._resumed_from):
+            report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
         if report is not None:
             show = self.is_world_process_zero() and not self.args.disable_tqdm
             state.tell(report, show=show, has_phases=self.has_phases)
@@ -545,7 +560,8 @@ class HybridTrainerMixin(PublishingMixin):
         self._after_evaluation = RandomStates.now(self.args.device)
 
     def _load_rng_state(self, checkpoint):
-        super()._load_rng_state(checkpoint)
+        with manifest.restoring(checkpoint):
+            super()._load_rng_state(checkpoint)
         if self._after_evaluation is not None:  # which draws random numbers
             self._after_evaluation.restore()
 
@@ -809,6 +825,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def create_accelerator_and_postprocess(self):
         # The first thing that Trainer does with the model: what cannot work is refused before the model moves.
+        check_output(str(self.args.output_dir))
+        check_thread(self.args)
         if self._memory_option != "off" and self.model is not None:
             check_streamable(self.args, self.model, self._device_map)
         super().create_accelerator_and_postprocess()
@@ -903,7 +921,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.saves.begin(why_at_once(self, HybridTrainerMixin))
         if self.args.should_save:
             manifest.settle(folder.parent)  # a save that was killed
-        with manifest.saving(folder) if self.args.should_save else contextlib.nullcontext():
+        with manifest.saving(folder) if self.args.should_save else manifest.explaining_a_full_disk(folder):
             self.accelerator.wait_for_everyone()
             self._unsealed = str(folder)
             try:
@@ -1001,16 +1019,22 @@ class HybridTrainerMixin(PublishingMixin):
         state.save(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with manifest.restoring(resume_from_checkpoint):
+            if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is not None:
-            self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
-        if checkpoint is None or not load_optimizer(self, checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        with manifest.restoring(checkpoint):
+            if checkpoint is not None:
+                self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
+            if checkpoint is None or not load_optimizer(self, checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.
         self._resumed_from = checkpoint
+
+    def _load_scaler(self, checkpoint):
+        with manifest.restoring(checkpoint):
+            super()._load_scaler(checkpoint)
 
 
 class HybridTrainer(HybridTrainerMixin, Trainer):

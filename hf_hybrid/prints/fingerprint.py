@@ -42,7 +42,7 @@ from transformers import TrainingArguments
 
 from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.checkpoints.manifest import CheckpointError
-from hf_hybrid.checkpoints.state import VALUES_NAME
+from hf_hybrid.checkpoints.state import SCHEMA_VERSION, VALUES_NAME
 from hf_hybrid.files import plain
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.machine import describe_device
@@ -132,7 +132,7 @@ def _saved(folder: str) -> tuple[dict[str, Any], bool]:
     path = Path(folder, VALUES_NAME)
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        parts = about["parts"]
+        parts = about["parts"] if about["schema_version"] == SCHEMA_VERSION else {}
     except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
         return {}, False
     leaps = parts.get("leaps") or {}

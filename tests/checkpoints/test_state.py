@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
+from rig.run_folders import reseal
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.manifest import is_sealed
+from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, is_sealed
 from hf_hybrid.checkpoints.sharded import load_weights
-from hf_hybrid.checkpoints.state import VALUES_NAME, load_state, save_state
+from hf_hybrid.checkpoints.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
 from hf_hybrid.part import Phase
 
 STEPS = 60
@@ -47,12 +48,13 @@ PLAIN = {"enable_predict": False}
 QUICK = [("on_step_begin", False, {}), ("on_pre_optimizer_step", True, {}), ("on_substep_end", False, PLAIN)]
 
 
-def build(folder, **overrides):
+def build(folder, callbacks=(), **overrides):
     torch.manual_seed(0)
     return HybridTrainer(
         tiny_model(attention_dropout=0.1),
         hybrid_config(folder, **{**OPTIONS, **overrides}),
         train_dataset=ByteText(SAMPLES),
+        callbacks=list(callbacks),
     )
 
 
@@ -371,25 +373,74 @@ def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
 # What a checkpoint holds.
 
 
-@pytest.mark.parametrize("version, said", [(None, "missing"), (99, "`99`")])
-def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
+@pytest.mark.parametrize("version, said", [(None, "missing"), (4, "`4`"), (99, "`99`")])
+def test_hybrid_state_of_another_version_is_not_read(tmp_path, version, said):
     save_state(tmp_path, {"part": {"a": [torch.ones(2)], "b": 1}}, {"options": {}})
     state, about = load_state(tmp_path)
     assert torch.equal(state["part"]["a"][0], torch.ones(2)) and state["part"]["b"] == 1 and about == {"options": {}}
     written = json.loads((tmp_path / VALUES_NAME).read_text())
     changed = {**written, "schema_version": version} if version else {"parts": written["parts"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `5`"):
+    with pytest.raises(OtherVersionError, match=f"its `schema_version` is {said}.*reads `5`"):
         load_state(tmp_path)
 
 
-@pytest.mark.parametrize("name", [VALUES_NAME, "hybrid_state.safetensors"])
-def test_a_damaged_hybrid_state_is_named(tmp_path, name):
-    """Where a manifest does not do it before, because the user deleted it."""
-    save_state(tmp_path, {"part": {"a": torch.ones(2)}}, {})
-    (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match=f"`{tmp_path}/{name}` is damaged: .* Delete .*`{VALUES_NAME}`"):
-        load_state(tmp_path)
+@pytest.mark.parametrize("options", [{}, PLAIN])
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_weights_and_optimizer(tmp_path, caplog, options):
+    """Also where it is not named: a job that is restarted after an upgrade goes on."""
+    options = {"max_steps": 8, "save_steps": 4, **options}
+    build(tmp_path, **options).train()
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    saved = json.loads((checkpoint / VALUES_NAME).read_text())
+    saved |= {"schema_version": saved["schema_version"] - 1, "parts": {"of": "another form"}}
+    (checkpoint / VALUES_NAME).write_text(json.dumps(saved))
+    reseal(checkpoint)
+    trainer = build(tmp_path, callbacks=[First()], **options)
+    trainer.train(resume_from_checkpoint="auto")
+    (warning,) = ours(caplog, logging.WARNING)
+    assert re.search(r"checkpoint-4/hybrid_state.json` is not restored: its `schema_version` is `4`, and", warning)
+    assert ("Phases" in warning) is trainer.has_phases and trainer.state.global_step == 8
+    (first,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, First))
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert first.step == 4 and first.steps == {4.0} and is_sealed(tmp_path / "checkpoint-8")
+    assert_same_weights(first.weights, weights(expected))
+
+
+class First(TrainerCallback):
+    """Notes the state that a run begins with."""
+
+    step = None
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.step is None:
+            self.step, self.weights = state.global_step, weights(model)
+            self.steps = {float(found["step"]) for found in optimizer.state.values()}
+
+
+def test_the_advice_for_a_damaged_hybrid_state_works(tmp_path):
+    """With a manifest the damage is told first. Each message leads to the next, and the last to a run that goes on."""
+    options = {"max_steps": 8, "save_steps": 4}
+    build(tmp_path, **options).train()
+    for name in (VALUES_NAME, TENSORS_NAME):
+        checkpoint = Path(shutil.copytree(tmp_path / "checkpoint-8", tmp_path / name / "checkpoint-8"))
+        (checkpoint / name).write_text("{")
+        state = (
+            f"Delete `{MANIFEST_NAME}`, `{VALUES_NAME}` and `{TENSORS_NAME}` in .*`resume_from_checkpoint={checkpoint}`"
+        )
+        for resume, advice, files in [
+            ("auto", "set it to the folder of one of them", []),
+            (checkpoint, f"delete its `{MANIFEST_NAME}`", [MANIFEST_NAME]),
+            (checkpoint, state, [VALUES_NAME, TENSORS_NAME]),
+        ]:
+            trainer = build(checkpoint.parent, **options)
+            with pytest.raises(ValueError, match=advice):
+                trainer.train(resume_from_checkpoint=resume if resume == "auto" else str(resume))
+            for file in files:
+                (checkpoint / file).unlink()
+        trainer = build(checkpoint.parent, **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 8
 
 
 def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):
