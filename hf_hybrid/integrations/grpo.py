@@ -63,6 +63,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
@@ -636,7 +637,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         engines = ("use_vllm", "use_transformers_continuous_batching")
         using = [name for name in engines if getattr(self, name, False)]
         if using:
-            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself", logging.INFO)
+            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself")
         return bool(using)
 
     def _why_plain_rollouts(self, model: Any) -> str | None:
@@ -780,7 +781,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return f"`{type(self).__name__}` has a loss of its own"
         if (sharding := sharding_of(self.args)) is not None:
             return f"`{sharding}` counts the backward passes of a step"
-        if self._is_vlm:
+        if isinstance(self.processing_class, ProcessorMixin):
             return "tensors of images do not have one row per completion"
         if steps_in_backward(optimizer_name(self.args)):
             return f"`optim={optimizer_name(self.args)}` steps inside the backward pass"

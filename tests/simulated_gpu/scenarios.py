@@ -973,6 +973,7 @@ def rows_in_one_call(place: Place) -> dict[str, Tensor]:
 
     calls: list[int] = []
 
+    @functools.wraps(varlen_twin)
     def counting(*args, **options):
         calls.append(len(args[0]))
         return varlen_twin(*args, **options)
