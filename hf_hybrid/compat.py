@@ -19,8 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+    from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def checkpointing_option() -> str:
     return "activation_checkpointing" if new else "gradient_checkpointing"
 
 
-def switch_checkpointing_on(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def switch_checkpointing_on(model: nn.Module, options: dict[str, Any]) -> None:
     """Switch activation checkpointing on, with options of `torch.utils.checkpoint`. 5.23: as `checkpointing_option`."""
     name = checkpointing_option()
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options})

@@ -117,8 +117,11 @@ class Part:
 
     name: str = ""
     run: Run  # of parts whose `begin` keeps it
-    failed: Sequence[str] = ()
-    """What the part could not do because of an exception that nobody foresaw (fallbacks.py)."""
+
+    @property
+    def failed(self) -> Sequence[str]:
+        """What the part could not do because of an exception that nobody foresaw (fallbacks.py)."""
+        return ()
 
     # The run.
 
