@@ -432,32 +432,6 @@ class RandomStates:
             current.restore()
 
 
-def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
-    """
-    Whether a forward pass in training draws random numbers (dropout, noise, jitter of a router).
-
-    It is found by drawing: one pass over two tokens. So it sees dropout by functions, by hooks and in custom modules,
-    and rates of zero. Generators and buffers are as they were afterwards.
-
-    Args:
-        model (`torch.nn.Module`): Takes `input_ids` and `attention_mask`.
-        device (`torch.device`): Where it computes.
-    """
-    before, was_training = RandomStates.now(device), [module.training for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    try:
-        with torch.no_grad():
-            model.train()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        return not before.same_as(RandomStates.now(device))
-    finally:
-        before.restore()
-        for module, training in zip(model.modules(), was_training):
-            module.training = training
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
-
-
 def _which(place: torch.device) -> tuple[torch.device, ...]:
     return () if place.type == "mps" else (place,)  # there is one only, and its functions take none
 

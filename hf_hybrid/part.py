@@ -63,6 +63,8 @@ class Step:
         phase (`Phase`, *optional*): `None` in a run without phases. [`Part.begin_step`] may change it.
         learning_rate (`float`): As scheduled, without [`Run.rate_scale`].
         batches (`Sequence`): The micro-batches. A skipped step trains on none of them.
+        on_host (`Sequence`): The same as the loader gave them. Where that is the host, nobody waits for the device to
+            look at them.
         window (`list`, *optional*): The micro-batches as a part laid them out anew, one in place of each that is not
             computed yet; `None` computes nothing.
         items (`Any`): Items of the step by which losses are normalised; `None` where they are means.
@@ -84,6 +86,7 @@ class Step:
     phase: Phase | None = None
     learning_rate: float = 0.0
     batches: Sequence[Any] = ()
+    on_host: Sequence[Any] = ()
     window: list[Any] | None = None
     items: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import broadcast_object_list, send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
@@ -504,6 +505,7 @@ class HybridTrainerMixin(PublishingMixin):
         except LeapObstacleError as error:
             self._leave_out_leaps(error)
             self.run = build_run(self)
+        self._keep_batches_on_host()
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
@@ -522,6 +524,16 @@ class HybridTrainerMixin(PublishingMixin):
             self._resumed["warnings"] = self._start.warnings + self._resumed["warnings"]
         if self.args.should_save:
             write_note(folder / CONFIG_NAME, shareable(config_values(self.args)))
+
+    def _keep_batches_on_host(self) -> None:
+        """
+        Let the loader of this training leave batches on the host where rows may be laid out anew.
+
+        `get_batch_samples` moves those of a step. Before, the layout looks at them without waiting for the device.
+        """
+        loader = self.callback_handler.train_dataloader
+        if self.rows is not None and isinstance(loader, DataLoaderShard):
+            loader.device = None
 
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step of a resumed run, if it was saved before the evaluation of that step."""
@@ -597,8 +609,10 @@ class HybridTrainerMixin(PublishingMixin):
             else:
                 batches, items = [], None  # a stream has ended
         if batches:
-            rate = 0.0 if feed is None else self._get_learning_rate()
-            step = self.run.begin_step(self.state.global_step, batches, items, rate)
+            rate, on_host = 0.0 if feed is None else self._get_learning_rate(), batches
+            if self.rows is not None:
+                batches = send_to_device(batches, self.args.device, non_blocking=True)
+            step = self.run.begin_step(self.state.global_step, batches, items, rate, on_host)
             if step.phase is Phase.PREDICT:  # trains on none of them: they stay the next
                 batches = batches + batches[-1:] * (num_batches - len(batches))
             elif feed is not None:
@@ -680,7 +694,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
         try:
-            used = run.before_update(loss.item(), float(self._gradient_norm), self.accuracy_of_step())
+            used = run.before_update(*self._numbers_of_step(loss), self.accuracy_of_step())
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -690,6 +704,14 @@ class HybridTrainerMixin(PublishingMixin):
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
+
+    def _numbers_of_step(self, loss: torch.Tensor) -> tuple[float, float]:
+        """Return loss and gradient norm. The host waits for the device once."""
+        norm: Any = self._gradient_norm
+        if not torch.is_tensor(norm) or norm.device != loss.device:
+            return loss.item(), float(norm)
+        loss_value, norm_value = torch.stack([loss.double(), norm.double()]).tolist()
+        return loss_value, norm_value
 
     def _after_update(self) -> None:
         self.recovery.stepping = False

@@ -5,7 +5,18 @@ import os
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_hybrid import HybridConfig, HybridTrainer
 
@@ -112,3 +123,102 @@ def test_warmup_equals_plain_trainer(tmp_path):
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, hybrid)]
     assert losses[0] == losses[1]
     assert_same_weights(weights(hybrid.model), weights(plain.model))
+
+
+# Batches that are not rows of tokens with a label each. Trainer takes them, so that nothing may look at them first.
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+OF_BART = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "dropout": 0.0, "decoder_start_token_id": 2,
+}  # fmt: skip
+DOCUMENTS = torch.tril(torch.ones(12, 12)).bool()
+DOCUMENTS[6:, :6] = False
+
+
+class Nested(torch.nn.Module):
+    """A model of the user's own, without tokens, whose outputs are nested and have names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, dense, labels=None):
+        scores = self.linear(dense)
+        loss = torch.nn.functional.mse_loss(scores, labels)
+        return {"loss": loss, "scores": scores, "parts": (scores[:, :1], {"rest": scores[:, 1:]})}
+
+
+def of_tokens(label):
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.cat([torch.arange(5, 11), torch.randint(11, 60, (6,), generator=draw)]) for _ in range(16)]
+    mask = torch.ones(12, dtype=torch.long)
+    return [{"input_ids": ids, "attention_mask": mask, **label(ids, number)} for number, ids in enumerate(rows)]
+
+
+def masked(ids, number):
+    mask = torch.zeros(12, 12).masked_fill(~DOCUMENTS, torch.finfo(torch.float32).min)
+    return {"labels": ids, "attention_mask": mask[None]}
+
+
+def embedded():
+    rows = of_tokens(lambda ids, number: {"labels": ids})
+    return [{"inputs_embeds": torch.randn(12, 32), "labels": row["labels"]} for row in rows]
+
+
+OTHER_BATCHES = {
+    "a class per row": (
+        lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=3)),
+        lambda: of_tokens(lambda ids, number: {"labels": torch.tensor(number % 3)}),
+    ),
+    "numbers per row": (
+        lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=2, problem_type="regression")),
+        lambda: of_tokens(lambda ids, number: {"labels": torch.tensor([float(number), 1.0])}),
+    ),
+    "a class per token": (
+        lambda: LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=3)),
+        lambda: of_tokens(lambda ids, number: {"labels": ids % 3}),
+    ),
+    "an encoder": (
+        lambda: BartForConditionalGeneration(BartConfig(**OF_BART)),
+        lambda: of_tokens(lambda ids, number: {"labels": ids[:7]}),
+    ),
+    "masked tokens": (
+        lambda: BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        lambda: of_tokens(lambda ids, number: {"labels": ids}),
+    ),
+    "a mask of four dimensions": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), lambda: of_tokens(masked)),
+    "documents in the mask": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+        lambda: of_tokens(lambda ids, number: {"labels": ids, "attention_mask": torch.tensor([1] * 6 + [2] * 6)}),
+    ),
+    "embeddings": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), embedded),
+    "no tokens, nested": (
+        Nested,
+        lambda: [{"dense": torch.randn(4), "labels": torch.full((3,), number / 16)} for number in range(16)],
+    ),
+}
+
+
+@pytest.mark.parametrize("sharing", ["auto", "on"])
+@pytest.mark.parametrize("case", OTHER_BATCHES)
+def test_evaluation_and_prediction_take_what_trainer_takes(case, sharing, tmp_path):
+    make, data = OTHER_BATCHES[case]
+    results = []
+    for kinds, more in (((Trainer, TrainingArguments), {}), ((HybridTrainer, HybridConfig), {"share_rows": sharing})):
+        torch.manual_seed(0)
+        model, rows = make(), data()
+        options = config_values(tmp_path, max_steps=2, remove_unused_columns=False, learning_rate=1e-2, **more)
+        trainer = kinds[0](model, kinds[1](**options), train_dataset=rows, eval_dataset=rows)
+        before = trainer.evaluate()["eval_loss"]
+        predictions = trainer.predict(rows).predictions
+        trainer.train()
+        results.append((before, predictions, trainer.evaluate()["eval_loss"]))
+    (before, predictions, after), (before_ours, predictions_ours, after_ours) = results
+    assert before == pytest.approx(before_ours, abs=1e-5) and after == pytest.approx(after_ours, abs=2e-4)
+    plain, ours = (torch.utils._pytree.tree_leaves(found) for found in (predictions, predictions_ours))
+    assert len(plain) == len(ours) and all((a == b).all() for a, b in zip(plain, ours))

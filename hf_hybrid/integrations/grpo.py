@@ -76,9 +76,10 @@ from hf_hybrid.integrations.trl import (
     default_folder,
     options_of_rows,
 )
-from hf_hybrid.machine import draws_random_numbers, sharding_of
+from hf_hybrid.machine import sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
+from hf_hybrid.randomness import draws_random_numbers
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 
@@ -810,7 +811,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.is_planned:
-            self.rows.copy_ahead(rollouts.plan(), rows_of_completions, known_by="completion_ids")
+            planned = [(batch, batch) for batch in rollouts.plan()]
+            self.rows.copy_ahead(planned, rows_of_completions, known_by="completion_ids")
         return rollouts.skips.next()
 
     def _compute_loss(self, model, inputs):

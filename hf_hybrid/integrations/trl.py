@@ -235,8 +235,8 @@ class PairRows(SharedRows):
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         pairs = [
-            batch
-            for batch in step.batches
+            (batch, on_host)
+            for batch, on_host in zip(step.batches, step.on_host)
             if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
         ]
         self.copy_ahead(pairs, rows_of_pairs, known_by="input_ids")

@@ -120,7 +120,7 @@ def attend(
         query: `[1, heads, slots, size]`; `key`, `value`: `[1, heads or fewer, slots, size]`.
         attention_mask: Read by the model's own attention alone.
         scaling: Of the scores. Default: one over the root of the size.
-        dropout: Must be 0.
+        dropout: Rate at which the scores of a row are dropped. It must be 0 where rows share a prefix.
         tree_segments: Of the flat row.
 
     Returns the outputs, `[1, slots, heads, size]`, and no weights.
@@ -132,7 +132,7 @@ def attend(
         compute = _function(own, module)
         return compute(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     asked = [what for name, what in NOT_IN_A_TREE.items() if kwargs.get(name) is not None]
-    if dropout:
+    if dropout and any(segment.path for segment in tree_segments):
         asked.append("its attention has dropout")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         asked.append("its attention is not causal")
@@ -144,7 +144,7 @@ def attend(
     in_float32 = kind == "cpu" and dtype in FLASH_DTYPES and layout.most_keys <= MOST_KEYS_IN_FLOAT32
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     with torch.autocast(kind, enabled=False):
-        return _attend(own, module, query, key, value, layout, scaling, window, kwargs).to(dtype), None
+        return _attend(own, module, query, key, value, layout, scaling, dropout, window, kwargs).to(dtype), None
 
 
 def _attend(
@@ -155,6 +155,7 @@ def _attend(
     value: Tensor,
     layout: Layout,
     scaling: float | None,
+    dropout: float,
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
@@ -162,12 +163,14 @@ def _attend(
     if "flash" in own and not any(segment.path for segment in layout.segments):
         _, ends, _, longest, _ = layout.gathered
         lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-        return _function(own, module)(module, query, key, value, None, scaling=scaling, **options, **lengths)[0]
-    if layout.flashes(query, key, value):
+        options = {"scaling": scaling, "dropout": dropout, **options, **lengths}
+        return _function(own, module)(module, query, key, value, None, **options)[0]
+    if not dropout and layout.flashes(query, key, value):  # `varlen_attn` has no dropout
         return layout.in_one_call(query, key, value, scaling, window)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    parts = [layout.segment(segment, query, key, value, scaling, window) for segment in layout.segments]
+    options = {"scale": scaling, "dropout_p": dropout}
+    parts = [layout.segment(segment, query, key, value, window, options) for segment in layout.segments]
     return torch.cat(parts, 2).transpose(1, 2)
 
 
@@ -192,18 +195,18 @@ class Layout:
         self._masks: dict[tuple, Tensor] = {}
 
     def segment(
-        self, segment: Segment, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self, segment: Segment, query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
     ) -> Tensor:
-        """Return the outputs of one segment, `[1, heads, slots of the segment, size]`."""
+        """Return the outputs of a segment, `[1, heads, slots of the segment, size]`; `options` of torch's function."""
         own = slice(segment.begin, segment.end)
         query, length = query[:, :, own], segment.end - segment.begin
         if not segment.path and (window is None or length <= window):
             key, value = key[:, :, own], value[:, :, own]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
         spans = [slice(begin, end) for begin, end in segment.path] + [own]
         key, value = (torch.cat([tensor[:, :, span] for span in spans], 2) for tensor in (key, value))
         mask = self._mask(length, segment.keys, query.dtype, window)
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
     def _mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return what is added to the scores, `[queries, keys]`. Layers share it: the backward pass keeps it."""

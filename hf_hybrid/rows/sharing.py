@@ -23,7 +23,12 @@ exchange gradients in the last backward pass of a window.
 work is not tried ([`why_not`], and what setup.py knows of the trainer). The first batch of every model is computed in
 both ways, and hidden states and loss are compared; so is the first batch with rows longer than the model's sliding
 window. And a layer that asks for an attention that a tree does not have raises an error in that comparison. After a
-mismatch the padded rows are computed, and a warning says why.
+mismatch the padded rows are computed, and the log says why.
+
+**Dropout.** In padded rows each copy of a prefix has random numbers of its own, so that it cannot be computed once. But
+padding can be left out: rows follow each other in the flat row, and each token draws numbers of its own. The update has
+the distribution of `Trainer`'s, not its bits. Which numbers a model draws is found by drawing (randomness.py). If one
+number belongs to many tokens (layer drop), padded rows are computed.
 
 **Is it worth it?** Linear layers cost the same per token, attention per pair of tokens, and the head per scored token.
 [`Costs`] counts all three for the padded batch and for the trees. If less than 5 % is saved the padded batch is
@@ -37,13 +42,16 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid.fallbacks import Fallbacks
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.randomness import Drawn, drawn_numbers
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import ARGUMENT, CannotAttendError, attention, layout_of, no_mask, tree_attention
 from hf_hybrid.rows.tree import IGNORED, Batch, Row, Rows, Segment, Targets, Tree, on_host, padded
@@ -102,9 +110,10 @@ def why_not(model: Model) -> str | None:
     return None
 
 
-def dropout_of(model: nn.Module) -> float:
-    """Return the largest probability of dropout in a model."""
+def dropout_of(model: Model) -> float:
+    """Return the largest rate of dropout that modules and config name, for messages; [`drawn_numbers`] decides."""
     rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules()]
+    rates += [value for name, value in _bare(model).config.to_dict().items() if "drop" in name]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
@@ -169,6 +178,8 @@ class _Known:
     compared: bool = False
     compared_beyond: bool = False
     """Whether rows longer than the window were compared too."""
+    drawn: dict[bool, Drawn] = field(default_factory=dict)
+    """Random numbers of a forward pass, in training and out of it, once they are known."""
 
     @classmethod
     def of(cls, model: nn.Module) -> _Known:
@@ -278,12 +289,22 @@ def sample(tree: Tree) -> list[Row]:
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
     """Return tokens, mask and labels of what a model gets."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    return ids, torch.ones_like(ids) if mask is None else mask, inputs["labels"]
+    return ids, torch.ones_like(ids) if mask is None else mask != 0, inputs["labels"]
 
 
-def other_tensors(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of what a batch holds beside tokens, mask and labels."""
-    return [name for name, value in inputs.items() if torch.is_tensor(value) and value.dim() and name not in _BATCH]
+def why_no_rows(inputs: Any) -> str | None:
+    """Return why a batch is not rows of tokens with labels and nothing else, as far as its form tells."""
+    if not isinstance(inputs, Mapping):
+        return "a batch is no mapping of names to tensors"
+    for name in ("input_ids", "labels"):
+        if not torch.is_tensor(inputs.get(name)):
+            return f"a batch holds no `{name}`"
+    tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
+    if others := tensors.keys() - set(_BATCH):
+        return f"a batch holds `{min(others)}` beside tokens"
+    if inputs["input_ids"].dim() != 2 or len({tensor.shape for tensor in tensors.values()}) > 1:
+        return "tokens, mask and labels of a batch have different shapes"
+    return "labels of a batch are not tokens" if inputs["labels"].is_floating_point() else None
 
 
 # Sharing.
@@ -329,18 +350,27 @@ class SharedRows(Part):
     ):
         self.off, self.why_plain, self.half_precision = off, why_plain, half_precision
         self.may_compare = may_compare
+        self.fallbacks = Fallbacks("Rows are computed padded, each for itself (`share_rows`)")
+        self.shares_nothing = Fallbacks("Padding is left out, but no shared prefix (`share_rows`)")
         self.tokens = self.tokens_padding = self.tokens_shared = self.micro_batches_saved = 0
         self._counts_before: dict[str, int] | None = None
         """The counters before the step under way."""
-        self.plain_because: str | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._told: set[str] = set()
         self._copied: list[tuple[weakref.ref[Tensor], Batch, Tree | None]] = []
         self._computed: Tensor | None = None
         self._opened: list[tuple[nn.Module, contextlib.ExitStack]] = []
         self._backward_follows = False
         self._under_way = _UnderWay()
         self._counts = True
+
+    @property
+    def plain_because(self) -> str | None:
+        """Why the last batch that was computed as it is was; or why prefixes are not shared."""
+        return self.fallbacks.because or self.shares_nothing.because
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.fallbacks.failed
 
     @property
     def may_share(self) -> bool:
@@ -394,6 +424,8 @@ class SharedRows(Part):
 
     def begin(self, run: Run) -> None:
         self.count_from(dict.fromkeys(self.counts(), 0))
+        for known in self._known.values():
+            known.drawn.clear()  # rates may have changed since the last training
 
     def begin_step(self, step: Step) -> None:
         self._counts_before = self.counts()
@@ -439,21 +471,24 @@ class SharedRows(Part):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count_from(state["counts"])
-        self.plain_because = state["plain_because"]
+        self.fallbacks.because = state["plain_because"]
 
     # Batches on the host.
 
-    def copy_ahead(self, batches: Sequence[Mapping], rows: Callable[[Mapping], Rows], known_by: str) -> None:
+    def copy_ahead(
+        self, batches: Sequence[tuple[Mapping, Mapping]], rows: Callable[[Mapping], Rows], known_by: str
+    ) -> None:
         """
         Copy the batches of a step to the host at once: the host waits for the device at every copy.
 
         Args:
-            batches (`Sequence[Mapping]`): As the trainer gets them.
+            batches (`Sequence[tuple[Mapping, Mapping]]`):
+                As the trainer gets them, each with the same on the host, or once more where it is not there.
             rows (`Callable`): From a batch to what a model will get of it.
             known_by (`str`): Name of the tensor that a model will get, or of that of [`computing`].
         """
-        copies = on_host([rows(batch) for batch in batches]) if self.may_share else []
-        self._copied = [(weakref.ref(batch[known_by]), copy, None) for batch, copy in zip(batches, copies)]
+        copies = on_host([rows(there) for _, there in batches]) if self.may_share else []
+        self._copied = [(weakref.ref(batch[known_by]), copy, None) for (batch, _), copy in zip(batches, copies)]
 
     @contextlib.contextmanager
     def computing(self, tensor: Tensor) -> Generator[None]:
@@ -484,7 +519,11 @@ class SharedRows(Part):
         """Exchange a padded batch for a flat row."""
         way = self._under_way
         way.row = None
-        if way.comparing == "padded" or args or any(inputs.get(name) is None for name in ("input_ids", "labels")):
+        if way.comparing == "padded" or args:
+            return None
+        if (why := self._why_not(model, inputs)) is not None:
+            if inputs.get("labels") is not None:  # else nothing could be left out
+                self.fallbacks.cannot_be_exact(why)
             return None
         batch, tree = self._on_host(inputs)
         if tree is None:
@@ -533,40 +572,69 @@ class SharedRows(Part):
             self._known[model] = _Known.of(model)
         return self._known[model]
 
-    def _why_not(self, model: nn.Module, inputs: Mapping[str, Any], *, trains: bool) -> str | None:
-        """Return why a batch is computed as it is, if that is known beforehand."""
+    def _why_not(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+        """Return why a batch is computed as it is, if that is known before anything is copied to the host."""
         if self.why_plain is not None:
             return self.why_plain
-        if others := other_tensors(inputs):
-            return f"a batch holds `{others[0]}` beside tokens"
+        if (why := why_no_rows(inputs)) is not None:
+            return why
         if inputs.get("output_router_logits"):
             return "the router loss counts every token of the padded rows"
-        if trains and (rate := dropout_of(model)) > 0:
-            return f"dropout ({rate:g}) would be drawn once for all rows that share"
         return self._know(model).why
+
+    def _drawn(self, model: nn.Module, device: torch.device) -> Drawn:
+        """Return which random numbers a model draws in its mode."""
+        drawn = self._know(model).drawn
+        if model.training not in drawn:
+            way, before = self._under_way, self._under_way.comparing
+            try:
+                way.comparing = "padded"  # it runs inside of a forward pass
+                drawn[model.training] = drawn_numbers(model, device)
+            finally:
+                way.comparing = before
+        return drawn[model.training]
+
+    def _note_drawn(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row]) -> None:
+        """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
+        if self.plain_because is not None:
+            return
+        saved = 1 - len(Tree.of(rows).ids) / max(sum(len(row.fed) for row in rows), 1)
+        rate = dropout_of(model)
+        numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
+        change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
+        cost = f"About {saved:.0%} of the tokens would be saved with {change}."
+        if drawn == "by batch":
+            self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
+        elif saved > 1 - WORTH:
+            self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
-        known, tree, worth = self._know(model), None, False
-        why = self._why_not(model, inputs, trains=model.training)
-        if why is None:
-            rows = batch.rows(counts_mask=known.counts_mask)
-            why = HOLE if rows is None else None
-            if rows:
-                tree = Tree.of(rows)
-                compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
-                worth = known.costs.tree(tree) <= WORTH * known.costs.padded(batch, compact=compact)
-        if why is None and tree is not None and worth and not known.has_compared(tree.longest):
-            if self.may_compare:
-                device = inputs["input_ids"].device
-                why = self.why_plain = self._compare(
-                    model, tree, [batch], lambda part: model(**{**inputs, **part}), device
-                )
-            else:
-                why = "no batch of its kind was compared yet"
-        if why is not None:
-            self._tell(why)
-        return tree if why is None and worth else None
+        known, device = self._know(model), inputs["input_ids"].device
+        rows = batch.rows(counts_mask=known.counts_mask)
+        if rows is None:
+            self.fallbacks.cannot_be_exact(HOLE)
+        if not rows:
+            return None
+        try:
+            drawn = self._drawn(model, device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
+            return None
+        tree = Tree.of(rows, shares=drawn == "nothing")
+        if drawn != "nothing":
+            self._note_drawn(model, drawn, rows)
+        compact = bool(inputs.get("fused_lm_head")) and inputs["input_ids"].is_cuda
+        if drawn == "by batch" or known.costs.tree(tree) > WORTH * known.costs.padded(batch, compact=compact):
+            return None
+        if not known.has_compared(tree.longest):
+            if not self.may_compare:
+                self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
+                return None
+            self.why_plain = self._compare(model, tree, [batch], lambda part: model(**{**inputs, **part}), device)
+        return tree if self.why_plain is None else None
 
     def _compare(
         self,
@@ -579,11 +647,38 @@ class SharedRows(Part):
         """
         Compute some rows in both ways, and return why the results are not the same.
 
+        Both passes are made in evaluation mode. Where the model draws random numbers in training, one more pass shows
+        that it takes a flat row in that mode too. Generators are as they were afterwards.
+
         Args:
             compute (`Callable`): From `input_ids`, `attention_mask` and `labels` to what holds a `loss`, or to a loss.
             device (`torch.device`): Where the model computes.
         """
-        batch, part = padded(Tree.of(sample(tree)), batches)
+        modes, before = [module.training for module in model.modules()], RandomStates.now(device)
+        trains, draws = model.training, self._know(model).drawn.get(True, "nothing") != "nothing"
+        model.eval()
+        try:
+            why = self._differs(model, Tree.of(sample(tree)), batches, compute, device)
+            if why is None and trains and draws:
+                model.train()
+                why = self._differs(model, Tree.of(sample(tree), shares=False), batches, compute, device, only="tree")
+            return why
+        finally:
+            before.restore()
+            for module, mode in zip(model.modules(), modes):
+                module.training = mode
+
+    def _differs(
+        self,
+        model: nn.Module,
+        tree: Tree,
+        batches: Sequence[Batch],
+        compute: Callable[[dict[str, Tensor]], Any],
+        device: torch.device,
+        only: str | None = None,
+    ) -> str | None:
+        """As [`_compare`], in the mode that the model is in; `only="tree"`: whether it takes a flat row at all."""
+        batch, part = padded(tree, batches)
         inputs = {name: tensor.to(device) for name, tensor in zip(_BATCH, batch)}
         targets = Targets.of(part, [batch])
         way, known_by, self._computed = self._under_way, self._computed, None
@@ -591,42 +686,51 @@ class SharedRows(Part):
         found: list[tuple[Tensor, Any]] = []
         try:
             with torch.no_grad():
-                for way.comparing in ("padded", "tree"):
+                for way.comparing in ("padded", "tree") if only is None else (only,):
                     way.hidden = None
                     with _in_trees(model) if way.comparing == "tree" else contextlib.nullcontext():
                         result = compute(dict(inputs))
                     if way.hidden is None:
-                        return f"`{type(_bare(model)).__name__}` does not call its backbone as a module"
+                        why = f"`{type(_bare(model)).__name__}` does not call its backbone as a module"
+                        self.fallbacks.cannot_be_exact(why)
+                        return why
                     loss = result if torch.is_tensor(result) else loss_of(result)
                     rows, columns = targets.places[:, 1:].t()
                     where = (rows, columns) if way.comparing == "padded" else (0, targets.slots[targets.readers])
                     found.append((way.hidden[where], None if loss is None else loss.double()))
         except CannotAttendError as error:
+            self.fallbacks.cannot_be_exact(str(error))
             return str(error)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return f"the model does not take a tree ({type(error).__name__}: {error})"
+            if not getattr(_bare(model), "_supports_attention_backend", False):
+                why = f"the attention of `{type(_bare(model)).__name__}` is its own, not one of transformers' interface"
+                self.fallbacks.cannot_be_exact(why)
+                return why
+            saved = 1 - len(tree.ids) / sum(len(row.fed) for row in tree.rows)
+            cost = f"About {saved:.0%} of the tokens of the first batch, and its padding, are not saved."
+            return self.fallbacks.did_not_work(error, "the model does not take a tree", cost=cost)
         finally:
             way.comparing = way.row = way.hidden = None
             self._computed = known_by
             self._copied.pop()
+        if only is not None:
+            return None
         self._know(model).note(tree.longest)
         most = TOLERANCES[self.half_precision or model.dtype in (torch.float16, torch.bfloat16)]
         (plain, plain_loss), (shared, shared_loss) = found
         if not len(targets.readers):
             return None
+        why = None
         if (distance := apart(plain, shared)) > most or distance != distance:
-            return (
+            why = (
                 f"hidden states of the first batch are {distance:.1e} of their length away from those of padded rows, "
                 f"more than {most:g}"
             )
-        if plain_loss is not None and not (shared_loss - plain_loss).abs() <= most * plain_loss.abs():
-            return f"the loss of the first batch is {shared_loss:.6g}, and {plain_loss:.6g} in padded rows"
-        return None
-
-    def _tell(self, why: str) -> None:
-        self.plain_because = why
-        if why not in self._told:
-            logger.warning("Rows are computed padded, each for itself (`share_rows`): %s.", why)
-            self._told.add(why)
+        elif plain_loss is not None and not (shared_loss - plain_loss).abs() <= most * plain_loss.abs():
+            why = f"the loss of the first batch is {shared_loss:.6g}, and {plain_loss:.6g} in padded rows"
+        if why is not None:
+            saved = 1 - len(tree.ids) / sum(len(row.fed) for row in tree.rows)
+            self.fallbacks.cannot_be_exact(why, advice=f"About {saved:.0%} of its tokens, and padding, are not saved.")
+        return why

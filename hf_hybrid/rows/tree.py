@@ -194,6 +194,7 @@ class Tree:
         ids, positions (`list[int]`): Token and position of each slot.
         spans (`list[list[tuple[int, int]]]`): Of each row, the slots of its tokens in order.
         memory (`float`): Memory that it takes, in tokens.
+        shares (`bool`): Whether prefixes are computed once. If not, each row is a segment of its own.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -201,20 +202,21 @@ class Tree:
     positions: list[int] = field(default_factory=list)
     spans: list[list[tuple[int, int]]] = field(default_factory=list)
     memory: float = 0.0
+    shares: bool = True
     _path: list[_Node] = field(default_factory=list)
     _nodes: list[_Node] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Tree:
+    def of(cls, rows: Sequence[Row], *, shares: bool = True) -> Tree:
         """Build the tree of some rows."""
-        tree = cls()
+        tree = cls(shares=shares)
         for row in sorted(rows):
             tree.add(row)
         return tree
 
     def _taken(self, row: Row) -> int:
         """Return how many tokens of the next row are in the tree already."""
-        if not self.rows or self.rows[-1].position != row.position:
+        if not self.shares or not self.rows or self.rows[-1].position != row.position:
             return 0
         shared = common(self.rows[-1].fed, row.fed)
         cut = next((node for node in self._path if node.stop > shared), None)
@@ -313,12 +315,12 @@ class Targets(NamedTuple):
 # Several micro-batches.
 
 
-def divide(rows: Sequence[Row], most: float) -> list[Tree]:
+def divide(rows: Sequence[Row], most: float, *, shares: bool = True) -> list[Tree]:
     """Divide rows into trees that take at most the memory of `most` tokens each; one row may take more."""
     trees: list[Tree] = []
     for row in sorted(rows):
         if not trees or trees[-1].memory + trees[-1].more(row) > most:
-            trees.append(Tree())
+            trees.append(Tree(shares=shares))
         trees[-1].add(row)
     return trees
 

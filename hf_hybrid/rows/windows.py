@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_hybrid.machine import RandomStates, mixed_precision_of
+from hf_hybrid.machine import mixed_precision_of
 from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.sharing import (
     HOLE,
     WORTH,
     SharedRows,
-    dropout_of,
     rows_of,
+    why_no_rows,
 )
 from hf_hybrid.rows.tree import IGNORED, LEAST, Batch, Row, Tree, divide, on_host, padded
 
@@ -43,34 +44,38 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, see [`_Remembered`]."""
 LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
-NAMES = {"input_ids", "attention_mask", "labels"}
 Window = list[dict[str, Tensor] | None]
 """Micro-batches as they are computed; `None` computes nothing."""
 
 
-def may_save(batches: Sequence[Mapping[str, Tensor]]) -> bool:
+def may_save(batches: Sequence[Any]) -> bool:
     """
     Whether a window has padding, tokens that predict nothing, or rows that begin alike. Cheap, and often no.
 
-    A device is asked once.
+    A batch that holds anything else than such rows may save something too: what it holds is looked at elsewhere.
+
+    Args:
+        batches (`Sequence`): As the loader gives them, on the host.
     """
-    if any(batch["input_ids"].shape[1] < LEAST for batch in batches):
-        return True
-    labels = [batch["labels"].amin() for batch in batches]
-    masks = [mask.amin().long() for batch in batches if (mask := batch.get("attention_mask")) is not None]
-    starts = torch.cat([batch["input_ids"][:, :LEAST] for batch in batches])
-    numbers = torch.cat([torch.stack(labels + masks), starts.flatten()]).tolist()
-    least, rest = numbers[: len(labels)], numbers[len(labels) :]
-    if min(least) < 0 or 0 in rest[: len(masks)]:
-        return True
-    rest = rest[len(masks) :]
-    return len({tuple(rest[place : place + LEAST]) for place in range(0, len(rest), LEAST)}) < len(starts)
+    starts: list[tuple[int, ...]] = []
+    for batch in batches:
+        ids, labels = (batch.get(name) for name in ("input_ids", "labels")) if isinstance(batch, Mapping) else (0, 0)
+        if not torch.is_tensor(ids) or not torch.is_tensor(labels) or ids.dim() != 2 or ids.shape[1] < LEAST:
+            return True
+        if any(torch.is_tensor(value) and value.dim() and value.shape != ids.shape for value in batch.values()):
+            return True
+        mask = batch.get("attention_mask")
+        if len(batch) > 2 + (mask is not None) or (labels < 0).any() or (mask is not None and (mask == 0).any()):
+            return True
+        starts += map(tuple, ids[:, :LEAST].tolist())
+    return len(set(starts)) < len(starts)
 
 
 class _Plan(NamedTuple):
     """What one process would do with a window: nothing, if it has no trees."""
 
     why: str | None = None
+    """Why it has none; it was said already."""
     trees: tuple[Tree, ...] = ()
     cost: float = 0.0
     """Operations of the trees."""
@@ -187,47 +192,52 @@ class SharedWindows(SharedRows):
         self._laid_out, self._copied = False, []
         if step.phase is Phase.PREDICT or not step.batches:
             return
-        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
-        if why is None and self._alone and not may_save(step.batches):
-            self.plain_because = self.plain_because or LITTLE
+        if self.why_plain is None and self._alone and step.items is not None and not may_save(step.on_host):
+            self.fallbacks.because = self.fallbacks.because or LITTLE
             self._counted = step, {"tokens": sum(batch["input_ids"].numel() for batch in step.batches)}
             return
-        batches = [] if why is not None else on_host([rows_of(inputs) for inputs in step.batches])
-        plan = self._plan(batches) if why is None else _Plan(why)
+        why = self._why_not_laid_out(step) if self.why_plain is None else self.why_plain
+        if why is not None:
+            self.fallbacks.cannot_be_exact(why)
+        self._find_drawn()
+        batches = [] if why is not None else on_host([rows_of(inputs) for inputs in step.on_host])
+        plan = self._plan(batches) if why is None and self.why_plain is None else _Plan(why)
         count = 0 if self.why_plain is not None else self._agreed(plan)
         if count and (why := self._compare_window(plan, batches, count)) is not None:
             count, plan = 0, plan._replace(why=why)
-        if plan.why is not None:
-            self._tell(plan.why)
-        elif not count:
-            self.plain_because = self.plain_because or LITTLE
+        if plan.why is None and not count:
+            self.fallbacks.because = self.plain_because or LITTLE
         if count:
             step.window = self._lay_out(plan.trees, batches, len(step.batches), count)
         self._count_window(step, batches, plan.trees)
 
     def _why_not_laid_out(self, step: Step) -> str | None:
-        """Return why a window stays as it is, as far as its form tells."""
-        for inputs in step.batches:
-            if not isinstance(inputs, Mapping) or not torch.is_tensor(inputs.get("input_ids")):
-                return "a batch holds no `input_ids`"
-            if not torch.is_tensor(inputs.get("labels")):
-                return "a batch holds no `labels`"
-            tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
-            if others := tensors.keys() - NAMES:
-                return f"a batch holds `{min(others)}` beside tokens"
-            if len({tensor.shape for tensor in tensors.values()}) > 1 or inputs["input_ids"].dim() != 2:
-                return "tokens, mask and labels of a batch have different shapes"
-        return None if step.items is not None else "losses are means over micro-batches, not sums over the window"
+        """Return why a window stays as it is, as far as its form and the model's kind tell."""
+        if (why := next(filter(None, map(why_no_rows, step.batches)), None)) is not None:
+            return why
+        if step.items is None:
+            return "losses are means over micro-batches, not sums over the window"
+        return self._know(self.model).why
+
+    def _find_drawn(self) -> None:
+        """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
+        model, trainer = self.model, self.trainer
+        if self.why_plain is not None or self._know(model).why is not None:
+            return
+        model.train()  # as `training_step` does
+        try:
+            with trainer.memory.running(), trainer.compute_loss_context_manager():
+                self._drawn(model, trainer.args.device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.why_plain = self.fallbacks.did_not_work(error, "the model does not take ten tokens")
 
     def _plan(self, batches: list[Batch]) -> _Plan:
         """Return the trees of a window of this process, if they may cost less than its padded rows."""
         model = self.model
         known = self._know(model)
-        if known.why is not None:
-            return _Plan(known.why)
-        if (rate := dropout_of(model)) > 0:
-            return _Plan(f"dropout ({rate:g}) would be drawn once for all rows that share")
-        costs = known.costs
+        drawn, costs = known.drawn[True], known.costs
         # The fused heads of TRL and of the chunked loss.
         compact = self.trainer.loss_in_chunks and self.trainer.args.device.type == "cuda"
         price = sum(costs.padded(batch, compact=compact) for batch in batches)
@@ -235,9 +245,14 @@ class SharedWindows(SharedRows):
         for number, batch in enumerate(batches):
             found = batch.rows(number, counts_mask=known.counts_mask)
             if found is None:
+                self.fallbacks.cannot_be_exact(HOLE)
                 return _Plan(HOLE)
             rows += found
-        trees = divide(rows, max(batch.ids.numel() for batch in batches))
+        if drawn != "nothing":
+            self._note_drawn(model, drawn, rows)
+        if drawn == "by batch":
+            return _Plan(self.plain_because)
+        trees = divide(rows, max(batch.ids.numel() for batch in batches), shares=drawn == "nothing")
         if len(trees) > len(batches):  # long rows that share little with their neighbours
             return _Plan(padded=price, cost=price)
         return _Plan(None, tuple(trees), sum(costs.tree(tree) for tree in trees), price)
@@ -266,23 +281,19 @@ class SharedWindows(SharedRows):
             failed = torch.tensor([float(why is not None)], device=self.trainer.args.device)
             if self.trainer.accelerator.gather(failed).max() and why is None:
                 why = "another process found that they are not the same"
+                self.fallbacks.cannot_be_exact(why)
         self.why_plain = why
         return why
 
     def _quiet_loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the trainer's loss of a batch without leaving a trace: in evaluation mode, past TRL's metrics."""
-        trainer, model = self.trainer, self.trainer.model
-        metrics, was_training = vars(trainer).get("_metrics"), model.training
-        before = RandomStates.now(trainer.args.device)
+        """Return the trainer's loss of a batch without leaving a trace in TRL's metrics."""
+        trainer, metrics = self.trainer, vars(self.trainer).get("_metrics")
         try:
             if metrics is not None:
                 vars(trainer)["_metrics"] = {mode: type(kept)(list) for mode, kept in metrics.items()}
-            model.eval()
             with self.on(self.model), trainer.memory.running(), trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, dict(inputs)).detach()
+                return trainer.compute_loss(trainer.model, dict(inputs)).detach()
         finally:
-            model.train(was_training)
-            before.restore()
             if metrics is not None:
                 vars(trainer)["_metrics"] = metrics
 

@@ -163,11 +163,17 @@ class Run:
         self.call("begin", self)
 
     def begin_step(
-        self, index: int, batches: Sequence[Any] = (), items: Any = None, learning_rate: float = 0.0
+        self,
+        index: int,
+        batches: Sequence[Any] = (),
+        items: Any = None,
+        learning_rate: float = 0.0,
+        on_host: Sequence[Any] | None = None,
     ) -> Step:
         """Begin step `index` (0-based), with its batches and its scheduled learning rate, and return it."""
         self._began_at = time.perf_counter()
         self.step = step = Step(index, learning_rate=learning_rate, batches=batches, items=items)
+        step.on_host = batches if on_host is None else on_host
         self.learning_rate = learning_rate
         self.phase = step.phase = self.phase_of(index)
         for method in self._hooks["begin_step"]:

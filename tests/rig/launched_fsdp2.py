@@ -228,4 +228,7 @@ def run(folder: Path, names: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
+    from rig.strict import be_strict
+
+    be_strict()
     run(Path(sys.argv[1]), tuple(sys.argv[2:]))

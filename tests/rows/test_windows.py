@@ -1,5 +1,6 @@
 """Windows that are laid out as trees train as plain `Trainer` does, and say what they saved."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -9,6 +10,7 @@ import torch
 from conftest import assert_same_weights, config_values, losses, mostly_slow, weights
 from peft import LoraConfig, get_peft_model
 from rig.sft_rows import KINDS, WORDS, Text, pad, row
+from rig.strict import SavingIsOffError
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -42,7 +44,7 @@ from transformers import (
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.rows import sharing
+from hf_hybrid.rows import attention, sharing
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.windows import SharedWindows
 
@@ -391,8 +393,6 @@ def stateful(config, **options):
 
 
 REFUSED = {
-    "dropout": (lambda: build(attention_dropout=0.1), {}, r"dropout \(0.1\)"),
-    "dropout of adapters": (lambda: lora(lora_dropout=0.2), {}, r"dropout \(0.2\)"),
     "capped scores": (lambda: stateful(Gemma2Config, head_dim=8), {}, "caps its scores"),
     "sinks": (
         lambda: stateful(GptOssConfig, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
@@ -410,13 +410,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_not_be_exact_is_trained_in_padded_rows(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     build_model, options, why = REFUSED[case]
     options, rows = {"max_steps": 2, **options}, KINDS["agent"]()
     expected = plain(tmp_path / "plain", rows, model=build_model(), **options)
     found = shared(tmp_path / "shared", rows, model=build_model(), **options)
     assert_same_weights(weights(expected.model), weights(found.model))
     assert re.search(why, found.hybrid_summary()["plain_rows_because"])
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "share_rows" in r.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "share_rows" in record.getMessage()]
     assert len(told) == 1 and re.search(why, told[0])
 
 
@@ -427,7 +428,94 @@ def test_stateful_layers_that_nothing_tells_are_refused_by_the_comparison(tmp_pa
     expected = plain(tmp_path / "plain", rows, model=stateful(MambaConfig), **options)
     found = shared(tmp_path / "shared", rows, model=stateful(MambaConfig), **options)
     assert_same_weights(weights(expected.model), weights(found.model))
-    assert "the model does not take a tree" in found.hybrid_summary()["plain_rows_because"]
+    assert "`MambaForCausalLM` is its own" in found.hybrid_summary()["plain_rows_because"]
+
+
+RANDOM = {
+    "of attention": lambda rate: build(attention_dropout=rate),
+    "of adapters": lambda rate: lora(lora_dropout=rate),
+    "by functions, and a number per layer": lambda rate: build("opt", dropout=rate),
+    "of a hook": lambda rate: hooked(rate),
+}
+
+
+def hooked(rate):
+    model = build()
+    model.model.layers[0].register_forward_hook(
+        lambda layer, args, output: torch.nn.functional.dropout(output, rate, layer.training)
+    )
+    return model
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_under_dropout_padding_is_left_out_and_no_prefix_is_shared(case, tmp_path, caplog):
+    model, rows, options = RANDOM[case](0.1), KINDS["agent"](), {"max_steps": 2}
+    start = weights(model)
+    summary = shared(tmp_path, rows, model=model, eval_strategy="no", **options).hybrid_summary()
+    assert summary["tokens_padding"] > 0
+    # What was left out beside padding has no influence on a label: the last token of a row, and what is behind its end.
+    alone = shared(tmp_path, rows, model=RANDOM[case](0.0), **options).hybrid_summary()
+    assert 0 < 3 * summary["tokens_shared"] < alone["tokens_shared"]
+    (told,) = [record.getMessage() for record in caplog.records if "would be drawn once" in record.getMessage()]
+    change = "`lora_dropout=0`" if case == "of adapters" else "the rates of dropout in its config at 0"
+    assert re.search(rf"About [4-7]\d% of the tokens would be saved with {change}", told)
+    assert "would be drawn once" in summary["plain_rows_because"] and not summary["failed_savings"]
+    assert any(not torch.equal(start[name], weight) for name, weight in weights(model).items())
+
+
+@pytest.mark.parametrize("case", ["of attention", "of adapters"])
+def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
+    """Means over draws agree within their standard errors, and so do standard deviations."""
+    torch.manual_seed(0)
+    model, batch = RANDOM[case](0.3).train(), pad(KINDS["instructions"]()[:6])
+    watched = [parameter for parameter in model.parameters() if parameter.requires_grad][1]
+    draws = {}
+    for engine in (None, SharedRows()):
+        torch.manual_seed(1)
+        gradients = []
+        for _ in range(300):
+            model.zero_grad()
+            with contextlib.nullcontext() if engine is None else engine.on(model):
+                model(**batch).loss.backward()
+            gradients.append(watched.grad.flatten()[:40].clone())
+        draws[engine is None] = torch.stack(gradients).double()
+        assert engine is None or engine.tokens_padding > 0
+    plain, ours = draws[True], draws[False]
+    error = (plain.var(0) / 300 + ours.var(0) / 300).sqrt().clamp(min=1e-12)
+    scores = (plain.mean(0) - ours.mean(0)) / error
+    assert scores.abs().max() < 4.5 and scores.pow(2).mean() < 2
+    ratio = ours.std(0).clamp(min=1e-12) / plain.std(0).clamp(min=1e-12)
+    assert 0.8 < ratio.median() < 1.25
+
+
+def test_layer_drop_keeps_padded_rows(tmp_path):
+    """One random number belongs to all rows of a micro-batch: fewer micro-batches would draw fewer."""
+    model, options = lambda: build("opt", layerdrop=0.3), {"max_steps": 2}
+    expected = plain(tmp_path / "plain", KINDS["agent"](), model=model(), **options)
+    found = shared(tmp_path / "shared", KINDS["agent"](), model=model(), **options)
+    assert_same_weights(weights(expected.model), weights(found.model))
+    assert "would be drawn for more than one row" in found.hybrid_summary()["plain_rows_because"]
+
+
+@pytest.mark.falls_back
+def test_an_exception_that_nobody_foresaw_is_told_and_padded_rows_are_trained(tmp_path, monkeypatch, caplog):
+    def broken(*args, **options):
+        raise TypeError("varlen_attn() got an unexpected keyword argument")
+
+    monkeypatch.setattr(attention.Layout, "segment", broken)
+    expected = plain(tmp_path / "plain", KINDS["agent"](), max_steps=2)
+    found = shared(tmp_path / "shared", KINDS["agent"](), max_steps=2)
+    assert_same_weights(weights(expected.model), weights(found.model))
+    (failed,) = found.hybrid_summary()["failed_savings"]
+    assert "the model does not take a tree (TypeError: varlen_attn() got an unexpected" in failed
+    (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and failed in r.getMessage()]
+    assert re.search(r"About \d+% of the tokens of the first batch", told)
+
+
+def test_a_test_fails_if_a_saving_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention.Layout, "segment", None)
+    with pytest.raises(SavingIsOffError):
+        shared(tmp_path, KINDS["agent"](), max_steps=1)
 
 
 def test_a_loss_of_ones_own_gets_padded_rows(tmp_path):

@@ -64,9 +64,11 @@ def main() -> None:
         (args.folder / "unavailable").write_text(str(error))
         return
     for_gpu = _hide_gpu() if args.real else {}
-    from rig import traces
+    from rig import strict, traces
 
     from simulated_gpu import scenarios
+
+    strict.be_strict()
 
     if not args.real:  # a plan for the simulated device; that for a real one is made anew each time
         (args.folder / "traces").mkdir(exist_ok=True)

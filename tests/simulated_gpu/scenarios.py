@@ -965,6 +965,26 @@ SCENARIOS["rows"] = Scenario(shared_rows, keeps_model=True, tolerance=1e-5)
 SCENARIOS["rows_streamed"] = Scenario(partial(shared_rows, **STREAM))
 
 
+def nothing_to_save(place: Place, *, lora: bool = False, **options) -> dict[str, Tensor]:
+    """Rows of one length that begin differently: what is looked at is what the loader holds on the host."""
+    options = {"gradient_accumulation_steps": 2, **options}
+    trainer = trainer_of(place, adapted(model()) if lora else model(), rows(), **options)
+    with place.counted(trainer):
+        trainer.train()
+    place.facts |= told_by(trainer)
+    assert trainer.hybrid_summary()["plain_rows_because"] == "less than 5 % would be saved"
+    return weights_of(trainer)
+
+
+SCENARIOS["nothing_to_save"] = Scenario(
+    partial(nothing_to_save, share_rows="on", enable_predict=False), keeps_model=True, stops=0
+)
+# The divergence monitor reads loss and gradient norm together: it may withhold the optimizer's step.
+SCENARIOS["nothing_to_save_monitored"] = Scenario(
+    partial(nothing_to_save, lora=True, enable_predict=True), keeps_model=True, stops=1
+)
+
+
 @scenario(keeps_model=True, tolerance=2e-3, stops=200)  # the twin's own
 def rows_in_one_call(place: Place) -> dict[str, Tensor]:
     """In 16 bits all segments go through one call. A twin stands in for it: its kernel needs a real GPU."""

@@ -1,0 +1,145 @@
+"""
+Which random numbers a forward pass draws, found by drawing them.
+
+Dropout is a module in some models, a function in others, and a hook or a line of a custom layer elsewhere. A rate of
+zero draws nothing. So nobody looks for rates here. A forward pass of two rows runs, and each operation that moves a
+random generator is seen by torch's dispatcher. What is drawn decides which work may be left out:
+
+| drawn | examples | what may be left out |
+|---|---|---|
+| nothing | rates of zero | everything: results are the same up to rounding |
+| by token | dropout, noise, jitter of a router | padding and whole rows: numbers of other tokens are independent |
+| by batch | layer drop, stochastic depth, dropout of channels | nothing: one number belongs to several tokens |
+
+"By token" keeps the distribution of the update, not its bits. A prefix that rows share is another matter: in padded
+rows each copy of it has numbers of its own, so that it cannot be computed once.
+
+Some models draw one number per layer to decide whether it is left out, also where the rate is zero (OPT). Then the
+number has no influence. That is found by fixing it to both ends of its range and comparing the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_hybrid.machine import RandomStates
+
+Drawn = Literal["nothing", "by token", "by batch"]
+
+ROWS, LENGTH = 2, 5
+"""Shape of the tokens of the pass. Models have no other dimension of five, and rarely one of ten."""
+
+
+def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
+    """
+    Return which random numbers a forward pass draws, in the mode (training or not) that the model is in.
+
+    Generators and buffers are as they were afterwards.
+
+    Args:
+        model (`torch.nn.Module`): Takes `input_ids` and `attention_mask`.
+        device (`torch.device`): Where it computes.
+    """
+    tokens = torch.arange(ROWS * LENGTH, device=device).view(ROWS, LENGTH)
+    before, watch = RandomStates.now(device), _Watch(device)
+    with _kept_buffers(model), torch.no_grad():
+        try:
+            with watch:
+                low = _logits(model, tokens)
+            if not watch.drew and before.same_as(RandomStates.now(device)):
+                return "nothing"
+            if not watch.drew or watch.others:  # `not drew`: by Python or NumPy, of which no shape is known
+                return "by batch"
+            if not watch.single:
+                return "by token"
+            before.restore()
+            with _Watch(device, single=1.0):
+                high = _logits(model, tokens)
+            if low is None or high is None or not torch.equal(low, high):
+                return "by batch"
+            return "by token" if watch.by_token else "nothing"
+        finally:
+            before.restore()
+
+
+def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a forward pass in training draws random numbers that have an influence, see [`drawn_numbers`]."""
+    modes = [module.training for module in model.modules()]
+    try:
+        return drawn_numbers(model.train(), device) != "nothing"
+    finally:
+        for module, mode in zip(model.modules(), modes):
+            module.training = mode
+
+
+def _logits(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor | None:
+    output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    return getattr(output, "logits", None)
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: torch.nn.Module) -> Generator[None]:
+    """Context after which buffers, such as running means, have their values again."""
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+class _Watch(TorchDispatchMode):
+    """
+    Notes the shape of what operations draw.
+
+    Args:
+        device (`torch.device`): Where the model computes.
+        single (`float`): Value in place of a single random number.
+
+    Attributes:
+        by_token, single, others (`bool`): Whether numbers of each token, single numbers, or others were drawn.
+    """
+
+    def __init__(self, device: torch.device, single: float = 0.0):
+        super().__init__()
+        self.device, self.value = device, single
+        self.by_token = self.single = self.others = False
+
+    @property
+    def drew(self) -> bool:
+        return self.by_token or self.single or self.others
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = RandomStates.now(self.device)
+        result = func(*args, **kwargs)
+        if before.same_as(RandomStates.now(self.device)):  # fused attention has the tag at a rate of zero too
+            return result
+        drawn = next(leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf))
+        if drawn.numel() == 1:
+            self.single = True
+            return drawn.fill_(self.value)
+        if _has_tokens(drawn.shape):
+            self.by_token = True
+        else:
+            self.others = True
+        return result
+
+
+def _has_tokens(shape: torch.Size) -> bool:
+    """Whether a tensor has a number for each token: `[rows (* heads), length, ...]`, `[length, rows]` or `[tokens]`."""
+    first = shape[0]
+    return (
+        first % (ROWS * LENGTH) == 0
+        or (first % ROWS == 0 and LENGTH in shape[1:])
+        or (first == LENGTH and ROWS in shape[1:2])
+    )
