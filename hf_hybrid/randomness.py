@@ -68,11 +68,11 @@ def drawn_numbers(model: torch.nn.Module, device: torch.device) -> Drawn:
             before.restore()
 
 
-def draws_random_numbers(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether a forward pass in training draws random numbers that have an influence, see [`drawn_numbers`]."""
+def drawn_in_training(model: torch.nn.Module, device: torch.device) -> Drawn:
+    """Return which random numbers a forward pass in training draws, see [`drawn_numbers`]."""
     modes = [module.training for module in model.modules()]
     try:
-        return drawn_numbers(model.train(), device) != "nothing"
+        return drawn_numbers(model.train(), device)
     finally:
         for module, mode in zip(model.modules(), modes):
             module.training = mode

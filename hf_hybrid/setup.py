@@ -861,7 +861,7 @@ def why_plain_rows(trainer: TrainerLike) -> str | None:
     if args.n_gpu > 1:
         return "`DataParallel` divides each batch over several GPUs"
     if args.neftune_noise_alpha is not None:
-        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` draws noise for each token of each row"
+        return f"`neftune_noise_alpha={args.neftune_noise_alpha}` scales its noise by the length of a padded row"
     return None
 
 

@@ -318,7 +318,7 @@ class HybridTrainerMixin(PublishingMixin):
         `activation_checkpointing="auto"` chose; `resumed` says what a checkpoint brought back and what not, or `None`;
         `failed_savings` lists savings that are off because of an exception, each with it.
         """
-        failed = [why for part in self.parts for why in part.failed]
+        failed = list(dict.fromkeys(why for part in self.parts for why in part.failed))
         found = {"memory": self.memory_summary(), "resumed": self._resumed, "failed_savings": failed}
         for part in self.parts:  # as they are now; the run's own summary ends with it
             found.update(part.summary())

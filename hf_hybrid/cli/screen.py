@@ -457,14 +457,18 @@ def _sharing(trainer: Any) -> str | None:
     """
     Say what computing every token once saves on windows drawn from the training set; `None` where it is not known.
 
-    TRL pads each micro-batch to its longest row. A tree of the rows of a window has each shared prefix once, and
-    nothing behind the last label. Pairs of DPO share within a micro-batch alone.
+    TRL pads each micro-batch to its longest row. A tree of the rows of a window has each shared prefix once, unless
+    there is dropout, and nothing behind the last label. Pairs of DPO share within a micro-batch alone.
     """
-    args, rows = trainer.args, trainer.train_dataset
+    from hf_hybrid.rows.sharing import dropout_of, why_not
+
+    args, rows, model = trainer.args, trainer.train_dataset, trainer.accelerator.unwrap_model(trainer.model)
     columns = set(getattr(rows, "column_names", None) or ())
-    off = trainer.hybrid_args.share_rows == "off" or not trainer.hybrid_args.enable_predict
-    if not hasattr(rows, "__len__") or off or not ({"labels", "chosen_ids"} & columns) or not len(rows):
+    if not hasattr(rows, "__len__") or not ({"labels", "chosen_ids"} & columns) or not len(rows):
         return None
+    if trainer.rows is None or not trainer.rows.may_share or why_not(model) is not None:
+        return None
+    shares = dropout_of(model) == 0.0
     draw = random.Random(args.seed)
     size = args.per_device_train_batch_size
     per_window = size * (args.gradient_accumulation_steps if "labels" in columns else 1)
@@ -475,13 +479,14 @@ def _sharing(trainer: Any) -> str | None:
         each = size if "labels" in columns else len(found)
         batches = [found[start : start + each] for start in range(0, len(found), each)]
         padded += sum(max(len(ids) for ids, _ in batch) * len(batch) for batch in batches)
-        computed += _computed(found)
+        computed += _computed(found) if shares else sum(count for _, count in found)
         if len(rows) <= per_window:
             break
     saved = 1 - computed / max(padded, 1)
     if saved < 0.05:
         return None
-    return f"about {saved:.0%} of the tokens need not be computed: padding, and shared prefixes"
+    what = "padding, and shared prefixes" if shares else "padding, but no shared prefixes, because there is dropout"
+    return f"about {saved:.0%} of the tokens need not be computed: {what}"
 
 
 def _as_rows(example: dict[str, Any], longest: int | None) -> list[tuple[list[int], int]]:

@@ -44,7 +44,7 @@ class FineTunedModel(OptionGroup):
     lora_r: int = option(16, "Rank of the adapters.", at_least=1)
     lora_alpha: int = option(32, "The adapters are scaled by lora_alpha / lora_r.", at_least=1)
     lora_dropout: float = option(
-        0.0, "Dropout before the adapters. Rows share nothing under dropout.", at_least=0, below=1
+        0.0, "Dropout before the adapters. Rows share no prefix under dropout.", at_least=0, below=1
     )
     lora_target_modules: Optional[list[str]] = option(
         None, "Names of the modules that get adapters. Default: all linear layers except the head."

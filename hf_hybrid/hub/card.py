@@ -122,6 +122,7 @@ def card_facts(trainer: TrainerLike, given: dict[str, Any], baseline: dict[str, 
     own = {"eval_loss": final.get("loss"), "backward_passes": summary["backward_passes"], "seconds": seconds}
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in settings_of(args).items()}
+    summary["failed_savings"] = [clean(why, secrets) for why in summary["failed_savings"]]
     method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
     name = given["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]
     return {

@@ -49,6 +49,11 @@ vLLM its own log-probabilities, so that no importance ratio departs from 1. No c
 Several processes exchange gradients and metrics in each micro-batch. They agree on the number of rows, and a process
 with fewer rows adds rows without advantage.
 
+Dropout. A row draws its own masks, whatever rows are beside it. So rows are left out under dropout too: the update has
+the distribution of TRL's, but its random numbers are others. A prompt that is computed once for several completions
+would have one mask for all of them. So no prompt is shared then, neither in the update nor in generation. Where a
+number belongs to several rows (LayerDrop), every row is computed; randomness.py finds out.
+
 Where the result would not be exact, every row is computed, and the log says why; see `_why_every_row`.
 """
 
@@ -57,9 +62,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +73,7 @@ from transformers import ProcessorMixin
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
+from hf_hybrid.fallbacks import Fallbacks
 from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
@@ -76,10 +82,11 @@ from hf_hybrid.integrations.trl import (
     default_folder,
     options_of_rows,
 )
-from hf_hybrid.machine import sharding_of
+from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
-from hf_hybrid.randomness import draws_random_numbers
+from hf_hybrid.randomness import Drawn, drawn_in_training
+from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 
@@ -358,6 +365,26 @@ class Scoring:
     rewards: Tensor | None = None
 
 
+class RowsStay(NamedTuple):
+    """
+    Why every row is computed, and computed where TRL has it.
+
+    Attributes:
+        why (`str`): A clause.
+        change (`str`): What the user can do about it, as an imperative clause; empty if there is nothing.
+    """
+
+    why: str
+    change: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What the change brings, as a sentence."""
+        if not self.change:
+            return ""
+        return f"To leave them out, {self.change}. TRL logs the share of their groups as `frac_reward_zero_std`."
+
+
 # A part of the run.
 
 
@@ -373,7 +400,8 @@ class Rollouts(Part):
         skips (`ExactSkips`): Plans the micro-batches of each window.
         leaves_out (`bool`): Whether rows that do not count are left out.
         by_prompt (`bool`): Whether rows of the same prompt are put together.
-        every_row_because (`str`, *optional*): Why no row is left out.
+        every_row (`Fallbacks`): Why no row is left out.
+        own_prompts (`Fallbacks`): Why completions of a prompt do not share it.
         window_begins_at (`int`): TRL's number of the first micro-batch of the window.
         rows_of_rounding (`int`): Rows on this process whose advantage was nothing but rounding, and is zero here.
         log_probs_skipped (`int`): Rows whose log-probabilities before the update were left out.
@@ -384,23 +412,36 @@ class Rollouts(Part):
     def __init__(self, trainer: RolloutTrainerMixin):
         self.trainer, self.skips = trainer, trainer._new_skips()
         self.leaves_out = self.by_prompt = False
-        self.every_row_because: str | None = None
+        tells = trainer.is_world_process_zero
+        self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
+        self.own_prompts = Fallbacks("No prompt is computed once for several completions", tells)
         self.window_begins_at = self.rows_of_rounding = self.log_probs_skipped = 0
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
 
     def begin(self, run: Run) -> None:
         trainer = self.trainer
-        self.skips, self.every_row_because, self._before = trainer._new_skips(), None, None
-        trainer._draws = None
+        self.skips, self._before = trainer._new_skips(), None
+        self.every_row.because = self.own_prompts.because = trainer._drawn = None
         self.rows_of_rounding = self.log_probs_skipped = 0
         self.leaves_out = getattr(trainer.args, "exact_skips", "auto") == "auto"
         if self.leaves_out and (reason := trainer._why_every_row()) is not None:
-            self.leaves_out, self.every_row_because = False, reason
-            if trainer.is_world_process_zero():
-                logger.warning("Every row is computed, also those without advantage: %s.", reason)
-        may_move = self.leaves_out or (self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
-        self.by_prompt = may_move and trainer.rows.may_share
+            self.leaves_out = False
+            self.every_row.cannot_be_exact(reason.why, advice=reason.advice)
+        shares = trainer.rows.may_share
+        may_move = self.leaves_out or (shares and self.skips.mean != "tokens" and trainer._why_rows_stay() is None)
+        self.by_prompt = may_move and shares and trainer._drawn_in_training() == "nothing"
+        if self.leaves_out and trainer._drawn_in_training() != "nothing":
+            self.own_prompts.cannot_be_exact(
+                "the model draws random numbers in training (dropout), each row its own",
+                advice="Rows without advantage are left out: the update has TRL's distribution, but not its random "
+                "numbers. To share prompts and to have TRL's numbers, set `lora_dropout=0`, `disable_dropout=True`, or "
+                "the rates in the model's config.",
+            )
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.every_row.failed
 
     def begin_step(self, step: Step) -> None:
         self.skips.begin_window()
@@ -432,7 +473,7 @@ class Rollouts(Part):
             "rows": self.skips.rows,
             "rows_skipped": self.skips.rows_skipped,
             "backward_passes_avoided_exactly": self.skips.passes_avoided,
-            "every_row_because": self.every_row_because,
+            "every_row_because": self.every_row.because,
             "rows_of_rounding": self.rows_of_rounding,
             "log_probs_skipped": self.log_probs_skipped,
         }
@@ -514,7 +555,8 @@ class ExactSkipArguments:
     exact_skips: Literal["auto", "off"] = option(
         "auto",
         "Leave out rows whose gradient is exactly zero, because all completions of their prompt got the same reward. "
-        "auto: if the update stays TRL's; otherwise every row is computed, and the log says why. off: never.",
+        "auto: if the update stays TRL's, under dropout its distribution; otherwise every row is computed, and the log "
+        "says why. off: never.",
         group="GRPO and RLOO",
     )
     equal_rewards: Literal["zero", "trl"] = option(
@@ -590,8 +632,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
     _sampler: Any = None
-    _draws: bool | None = None
-    """Whether the model draws random numbers in training, once a run has asked."""
+    _drawn: Drawn | None = None
+    """Which random numbers the model draws in training, once a run has asked."""
 
     def __init__(self, *args, **kwargs):
         for name in ("probe_dataset", "direction"):
@@ -648,15 +690,22 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return f"with `{sharding}` processes generate in step"
         if (why := why_plain_model(model)) is not None:
             return why
-        if self.model.training and self._draws_random_numbers():
-            return "a forward pass in training is random (dropout), and fewer rows would draw other numbers"
+        if self.model.training and self._drawn_in_training() != "nothing":
+            return "a forward pass in training is random (dropout), and completions would share the masks of a prompt"
         return None
 
-    def _draws_random_numbers(self) -> bool:
-        if self._draws is None:
+    def _drawn_in_training(self) -> Drawn:
+        """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
+        if self._drawn is None:
             bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            self._draws = draws_random_numbers(bare, self.args.device)
-        return self._draws
+            try:
+                self._drawn = drawn_in_training(bare, self.args.device)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self._drawn = "by batch"
+                self.rollouts.every_row.did_not_work(error, "the model does not take ten tokens")
+        return self._drawn
 
     # Rewards and advantages.
 
@@ -772,30 +821,33 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
 
-    def _why_every_row(self) -> str | None:
+    def _why_every_row(self) -> RowsStay | None:
         """Return why leaving rows out would change the update, or `None` if it would not."""
         return self._why_rows_stay()
 
-    def _why_rows_stay(self) -> str | None:
+    def _why_rows_stay(self) -> RowsStay | None:
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         own = type(self)._compute_loss is RolloutTrainerMixin._compute_loss
         if not own or type(self).compute_loss is not RolloutTrainerMixin.compute_loss:
-            return f"`{type(self).__name__}` has a loss of its own"
+            plain = f"Hybrid{'GRPO' if isinstance(self, GRPOTrainer) else 'RLOO'}Trainer"
+            return RowsStay(f"`{type(self).__name__}` has a loss of its own", f"train with `{plain}` itself")
         if (sharding := sharding_of(self.args)) is not None:
-            return f"`{sharding}` counts the backward passes of a step"
+            return RowsStay(f"`{sharding}` counts the backward passes of a step")
         if isinstance(self.processing_class, ProcessorMixin):
-            return "tensors of images do not have one row per completion"
-        if steps_in_backward(optimizer_name(self.args)):
-            return f"`optim={optimizer_name(self.args)}` steps inside the backward pass"
+            return RowsStay("tensors of images do not have one row per completion")
+        if steps_in_backward(optimizer := optimizer_name(self.args)):
+            return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
         if self.aux_loss_enabled:
-            return "the router's loss (`router_aux_loss_coef`) counts every row"
-        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
-            return "batch normalisation mixes rows"
-        if self._draws_random_numbers():
-            return (
-                "the model draws random numbers in training (set `disable_dropout=True`; if that does not help, set "
-                "`attention_dropout` of the model's config to 0)"
+            return RowsStay(
+                "the router's loss (`router_aux_loss_coef`) counts every row", "set `router_aux_loss_coef=0.0`"
             )
+        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+            return RowsStay("batch normalisation mixes rows")
+        if self._drawn_in_training() == "by batch":
+            if failed := self.rollouts.failed:
+                return RowsStay(failed[-1])
+            why = "the model draws a random number for several rows (LayerDrop, for example)"
+            return RowsStay(why, "set that rate to 0 in its config")
         return None
 
     # A window.
@@ -837,11 +889,12 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         Give the log its metrics of tokens where every row since the last entry was left out: callbacks count on them.
 
         TRL's loss measures them. One forward pass of the last micro-batch is little beside the steps that were left
-        out, and the values are those of real rows. Nothing is drawn at random here; see `_why_rows_stay`.
+        out, and the values are those of real rows. Under dropout it draws random numbers, which training draws again.
         """
         inputs = dict(self.generated[(self._step - 1) % self.per_generation])
         inputs.pop("old_per_token_logps", None)  # not computed for these rows: their ratios are taken to be 1
-        with torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
+        as_before = RandomStates.now(self.args.device).again()
+        with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
             self._compute_loss(self.model_wrapped, inputs)
 
     def _get_train_sampler(self, dataset=None):
@@ -895,18 +948,21 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
             return None  # the batch has a part in each advantage
         return total_rewards(self._rewards, self.reward_weights)
 
-    def _why_every_row(self) -> str | None:
+    def _why_every_row(self) -> RowsStay | None:
         if self.beta != 0.0:
-            return f"with `beta={self.beta}` every row has a loss, its distance from the reference"
+            why = f"with `beta={self.beta}` every row has a loss, its distance from the reference"
+            return RowsStay(why, "set `beta=0.0`, TRL's default")
         return super()._why_every_row()
 
-    def _why_rows_stay(self) -> str | None:
+    def _why_rows_stay(self) -> RowsStay | None:
         if self.loss_type not in MEAN_OF_LOSS:
-            return f"nothing is known of `loss_type={self.loss_type}`"
+            return RowsStay(f"nothing is known of `loss_type={self.loss_type}`")
         if self._entropy_bonus_enabled:
-            return "the entropy bonus (`entropy_coef`, `use_adaptive_entropy`) counts every row"
+            names = "`entropy_coef`, `use_adaptive_entropy`"
+            return RowsStay(f"the entropy bonus ({names}) counts every row", f"leave out {names}")
         if self.top_entropy_quantile < 1.0:
-            return f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
+            why = f"the threshold of `top_entropy_quantile={self.top_entropy_quantile}` is taken over every row"
+            return RowsStay(why, "set `top_entropy_quantile=1.0`, TRL's default")
         return super()._why_rows_stay()
 
 

@@ -220,6 +220,8 @@ def options_of_rows(args: TrainingArguments | None) -> tuple[bool, str | None, b
         why = f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
     elif getattr(args, "torch_compile", False):
         why = "`torch_compile=True` would compile anew for each tree"
+    elif (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:
+        why = f"`neftune_noise_alpha={alpha}` scales its noise by the length of a padded row"
     return off, why, mixed_precision_of(args) != "no"
 
 

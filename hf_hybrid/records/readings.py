@@ -110,6 +110,11 @@ def dicts_of(value: object) -> list[dict]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
+def texts_of(value: object) -> list[str]:
+    """The texts in `value` if it is a list."""
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+
 def with_steps(entries: object) -> list[dict]:
     """The dictionaries in a list that have a step, which is a whole number in the result."""
     steps = ((entry, count_of(entry.get("step"))) for entry in dicts_of(entries))

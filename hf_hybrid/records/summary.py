@@ -140,6 +140,8 @@ class HybridSummary(dict):
             rows.append(("rows were padded", self["plain_rows_because"]))
         if self.get("plain_rollouts_because"):
             rows.append(("completions were left to TRL", self["plain_rollouts_because"]))
+        if self.get("failed_savings"):
+            rows.append(("savings that did not work", "; ".join(self["failed_savings"])))
         if self.get("no_leaps"):
             rows.append(("no leaps", self["no_leaps"]))
         elif "direction" in self and self.get("leaps_made"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, dicts_of, number, peak_of, reading, texts_of
 from hf_hybrid.report.run_folder import Run, leaps_made, phase_stretches, verdicts_of
 from hf_hybrid.report.samples import samples_of
 from hf_hybrid.report.scores import score_rows, speed
@@ -76,6 +76,8 @@ def _notes(run: Run) -> list[str]:
         notes.append(empty if run.profile.run else PROFILER_HINT)
     for crash in run.profile.out_of_memory:
         notes.append(f"Out of memory in step {crash['step']:,}: see `profile/{crash['folder']}`.")
+    if failed := texts_of(run.record.get("failed_savings")):
+        notes.append(f"Savings that did not work, so the run computed more than it had to: {'; '.join(failed)}.")
     made = leaps_made(run)
     if lost := max(made - len(run.leaps), 0):
         notes.append(f"{lost:,} of {made:,} leaps left no record: `hybrid_log.jsonl` does not have them.")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from cli.test_cli import byte_tokenizer
+from conftest import config_values, tiny_model
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_hybrid.cli import chat, formats, rewards, screen
 from hf_hybrid.cli.data import mixed, read_rows, shares
@@ -664,6 +666,49 @@ def test_a_line_of_losses_fits_the_terminal():
     assert screen.log_line(1, 2, {"train_loss": 1.0}) == ""
     reward = screen.log_line(1, 2, {"loss": 0.0, "reward": 0.5, "completions/mean_length": 12.0})
     assert reward == "step 1/2  reward 0.500  length 12"
+
+
+def experts():
+    values = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    few = {"num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 2}
+    return AutoModelForCausalLM.from_config(MixtralConfig(**values, **few, output_router_logits=True))
+
+
+@pytest.mark.parametrize(
+    "model, options, told",
+    [
+        (
+            lambda: tiny_model(vocab_size=257),
+            {},
+            r"about \d\d% of the tokens need not be computed: padding, and shared prefixes",
+        ),
+        (
+            lambda: tiny_model(vocab_size=257, attention_dropout=0.1),
+            {},
+            "padding, but no shared prefixes, because there is dropout",
+        ),
+        (experts, {}, None),
+        (lambda: tiny_model(vocab_size=257), {"share_rows": "off"}, None),
+        (lambda: tiny_model(vocab_size=257), {"label_smoothing_factor": 0.1}, None),
+    ],
+    ids=["plain", "dropout", "experts", "off", "another loss"],
+)
+def test_what_is_promised_is_saved_and_nothing_else(model, options, told, tmp_path):
+    from datasets import Dataset
+
+    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+
+    rows = [{"input_ids": [3, 4, 5, 6, *range(7, 8 + i % 9)], "labels": [-100, -100, 5, 6, *range(7, 8 + i % 9)]}
+            for i in range(32)]  # fmt: skip
+    config = HybridSFTConfig(**config_values(tmp_path, max_steps=2, **options))
+    tokenizer, data = byte_tokenizer(pad_token="<|end|>", eos_token="<|end|>"), Dataset.from_list(rows)
+    trainer = HybridSFTTrainer(model(), config, train_dataset=data, processing_class=tokenizer)
+    promise = screen._sharing(trainer)
+    assert promise is None if told is None else re.search(told, promise)
+    trainer.train()
+    summary = trainer.hybrid_summary()
+    saved = (summary.get("tokens_padding", 0) > 0, summary.get("tokens_shared", 0) > 0.2 * summary.get("tokens", 0))
+    assert saved == (told is not None, told is not None and "and shared" in told)
 
 
 def test_commands_are_in_the_help(capsys):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
 
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -110,6 +111,68 @@ def test_grpo(base, monkeypatch, capsys, tmp_path):
     rows, left_out, done, avoided = map(int, re.findall(r"(\d+) (?:generated|left out|done|avoided)", out))
     assert rows == 64 > left_out and done + avoided == 8
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+# TRL's own scripts, with two lines changed. Their defaults have `lora_dropout=0.05`.
+
+ROWS = {
+    "sft": lambda n: {"prompt": "What is next?", "completion": " one" * (3 * (n % 5) + 1)},
+    "dpo": lambda n: {
+        "prompt": "Go on: " + "and " * (n % 5),
+        "chosen": "one" * (1 + n % 3),
+        "rejected": "no" * (n + 1),
+    },
+    "grpo": lambda n: {"prompt": f"{'easy' if n % 2 else 'hard'} {n}" + " word" * (n % 6)},
+}
+REWARD = """
+def easy(prompts, completions, **_):
+    return [1.0 if prompt.startswith("easy") else float(len(text)) for prompt, text in zip(prompts, completions)]
+"""
+
+
+def start_trl(name, base, monkeypatch, folder, *arguments) -> dict:
+    """Run a script of the installed TRL in this process, and return the summary of its trainer."""
+    lines = Path(pytest.importorskip(f"trl.scripts.{name}").__file__).read_text(encoding="utf-8").splitlines()
+    theirs = f"{name.upper()}Trainer"
+    changed = list(lines)
+    for number, line in enumerate(lines):
+        if re.search(rf"\bfrom trl import\b.*\b{theirs}, ", line):
+            changed[number] = line.replace(f"{theirs}, ", "") + f"; from hf_hybrid import Hybrid{theirs}"
+        elif f"trainer = {theirs}(" in line:
+            changed[number] = line.replace(theirs, f"Hybrid{theirs}")
+    assert len([line for line, other in zip(lines, changed) if line != other]) == 2
+    (folder / f"{name}.py").write_text("\n".join(changed), encoding="utf-8")
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(ROWS[name](n)) + "\n" for n in range(32)))
+    (folder / "rewards_of_script.py").write_text(REWARD)
+    words = f"--model_name_or_path {base} --dataset_name rows --use_peft --output_dir out --max_steps 2 --use_cpu"
+    trainers, end = [], Trainer.end
+    monkeypatch.setattr(Trainer, "end", lambda trainer: (trainers.append(trainer), end(trainer)))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split(), "--report_to", "none", *arguments])
+    runpy.run_path(f"{name}.py", run_name="__main__")
+    assert json.loads((folder / "out" / "adapter_config.json").read_text())["lora_dropout"] == 0.05
+    return trainers[0].hybrid_summary()
+
+
+def test_script_of_trl_for_sft_saves_padding(base, monkeypatch, tmp_path):
+    found = start_trl("sft", base, monkeypatch, tmp_path)
+    assert found["tokens_padding"] > 0.2 * found["tokens"] and "dropout (0.05)" in found["plain_rows_because"]
+
+
+def test_script_of_trl_for_dpo_saves_padding_and_shares_prompts(base, monkeypatch, tmp_path):
+    """TRL turns dropout off for preferences, also that of adapters."""
+    found = start_trl("dpo", base, monkeypatch, tmp_path)
+    assert found["tokens_padding"] > 0 and found["tokens_shared"] > 0 and found["plain_rows_because"] is None
+
+
+def test_script_of_trl_for_grpo_saves_padding_and_rows(base, monkeypatch, tmp_path):
+    more = ["--reward_funcs", "rewards_of_script.easy", "--max_completion_length", "8"]
+    more += ["--gradient_accumulation_steps", "4"]  # four prompts a step
+    found = start_trl("grpo", base, monkeypatch, tmp_path, *more)
+    assert found["rows"] == 64 and found["rows_skipped"] >= 16 and found["every_row_because"] is None
+    assert found["tokens_padding"] > 0 and "random" in found["plain_rollouts_because"]
 
 
 @pytest.mark.parametrize("name", NEEDS)

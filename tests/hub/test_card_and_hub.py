@@ -239,6 +239,16 @@ def test_without_phases_there_is_no_table_of_phases(tmp_path):
     assert "hf-hybrid" in metadata_of(card)["tags"] and "hf-hybrid" in trainer.model.model_tags
 
 
+def test_savings_that_did_not_work_are_named(tmp_path):
+    trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=1)
+    trainer.train()
+    assert "did not work" not in card_of(trainer)
+    trainer.parts[0].failed = [f"no tree (KeyError: '{Path.home()}/private/a|b')", "no <b>window</b>"]
+    (row,) = [line for line in card_of(trainer).splitlines() if "did not work" in line]
+    assert "no tree (KeyError: '" in row and "; no \\<b\\>window" in row and str(Path.home()) not in row
+    assert trainer.hybrid_summary()["failed_savings"] == trainer.parts[0].failed
+
+
 def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):
     from hf_hybrid.records.profiler import MemoryProfilerCallback
 

@@ -3,7 +3,9 @@
 import inspect
 import itertools
 import json
+import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -23,6 +25,7 @@ from accelerate.utils import AutocastKwargs  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from rig import rollouts  # noqa: E402
 from rig.rollouts import TOKENIZER, build, policy  # noqa: E402
+from torch.nn.functional import dropout  # noqa: E402
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -40,6 +43,7 @@ from hf_hybrid.integrations.grpo import (  # noqa: E402
     rows_that_count,
     total_rewards,
 )
+from hf_hybrid.machine import RandomStates  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)
@@ -424,40 +428,143 @@ class OwnLoss(HybridGRPOTrainer):
         return 2 * super()._compute_loss(model, inputs)
 
 
+def batch_norm():
+    model = policy()
+    model.norm_of_batches = torch.nn.BatchNorm1d(4)
+    return model
+
+
+def drawing(change):
+    """A model that computes `change(ids, hidden)` behind its embedding in training, as a layer of its own would."""
+    model = policy()
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, hidden: change(args[0], hidden) if module.training else hidden
+    )
+    return model
+
+
+def of_all_rows(ids, hidden):
+    return hidden * (0.9 + 0.2 * random.random())
+
+
 EVERY_ROW = {
-    "beta": ({"beta": 0.1, "peft_config": lora}, "`beta=0.1`"),
-    "entropy bonus": ({"entropy_coef": 0.01}, "entropy bonus"),
-    "adaptive entropy": ({"use_adaptive_entropy": True}, "entropy bonus"),
-    "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`"),
-    "dropout": ({"model": lambda: policy(attention_dropout=0.1)}, "random numbers"),
-    "dropout of an adapter": ({"peft_config": lambda: lora(lora_dropout=0.1)}, "random numbers"),
-    "router": ({"model": experts}, "router"),
-    "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own"),
+    "beta": ({"beta": 0.1, "peft_config": lora}, "`beta=0.1`", "set `beta=0.0`"),
+    "entropy bonus": ({"entropy_coef": 0.01}, "entropy bonus", "leave out `entropy_coef`"),
+    "adaptive entropy": ({"use_adaptive_entropy": True}, "entropy bonus", "leave out"),
+    "quantile": ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5`", "set `top_entropy_quantile=1.0`"),
+    "router": ({"model": experts}, "router", "set `router_aux_loss_coef=0.0`"),
+    "own loss": ({"trainer": OwnLoss}, "`OwnLoss` has a loss of its own", "train with `HybridGRPOTrainer` itself"),
+    "a number for all rows": (
+        {"model": lambda: drawing(of_all_rows)},
+        "several rows",
+        "set that rate to 0",
+    ),
+    "batch normalisation": ({"model": batch_norm}, "batch normalisation mixes rows", None),
 }
 
 
 @pytest.mark.parametrize("name", EVERY_ROW)
 def test_every_row_is_computed_and_the_log_says_why(name, tmp_path, caplog):
-    given, reason = EVERY_ROW[name]
+    """A warning where the user can change it, which says how."""
+    given, reason, change = EVERY_ROW[name]
     options = {key: value() if key in ("model", "peft_config") else value for key, value in given.items()}
     cls = options.pop("trainer", HybridGRPOTrainer)
     if cls is OwnLoss:
-        from rig import rollouts
-
         rollouts.CONFIGS[OwnLoss] = HybridGRPOConfig
+    caplog.set_level(logging.INFO, "hf_hybrid")
     trainer = train(cls, tmp_path, 1.0, max_steps=2, **options)
     found = trainer.hybrid_summary()
     assert found["rows_skipped"] == found["backward_passes_avoided_exactly"] == 0
-    assert reason in found["every_row_because"]
-    assert sum(reason in record.message for record in caplog.records) == 1
+    assert reason in found["every_row_because"] and found["failed_savings"] == []
+    (said,) = [record for record in caplog.records if reason in record.message]
+    assert said.levelname == ("WARNING" if change else "INFO")
+    assert change is None or f"To leave them out, {change}" in said.message
 
 
-def test_dropout_gives_the_same_bits_as_trl(tmp_path):
+# Dropout. Rows are left out: each draws its own masks.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": lambda: policy(attention_dropout=0.1)},
+        {"peft_config": lambda: lora(lora_dropout=0.1)},
+        {"model": lambda: drawing(lambda ids, hidden: dropout(hidden, 0.1)), "num_iterations": 2},
+    ],
+    ids=["attention", "adapter", "function"],
+)
+def test_rows_are_left_out_under_dropout_and_prompts_are_not_shared(options, tmp_path, caplog):
+    options = {key: value() if callable(value) else value for key, value in options.items()}
+    found = train(HybridGRPOTrainer, tmp_path, 0.7, max_steps=3, share_rows="auto", **options).hybrid_summary()
+    assert found["rows_skipped"] > 0 and found["backward_passes_avoided_exactly"] > 0
+    assert found["log_probs_skipped"] > 0 or "num_iterations" not in options
+    assert found["every_row_because"] is None and found["failed_savings"] == []
+    assert found["tokens_padding"] > 0 and found["tokens_shared"] <= found["rows"]  # the last token of each row
+    assert found["prompt_tokens_shared"] == 0 and "random" in found["plain_rollouts_because"]
+    said = [record.message for record in caplog.records if "TRL's distribution" in record.message]
+    assert len(said) == 1 and "`lora_dropout=0`" in said[0]
+
+
+@pytest.mark.parametrize("theirs, ours", KINDS, ids=["grpo", "rloo"])
+def test_a_row_with_masks_of_its_own_counts_as_in_trl(theirs, ours, tmp_path):
+    """
+    What is drawn here is not used, and the generator is set back, so that both sample the same completions. The mask of
+    a row follows from its tokens.
+    """
+
+    def mask(ids, hidden):
+        with torch.random.fork_rng(devices=[]):
+            torch.rand_like(hidden)
+        place = torch.arange(hidden.shape[2]) + ids.sum(dim=1, keepdim=True)
+        return hidden * (place % 5 != 0)[:, None] / 0.8
+
+    options = {"num_iterations": 2, "loss_type": "bnpo"} if theirs is GRPOTrainer else {"num_iterations": 2}
+    theirs, ours = (train(cls, tmp_path, 0.7, model=drawing(mask), **options) for cls in (theirs, ours))
+    check_equal(theirs, ours, 0.7)
+    assert "random" in ours.hybrid_summary()["plain_rollouts_because"]
+
+
+def test_dropout_with_every_row_gives_the_same_bits_as_trl(tmp_path):
     theirs, ours = (
-        train(cls, tmp_path, 0.7, max_steps=3, model=policy(attention_dropout=0.1))
-        for cls in (GRPOTrainer, HybridGRPOTrainer)
+        train(cls, tmp_path, 0.7, max_steps=3, model=policy(attention_dropout=0.1), **options)
+        for cls, options in ((GRPOTrainer, {}), (HybridGRPOTrainer, {"exact_skips": "off"}))
     )
     assert_same_weights(weights(theirs.model), weights(ours.model))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_generators_are_left_as_by_trl(draws, tmp_path):
+    """Also where the rows of the first batch are compared, and metrics of rows that were left out are measured."""
+
+    def trained(kind, **options):
+        # Ten numbers per pass, which the first batch of ten tokens shows as one for each token.
+        model = drawing(lambda ids, hidden: hidden + 0 * torch.rand(2, 5).sum()) if draws else policy()
+        share = 0.0 if draws else 0.7  # with fewer rows there are fewer passes
+        train(kind, tmp_path, share, model=model, max_steps=3, num_iterations=2, **options)
+        return RandomStates.now(torch.device("cpu"))
+
+    assert trained(GRPOTrainer).same_as(trained(HybridGRPOTrainer, share_rows="auto"))
+
+
+@pytest.mark.falls_back
+def test_where_it_cannot_be_found_what_is_drawn_the_run_is_that_of_trl(tmp_path, caplog):
+    def refuse(module, args, inputs):
+        if inputs["input_ids"].shape == (2, 5) and "labels" not in inputs:
+            raise IndexError("too short")
+
+    def trained(kind, **options):
+        model = policy()
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+        return train(kind, tmp_path, 0.7, max_steps=2, model=model, **options)
+
+    theirs, ours = trained(GRPOTrainer), trained(HybridGRPOTrainer, share_rows="auto")
+    assert_same_weights(weights(theirs.model), weights(ours.model))
+    found = ours.hybrid_summary()
+    (why,) = found["failed_savings"]
+    assert "IndexError: too short" in why and found["every_row_because"] == why
+    assert found["rows_skipped"] == found["prompt_tokens_shared"] == found["tokens_shared"] == 0
+    said = [record.message for record in caplog.records if why in record.message]
+    assert len(said) == 2 and all("Please report this" in message for message in said)  # rows that share, and those
 
 
 def test_off_computes_every_row_without_a_word(tmp_path, caplog):

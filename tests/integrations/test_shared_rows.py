@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import config_values, weights
+from conftest import assert_same_weights, config_values, weights
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -51,6 +51,7 @@ from hf_hybrid import (  # noqa: E402
 )
 from hf_hybrid.compat import checkpointing_option  # noqa: E402
 from hf_hybrid.integrations.trl import options_of_rows  # noqa: E402
+from hf_hybrid.machine import RandomStates  # noqa: E402
 
 WORDS = 61
 
@@ -183,6 +184,24 @@ def history(trainer):
         {key: value for key, value in entry.items() if not any(word in key for word in left_out)}
         for entry in trainer.state.log_history
     ]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_generators_of_dpo_are_left_as_by_trl(draws, tmp_path):
+    """Also where the rows of the first batch are compared, and it was found out what is drawn."""
+    states = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        model = build("llama")
+        if draws:  # ten numbers per pass, in each layout; ten tokens show that there is one for each
+            model.get_input_embeddings().register_forward_hook(
+                lambda module, args, hidden: hidden + 0 * torch.rand(2, 5).sum() if module.training else hidden
+            )
+        built = dpo(trainer, config, tmp_path, model=model, max_steps=2)
+        built.train()
+        states.append(RandomStates.now(torch.device("cpu")))
+    assert states[0].same_as(states[1])
+    summary = built.hybrid_summary()
+    assert summary["tokens_padding"] > 0 and (summary["plain_rows_because"] is None) is not draws
 
 
 @pytest.mark.parametrize("case", [c if c == "adapters" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
@@ -396,6 +415,15 @@ def test_compiled_and_sharded_runs_compute_trls_rows():
     for option in ("torch_compile", "fsdp"):
         _, why, _ = options_of_rows(SimpleNamespace(**{name: name == option for name in names}))
         assert f"`{option}" in why
+
+
+def test_noise_of_the_length_of_a_row_is_that_of_trl(tmp_path):
+    trained = []
+    for trainer, config in ((DPOTrainer, DPOConfig), (HybridDPOTrainer, HybridDPOConfig)):
+        trained.append(dpo(trainer, config, tmp_path, max_steps=2, neftune_noise_alpha=5.0))
+        trained[-1].train()  # each begins with its seed when it is built
+    assert_same_weights(*(weights(built.model) for built in trained))
+    assert "`neftune_noise_alpha=5.0`" in trained[1].hybrid_summary()["plain_rows_because"]
 
 
 # Counters.

@@ -37,6 +37,13 @@ def test_summary_is_a_dictionary_that_shows_itself():
     assert page.open == [] and "script" not in page.tags and NASTY in page.text and "200 (150 kept" in page.text
 
 
+def test_savings_that_did_not_work_have_a_row():
+    assert "did not work" not in str(HybridSummary(failed_savings=[]))
+    summary = HybridSummary(failed_savings=["no tree (KeyError: 1)", NASTY])
+    assert f"savings that did not work: no tree (KeyError: 1); {NASTY}" in str(summary).splitlines()
+    assert NASTY in Page(summary._repr_html_()).text
+
+
 def test_summary_of_a_run_that_did_nothing():
     assert str(HybridSummary()) == "" and Page(HybridSummary()._repr_html_()).open == []
     assert str(HybridSummary(memory={"held": None})) == ""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import ByteText, config_values, hybrid_config, tiny_model
-from rig.run_folders import GIB, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
+from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -50,6 +50,18 @@ def test_a_finished_run(tmp_path):
     assert found["leaps"]["made"] == 3 and found["leaps"]["accepted"] == 2
     assert found["memory"]["held_at_the_end"] == {"weights": {"device": 0, "host": 4096}}
     assert found["options"]["direction"] == "gradient_memory" and found["options"]["learning_rate"] == 1e-3
+
+
+def test_savings_that_did_not_work_are_in_a_note(tmp_path, undrawn):
+    hybrid_run(tmp_path)
+    path = tmp_path / "hybrid_summary.json"
+    summary = json.loads(path.read_text())
+    for failed, expected in (([], []), ("text", []), (["no tree (KeyError: 1)", 7, NASTY], ["no tree", NASTY])):
+        write(path, {**summary, "failed_savings": failed})
+        page, found, *_ = write_report(tmp_path)
+        notes = [note for note in json.loads(found.read_text())["notes"] if "did not work" in note]
+        assert len(notes) == bool(expected) and all(part in note for note in notes for part in expected)
+        assert not expected or "no tree (KeyError: 1)" in page.read_text() and NASTY not in page.read_text()
 
 
 def test_a_killed_run_is_told_from_its_last_checkpoint_and_what_was_profiled_after_it(tmp_path):
