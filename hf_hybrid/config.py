@@ -14,10 +14,10 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.files import load_room
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
-from hf_hybrid.plan.setups import checkpointing_option
 
 CONFIG_NAME = "hybrid_config.json"
 

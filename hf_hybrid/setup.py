@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
@@ -58,7 +59,7 @@ from hf_hybrid.optimizers import (
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, Plan, refuse
-from hf_hybrid.plan.setups import MARGIN, Setup, checkpointing_option, with_context
+from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.recovery import UnrecoveredMemoryError, first_part
 from hf_hybrid.run.monitor import DivergenceMonitor
@@ -694,7 +695,7 @@ def _estimator(trainer: TrainerLike, device_map: dict | None) -> tuple[Estimator
 
 
 def _checkpointing(args: TrainingArguments) -> bool | str:
-    """Return the option that was called gradient checkpointing before transformers 5.23."""
+    """Return whether activations are checkpointed: a truth value, or `auto`."""
     given = getattr(args, checkpointing_option())
     return given if given == "auto" else bool(given)
 

@@ -38,6 +38,7 @@ from hf_hybrid.checkpoints.behind import Saves, why_at_once
 from hf_hybrid.checkpoints.lock import FolderLock, check_output
 from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
+from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
 from hf_hybrid.hub.publishing import PublishingMixin
@@ -236,6 +237,8 @@ class HybridTrainerMixin(PublishingMixin):
             probe_of_device, warn_at=options.guard_warn_at, checkpoint_at=options.guard_checkpoint_at
         )
         warn_of_lone_process()
+        if self.is_world_process_zero():
+            warn_of_untested_versions()
         keep_differentiable(self.model)
         self.rows = rows_part(self) if self.rows is None else self.rows
         own = [] if self.rows is None else [self.rows]

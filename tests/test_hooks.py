@@ -1,8 +1,8 @@
 """
 The contract with transformers' Trainer: hooks that are overridden are there, are called, and take what we rely on.
 
-Recorded with transformers 5.17 and 5.23. A hook that changed is named with what became of it: read Trainer's new code
-before a line of these tables is changed.
+Recorded with transformers 5.17, 5.23 and 5.24. A hook that changed is named with what became of it: read Trainer's new
+code before a line of these tables is changed.
 """
 
 import ast

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid.cli.planner import plan_memory
-from hf_hybrid.plan.setups import checkpointing_option
+from hf_hybrid.compat import checkpointing_option
 
 HERE = Path(__file__).resolve().parent
 REFERENCES = {False: "MemTracker under FakeTensorMode", True: "torch.cuda.max_memory_allocated"}

@@ -68,6 +68,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
@@ -565,9 +566,10 @@ class ExactSkipArguments:
     )
     rollouts: Literal["auto", "off"] = option(
         "auto",
-        "How transformers' `generate` samples completions. auto: a prompt is computed once for all of its completions, "
-        "and rows that have ended leave the batch; completions and random numbers stay TRL's. Where that is not known "
-        "to be exact, it is left to TRL, and the log says why. off: as TRL does it.",
+        "How transformers' `generate` samples completions. auto: on a CPU a prompt is computed once for all of its "
+        "completions, and rows that have ended leave the batch; completions and random numbers stay TRL's. On a GPU, "
+        "where that is not faster, and where it is not known to be exact, it is left to TRL, and the log says why. "
+        "off: as TRL does it.",
     )
 
 
@@ -679,7 +681,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         engines = ("use_vllm", "use_transformers_continuous_batching")
         using = [name for name in engines if getattr(self, name, False)]
         if using:
-            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself", logging.INFO)
+            self.decoding.tell(f"`{using[0]}=True` computes a prompt once by itself")
         return bool(using)
 
     def _why_plain_rollouts(self, model: Any) -> str | None:
@@ -831,7 +833,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay(f"`{type(self).__name__}` has a loss of its own", f"train with `{plain}` itself")
         if (sharding := sharding_of(self.args)) is not None:
             return RowsStay(f"`{sharding}` counts the backward passes of a step")
-        if self._is_vlm:
+        if isinstance(self.processing_class, ProcessorMixin):
             return RowsStay("tensors of images do not have one row per completion")
         if steps_in_backward(optimizer := optimizer_name(self.args)):
             return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")

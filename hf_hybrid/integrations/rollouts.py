@@ -28,16 +28,19 @@ has its completions.
 
 If the result is not known to be exact, transformers generates the whole batch; [`why_plain_model`] and [`_why_plain`]
 list these cases. The decision is made before the model computes anything: [`PlainRolloutsError`] ends the call, and
-`generate` is called as TRL calls it.
+`generate` is called as TRL calls it. It is called too if the loop raises an error that nobody foresaw, from then on for
+the rest of the run. The random generators are set back first, so the completions are still TRL's.
 
-The host waits for the device once per token, as it does in `generate`: it must know which rows have ended.
+**On a CPU alone.** There a token costs what the rows in the batch cost. On a GPU it costs what the host needs to start
+the kernels, so rows that leave save nothing, and each new shape of the batch costs more: without a mask
+`scaled_dot_product_attention` plans anew for each length of the keys. On an H200 this loop took 1.5 to 2.4 times the
+seconds of `generate`. So there, and on every other accelerator, TRL's call stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,13 +82,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.checkpoints.state import OWN
+from hf_hybrid.compat import cache_name
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part, Step
+from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.run.fallbacks import Fallbacks
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
 
-logger = logging.getLogger(__name__)
-
+CACHE = cache_name()
+"""Argument and output of a model that holds keys and values."""
 ROWWISE = frozenset({
     EpsilonLogitsWarper, EtaLogitsWarper, ExponentialDecayLengthPenalty, ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
@@ -95,8 +102,9 @@ ROWWISE = frozenset({
     TypicalLogitsWarper,
 })  # fmt: skip
 """Logits processors that compute a row from this row alone. One of them is told of its rows, see [`_processors_of`]."""
-KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
+COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
 KEEP = 0.75
 """Rows leave when at most this share of the rows in the batch goes on: to leave costs a copy of the cache."""
 
@@ -181,6 +189,13 @@ class PlainRolloutsError(Exception):
     """Completions are left to transformers; the message says why. Raised before anything is computed."""
 
 
+class _LoopError(Exception):
+    """The loop raised an error that nobody foresaw."""
+
+    def __init__(self, error: Exception):
+        self.error = error.with_traceback(None)  # which holds the tensors of the loop
+
+
 def why_plain_model(model: Any) -> str | None:
     """Return why completions of this model, which may have adapters, are left to transformers; `None` if not."""
     for adapter in getattr(model, "peft_config", {}).values():
@@ -195,6 +210,8 @@ def why_plain_model(model: Any) -> str | None:
         return f"`{type(base).__name__}` has a `generate` of its own"
     if getattr(base, "is_loaded_in_8bit", False):
         return "matrix products in 8 bits look at all rows at once"
+    if base.device.type != "cpu":
+        return "on a GPU fewer rows are not faster than TRL's batch, whose shape stays"
     return None
 
 
@@ -260,12 +277,10 @@ def _why_plain(
     positions = given.get("position_ids")
     if positions is not None and positions.shape != input_ids.shape:
         return "positions have another shape than tokens"
-    if input_ids.device.type == "mps":
-        return "on MPS transformers draws once more than it has to"
-    if not given.get("use_cache") or given.get("past_key_values") is None:
+    if not given.get("use_cache") or given.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
     longest = config.max_length
-    return why_plain_cache(given["past_key_values"], longest) or why_plain_positions(
+    return why_plain_cache(given[CACHE], longest) or why_plain_positions(
         model.config.get_text_config(decoder=True), longest
     )
 
@@ -282,7 +297,7 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         the width of the longest prompt.
     """
     device, positions = input_ids.device, given.get("position_ids")
-    lengths, empty = prompts.lengths, given["past_key_values"]
+    lengths, empty = prompts.lengths, given[CACHE]
     # A model that is not told positions may count padding: then rows keep theirs.
     chunks = [list(range(len(lengths)))] if positions is None else chunks_of_similar_length(lengths)
     width = input_ids.shape[1] if positions is None else max(lengths)
@@ -291,18 +306,18 @@ def _prefill(model: Any, input_ids: Tensor, prompts: Prompts, given: dict[str, A
         longest = width if positions is None else max(lengths[prompt] for prompt in chunk)
         rows = indices([prompts.first[prompt] for prompt in chunk], device)
         padded = positions is None or any(lengths[prompt] < longest for prompt in chunk)
-        part = _cut({**given, "past_key_values": copy.deepcopy(empty)}, rows, longest, padded)
+        part = _cut({**given, CACHE: copy.deepcopy(empty)}, rows, longest, padded)
         tokens = input_ids[:, -longest:].index_select(0, rows)
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **part)
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits[:, -1])
-        caches.append(outputs.past_key_values)
+        caches.append(outputs[CACHE])
         del outputs
     computed_at = {prompt: place for place, prompt in enumerate(prompt for chunk in chunks for prompt in chunk)}
     places = indices([computed_at[prompt] for prompt in prompts.owner], device)
     _repeat(caches, places, width)
     padded = positions is None or min(lengths) < width
-    return torch.cat(logits).index_select(0, places), _cut({**given, "past_key_values": caches[0]}, None, width, padded)
+    return torch.cat(logits).index_select(0, places), _cut({**given, CACHE: caches[0]}, None, width, padded)
 
 
 def _cut(given: dict[str, Any], rows: Tensor | None, width: int, padded: bool) -> dict[str, Any]:
@@ -376,12 +391,20 @@ class Decoding(Part):
     name = "decoding"
 
     def __init__(self, off: bool, tells: Callable[[], bool] = lambda: True):
-        self.off, self.tells = off, tells
+        self.off = off
+        self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
         self.rows_decoded = self.rows_decoded_saved = self.prompt_tokens_shared = 0
-        self.plain_because: str | None = None
-        self._told: set[str] = set()
         self._before: dict[str, Any] | None = None
         """The state before the step under way."""
+
+    @property
+    def plain_because(self) -> str | None:
+        """Why the last completions that were left to transformers were, or another engine's."""
+        return self.fallbacks.because
+
+    @property
+    def failed(self) -> Sequence[str]:
+        return self.fallbacks.failed
 
     # Completions.
 
@@ -398,20 +421,34 @@ class Decoding(Part):
         plain = model.generate
 
         def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
-            return self._decode(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, known, counts, given
-            )
+            try:
+                return self._decode(
+                    model, input_ids, logits_processor, stopping_criteria, generation_config, known, counts, given
+                )
+            except Exception as error:
+                if isinstance(error, PlainRolloutsError) or is_out_of_memory(error):
+                    raise
+                raise _LoopError(error) from None
 
         def generate(*args, **kwargs):
             others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
             if args or others:
                 self.tell(f"`generate` is given `{others[0] if others else 'inputs'}` beside tokens")
                 return plain(*args, **kwargs)
+            if self.failed:
+                return plain(**kwargs)
+            before = RandomStates.now(model.device)
             try:
                 return plain(**kwargs, custom_generate=loop)
             except PlainRolloutsError as why:
                 self.tell(str(why))
-            return plain(**kwargs)
+                return plain(**kwargs)
+            except _LoopError as failure:
+                error = failure.error
+            before.restore()
+            completions = plain(**kwargs)  # raises the error again if it is the model's own
+            self.fallbacks.did_not_work(error, "the loop that leaves ended rows out does not run")
+            return completions
 
         known = Prompts.of(prompts)
         model.generate = generate
@@ -451,9 +488,7 @@ class Decoding(Part):
         padding = config.pad_token_id if ends else 0
         completions = input_ids.new_full((rows, config.max_length - width), padding)
         logits, given = _prefill(model, input_ids, prompts, given)
-        given = model._update_model_kwargs_for_generation(
-            CausalLMOutputWithPast(past_key_values=given["past_key_values"]), given
-        )
+        given = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(**{CACHE: given[CACHE]}), given)
         # Of the rows in the batch: their lengths and places, whether they go on, and their tokens at full width.
         lengths = [prompts.lengths[prompt] for prompt in prompts.owner]
         places: Tensor | None = None
@@ -510,25 +545,22 @@ class Decoding(Part):
             lengths (`list[int]`): Tokens of the prompts of the rows that stay.
             length (`int`): Tokens of their completions, of which the last is not computed yet.
         """
-        cache, positions = given["past_key_values"], given.get("position_ids")
+        cache, positions = given[CACHE], given.get("position_ids")
         held = cache.get_seq_length()
         cut = 0 if positions is None else held - (max(lengths) + length - 1)
         _keep(cache, stay, cut)
         # Mask and positions have a column for the token that is computed next.
         return _cut(given, stay, held + 1 - cut, padded=positions is None or min(lengths) < max(lengths))
 
-    def tell(self, why: str, level: int = logging.WARNING) -> None:
+    def tell(self, why: str) -> None:
         """Note, and log once, why completions are left to transformers, or to whom else."""
-        self.plain_because = why
-        if why not in self._told and self.tells():
-            logger.log(level, "Completions are generated as TRL does it (`rollouts`): %s.", why)
-        self._told.add(why)
+        self.fallbacks.cannot_be_exact(why)
 
     # A run.
 
     def begin(self, run: Run) -> None:
         self.rows_decoded = self.rows_decoded_saved = self.prompt_tokens_shared = 0
-        self.plain_because = self._before = None
+        self.fallbacks.because = self._before = None
 
     def begin_step(self, step: Step) -> None:
         self._before = self._state()
@@ -547,12 +579,13 @@ class Decoding(Part):
     # Checkpoints.
 
     def _state(self) -> dict[str, Any]:
-        names = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared", "plain_because")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*COUNTS, "plain_because")}
 
     def state_dict(self) -> dict[str, Any]:
         return {OWN: self._state() if self._before is None else self._before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.get(OWN, {}).items():
+        saved = dict(state.get(OWN, {}))
+        self.fallbacks.because = saved.pop("plain_because", None)
+        for name, value in saved.items():
             setattr(self, name, value)

@@ -25,9 +25,10 @@ from hf_hybrid.trainer import HybridTrainerMixin
 
 try:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
 except ImportError as error:
     raise ImportError(
-        "`HybridSFTTrainer`, `HybridDPOTrainer` and their configs need TRL, which cannot be imported here "
+        "The trainers and configs for TRL need TRL 1.15 or newer, which cannot be imported here "
         f'({error}). Install it with `pip install "hf-hybrid[trl]"`; it needs Python 3.11 or newer.'
     ) from error
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_hybrid.compat import switch_checkpointing_on
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
@@ -210,10 +211,7 @@ def _enable(model: PreTrainedModel, keep_input_gradients: bool) -> None:
     options = {"use_reentrant": False}
     had_input_gradients = bool(getattr(model, "_require_grads_hooks", None))
     model.disable_input_require_grads()
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # transformers < 5.23
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    switch_checkpointing_on(model, options)
     # Enabling makes the embeddings' output require gradients, which only reentrant checkpointing needs: where lower
     # layers are frozen it would send the backward pass all the way down for nothing.
     model.disable_input_require_grads()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hf_hybrid.compat import checkpointing_option
+
 CONTEXT_BYTES = int(0.6 * 2**30)
 """What a CUDA context and the libraries' kernels take of a device. Approximate: it differs by driver and card."""
 MARGIN = 0.05
@@ -129,12 +131,3 @@ def config_option(name: str, value: Any) -> tuple[str, Any]:
     elif name == "activation_checkpointing":
         name = checkpointing_option()
     return {"batch_size": "per_device_train_batch_size", "autocast": "bf16"}.get(name, name), value
-
-
-def checkpointing_option() -> str:
-    """The name that this version of transformers gives activation checkpointing."""
-    from transformers import PreTrainedModel
-
-    # Renamed in 5.23, there and in TrainingArguments, which takes a second longer to import.
-    new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-    return "activation_checkpointing" if new else "gradient_checkpointing"

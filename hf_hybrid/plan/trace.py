@@ -48,7 +48,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.compat import switch_checkpointing_on
+from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
 from hf_hybrid.streaming.layers import NoLayerListError, ask, base_model, find_layers
 from hf_hybrid.streaming.loss import ChunkedCausalLoss, linear_cross_entropy
@@ -277,8 +278,7 @@ def enable_checkpointing(model: nn.Module, accelerator: str, without: Sequence[n
         "preserve_rng_state": False,
         "context_fn": lambda: (contextlib.nullcontext(), _autocast_rules(accelerator)),
     }
-    name = checkpointing_option()
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options})
+    switch_checkpointing_on(model, options)
     for layer in without:
         vars(layer)["gradient_checkpointing"] = False
 

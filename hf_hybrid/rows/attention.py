@@ -42,6 +42,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_hybrid.compat import varlen_attention
 from hf_hybrid.rows.tree import Segment
 
 ARGUMENT = "tree_segments"
@@ -249,14 +250,12 @@ class Layout:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
         """Return the outputs of all segments, `[1, slots, heads, size]`, by one call of `varlen_attn`."""
-        from torch.nn.attention.varlen import varlen_attn
-
         keys, of_queries, of_keys, most_queries, most_keys = self.gathered
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         back = -1 if window is None else window - 1
-        output: Any = varlen_attn(
+        output = varlen_attention(
             query, key[keys], value[keys], of_queries, of_keys, most_queries, most_keys,
-            scale=scaling, window_size=(back, 0), enable_gqa=query.shape[1] != key.shape[1],
+            scale=scaling, window_size=(back, 0),
         )  # fmt: skip
         return output[None]
 

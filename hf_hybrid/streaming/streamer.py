@@ -35,14 +35,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_, host_tensor
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import Piece, SlotPool, Unit, make_units
 
 if TYPE_CHECKING:
     from hf_hybrid.streaming.walk import LayerWalk
-
-CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class LayerStreamer:

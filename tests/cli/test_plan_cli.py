@@ -19,7 +19,8 @@ from hf_hybrid.cli.main import main
 from hf_hybrid.cli.models import build, read_config
 from hf_hybrid.cli.planner import plan_memory
 from hf_hybrid.cli.times import MEASURED, step_time
-from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN, checkpointing_option
+from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
 SHORT = ("--sequence_length", "32")
 """Most tests plan the same steps, which are traced once (tests/rig/traces.py)."""

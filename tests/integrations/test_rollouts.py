@@ -224,6 +224,44 @@ def test_errors_leave_the_model_as_it_was():
     assert "generate" not in vars(broken)
 
 
+@pytest.mark.falls_back
+@pytest.mark.parametrize("passes", [0, 3])
+def test_an_unforeseen_error_is_told_and_changes_no_completion(passes, monkeypatch, caplog):
+    """Before the first random number and after some: `generate` begins anew, with the same numbers."""
+    rows, inputs = batch([5, 9, 30, 31])
+    theirs, state = completed(model("llama"), rows, inputs, config())
+    calls, keep = [], Decoding._leave
+
+    def leave(given, stay, lengths, length):
+        calls.append(length)
+        if len(calls) > passes:
+            raise IndexError("of a new version")
+        return keep(given, stay, lengths, length)
+
+    monkeypatch.setattr(Decoding, "_leave", staticmethod(leave))
+    decoding = Decoding(off=False)
+    for _ in range(2):
+        ours, state_of_ours = completed(model("llama"), rows, inputs, config(), decoding)
+        assert torch.equal(theirs, ours) and torch.equal(state, state_of_ours)
+    assert len(calls) == passes + 1  # it was not tried again
+    (reason,) = decoding.failed
+    assert "IndexError: of a new version" in reason and decoding.plain_because == reason
+    assert decoding.rows_decoded == decoding.prompt_tokens_shared == 0
+    assert [record.levelname for record in caplog.records if "did not work" in record.message] == ["WARNING"]
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_loop(monkeypatch):
+    def ends(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    rows, inputs = batch([5, 9])
+    monkeypatch.setattr(Decoding, "_leave", staticmethod(ends))
+    decoding = Decoding(off=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        completed(model("llama"), rows, inputs, config(), decoding)
+    assert not decoding.failed
+
+
 # What is left to transformers.
 
 LEFT = {
@@ -242,6 +280,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", mostly_slow(LEFT, ("beams", "a window", "a clock")))
 def test_left_to_transformers(name, caplog):
+    caplog.set_level("INFO", logger="hf_hybrid")
     architecture, options, reason = LEFT[name]
     rows, inputs = batch([20])
     decoding = Decoding(off=False)
@@ -296,6 +335,7 @@ def test_models_that_are_left_to_transformers():
     eight_bit = model.__wrapped__("llama")
     eight_bit.is_loaded_in_8bit = True
     assert "8 bits" in why_plain_model(eight_bit)
+    assert "on a GPU fewer rows are not faster" in why_plain_model(model.__wrapped__("llama").to("meta"))
 
 
 def test_what_is_used_of_transformers_is_there():
@@ -376,6 +416,7 @@ def test_tools(steps_per_generation, tmp_path):
 
 @pytest.mark.parametrize("reason", ["off", "dropout"])
 def test_a_run_that_is_left_to_trl(reason, tmp_path, caplog):
+    caplog.set_level("INFO", logger="hf_hybrid")
     changed = {"attention_dropout": 0.1} if reason == "dropout" else {}
     options = {"max_steps": 2, "gradient_accumulation_steps": 1}
     theirs = train(GRPOTrainer, tmp_path, model=policy(**changed), **options)

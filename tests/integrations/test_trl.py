@@ -19,6 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
@@ -685,10 +686,16 @@ def test_images_leave_leaps_out_and_are_refused_if_they_were_asked_for(tmp_path,
     assert caplog.text.count("holds images") == 1 and not trainer.has_phases
 
 
-def test_without_trl_the_way_to_install_it_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trl", None)
+@pytest.mark.parametrize("has", ["none", "1.14"])
+def test_without_trl_the_way_to_install_it_is_told(has, monkeypatch):
+    if has == "none":
+        monkeypatch.setitem(sys.modules, "trl", None)
+    else:
+        monkeypatch.delattr(trl.trainer.utils, "FusedCausalLMOutput")
     spec = importlib.util.find_spec("hf_hybrid.integrations.trl")
-    with pytest.raises(ImportError, match=re.escape('Install it with `pip install "hf-hybrid[trl]"`')):
+    with pytest.raises(
+        ImportError, match=re.escape("need TRL 1.15 or newer") + ".*" + re.escape('`pip install "hf-hybrid[trl]"`')
+    ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

@@ -10,8 +10,8 @@ from rig.live_bytes import saved_for_backward
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.integrations.adapters import FrozenInBf16, UncastInputs, layers_with_idle_casts
-from hf_hybrid.plan.setups import checkpointing_option
 
 TEXT = ByteText(200)
 

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_hybrid import HybridTrainer, Part
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.part import Phase
 from hf_hybrid.phase_memory import activations
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
-from hf_hybrid.plan.setups import checkpointing_option
 from hf_hybrid.run.run import Run
 
 LAYERS = 8

@@ -16,8 +16,9 @@ from transformers import Trainer
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.checkpoints.state import VALUES_NAME
 from hf_hybrid.cli.options import CommandLine
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import config_values
-from hf_hybrid.plan.setups import MARGIN, checkpointing_option
+from hf_hybrid.plan.setups import MARGIN
 from hf_hybrid.setup import _estimator
 
 LAYERS = 8
@@ -217,14 +218,14 @@ def test_details_that_auto_decides_are_refused(details, tmp_path):
     ("given", "value"), [(["auto"], "auto"), ([], True), (["true"], True), (["false"], False), (None, False)]
 )
 def test_on_the_command_line(given, value, tmp_path):
-    words = [] if given is None else [f"--{OPTION}", *given]
+    words = [] if given is None else ["--activation_checkpointing", *given]
     options = CommandLine(["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--cpu", *words]).options()
     assert getattr(options.config, OPTION) == value
 
 
 def test_in_a_file(tmp_path):
     for text, value in (("auto", "auto"), ("true", True)):
-        (tmp_path / "run.yaml").write_text(f"model: m\ndataset: d\ncpu: true\n{OPTION}: {text}\n")
+        (tmp_path / "run.yaml").write_text(f"model: m\ndataset: d\ncpu: true\nactivation_checkpointing: {text}\n")
         assert getattr(CommandLine(["--config", str(tmp_path / "run.yaml")]).options().config, OPTION) == value
 
 

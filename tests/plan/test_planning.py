@@ -16,10 +16,11 @@ from hf_hybrid import HybridTrainer
 from hf_hybrid.cli.models import add_adapters, build, lora_config, read_config
 from hf_hybrid.cli.planner import Planner, plan_memory, recommended
 from hf_hybrid.cli.ways import Way, parse_size
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.export.bitnet import to_bitnet
 from hf_hybrid.plan.accounting import ModelShape, measure_held
 from hf_hybrid.plan.estimate import Estimator, PlanError
-from hf_hybrid.plan.setups import Setup, checkpointing_option
+from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import packed_bytes
 from hf_hybrid.plan.trace import (
     TRACED,

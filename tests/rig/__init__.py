@@ -10,6 +10,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |
 | `fsdp2_on_cpu.py` | accelerate's way to FSDP2 for processes on the CPU |
+| `head_of_trl_1_15.py` | a head for TRL 1.15, whose own needs a GPU |
 | `hub_scenario.py` | a process that trains, pushes and downloads against the Hub of `hub_server.py` |
 | `hub_server.py` | a Hub on this machine |
 | `launched.py` | the runs that two processes make under DDP |
@@ -25,7 +26,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `synthetic_runs.py` | training runs whose dynamics are known, for the world model |
 | `tiny_architectures.py` | a tiny model of every causal language model architecture |
 | `traces.py` | traced steps that are remembered, within a process or between several |
-| `varlen.py` | a twin of the attention that takes all segments in one call |
+| `varlen.py` | twins of the attention that takes all segments in one call |
 
 A process of its own starts from the path of its file and gets nothing from pytest.
 """

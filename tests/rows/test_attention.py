@@ -1,11 +1,14 @@
 """Attention along paths is that of the rows by themselves, with windows and fewer heads of keys, in one call or not."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 from rig.sft_rows import KINDS, pad
-from rig.varlen import varlen_twin
+from rig.varlen import TWINS
 from torch import nn
+from torch.nn.attention import varlen
 
 from hf_hybrid.rows import attention
 from hf_hybrid.rows.tree import Batch, Tree
@@ -64,10 +67,10 @@ def test_a_path_sees_what_its_row_sees(kind, window):
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_gets_the_arguments_of_all_segments(kind, window, monkeypatch):
-    """`varlen_attn` needs a GPU: its twin stands in for it."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_twin)
+@pytest.mark.parametrize("version", TWINS)
+def test_one_call_gets_the_arguments_of_all_segments(version, kind, window, monkeypatch):
+    """`varlen_attn` needs a GPU: its twins stand in for it, one for each signature that it has had."""
+    monkeypatch.setattr(varlen, "varlen_attn", TWINS[version])
     tree = tree_of(kind)
     query, key, value = tensors(tree)
     layout = attention.layout_of(tree.segments, query.device)
@@ -77,13 +80,25 @@ def test_one_call_gets_the_arguments_of_all_segments(kind, window, monkeypatch):
     assert key.grad is not None and key.grad.abs().sum() > 0
 
 
-def test_the_twin_takes_what_torch_takes():
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    import inspect
+def test_a_twin_takes_what_torch_takes():
+    """If torch changes the signature, read what is new, and add a twin."""
+    newest, oldest = TWINS["2.12"], TWINS["2.11"]
+    twin = oldest if torch.__version__.startswith("2.11.") else newest
+    installed, of_twin = (inspect.signature(function).parameters for function in (varlen.varlen_attn, twin))
+    assert {name: (p.kind, p.default) for name, p in installed.items()} == {
+        name: (p.kind, p.default) for name, p in of_twin.items()
+    }
 
-    asked = inspect.signature(varlen.varlen_attn).parameters
-    assert list(asked)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size", "enable_gqa"} <= asked.keys()
+
+@pytest.mark.parametrize("version", TWINS)
+def test_one_call_with_as_many_heads_of_keys(version, monkeypatch):
+    """Nothing is said of heads."""
+    monkeypatch.setattr(varlen, "varlen_attn", TWINS[version])
+    tree = tree_of("system")
+    query, key, value = (tensor.detach() for tensor in tensors(tree))
+    wide = [tensor.repeat_interleave(HEADS // FEWER, 1) for tensor in (key, value)]
+    found = attention.layout_of(tree.segments, query.device).in_one_call(query, *wide, None, None)
+    assert torch.allclose(found, by_rows(tree, query, key, value, None), atol=1e-12)
 
 
 def test_without_segments_the_models_own_attention_computes():

@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.plan.setups import checkpointing_option
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.rows import attention, sharing
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.windows import SharedWindows

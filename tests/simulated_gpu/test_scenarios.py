@@ -124,17 +124,16 @@ def test_grpo_stops_the_host_no_oftener_with_more_micro_batches(results):
 
 
 @needs("grpo")
-def test_rollouts_on_a_device_save_what_they_save_on_a_cpu(results):
+def test_rollouts_on_a_device_are_left_to_trl(results):
+    """Both places sample the same completions, so the weights are compared too."""
     here, there = (results.of("grpo", place)["facts"]["rollouts"] for place in ("device", "cpu"))
-    assert here == there and here["plain_rollouts_because"] is None
-    assert here["rows_decoded_saved"] > 0 and here["prompt_tokens_shared"] > 0
+    assert here["rows_decoded"] == 0 and "on a GPU" in here["plain_rollouts_because"]
+    assert there["rows_decoded_saved"] > 0 and there["plain_rollouts_because"] is None
 
 
 @pytest.mark.slow
-@needs("grpo", "grpo_sampled_by_trl", "grpo_rewards_first")
-def test_rollouts_stop_the_host_no_oftener_than_those_of_trl(results):
-    ours, theirs = (sum(results.of(n)["facts"]["stops"].values()) for n in ("grpo", "grpo_sampled_by_trl"))
-    assert ours <= theirs, results.of("grpo")["stop_sites"]
+@needs("grpo_rewards_first")
+def test_log_probabilities_are_skipped_on_a_device(results):
     assert results.of("grpo_rewards_first")["facts"]["rollouts"]["log_probs_skipped"] > 0
 
 
@@ -234,7 +233,8 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
-    "integrations/rollouts.py: return 'on MPS transformers draws once more than it has to'": "MPS",
+    "integrations/rollouts.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
+    "slow scenario `grpo_rewards_first`",
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
     "machine.py: return None": "devices that do not tell their free memory",

@@ -9,8 +9,8 @@ from rig.tiny_architectures import build_model, samples
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer, machine
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.estimate import PlanError
-from hf_hybrid.plan.setups import checkpointing_option
 from hf_hybrid.streaming import optimizer
 from hf_hybrid.streaming.layers import NoLayerListError
 

@@ -1,0 +1,100 @@
+"""
+The differences between the admitted versions of torch, transformers, TRL and PEFT that this package bridges.
+
+Each is one function here, with the version that brought it. A function asks for the thing itself (a method, a field, a
+parameter) where it can, as a build of the main branch has the number of a release that has it or not. Whoever drops a
+version deletes the function and writes the new name where it was called.
+
+The module imports nothing, so that every other module can import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24), "trl": (1, 16), "peft": (0, 21)}
+"""The newest version of each that the tests of the savings ran with: `.ci/versions`, docs/support.md."""
+
+
+@functools.cache
+def warn_of_untested_versions() -> None:
+    """Warn once if a package is newer than the newest version that was tested, and name it."""
+    for name, tested in NEWEST_TESTED.items():
+        version = getattr(sys.modules.get(name), "__version__", "")
+        numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+        if tuple(numbers) > tested:
+            newest = ".".join(map(str, tested))
+            logger.warning(
+                "%s %s is newer than %s, the newest version that this package was tested with. If a run fails or is "
+                "not what you expect, try `pip install \"%s==%s.*\"`.", name, version, newest, name, newest
+            )  # fmt: skip
+
+
+@functools.cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+# torch.
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **options: Any) -> Any:
+    """
+    `torch.nn.attention.varlen.varlen_attn`, also where keys have fewer heads than queries.
+
+    2.12: it has to be told of them (`enable_gqa`). Until then it takes them as they are.
+    """
+    from torch.nn.attention import varlen
+
+    if query.shape[1] != key.shape[1] and _takes(varlen.varlen_attn, "enable_gqa"):
+        options["enable_gqa"] = True
+    return varlen.varlen_attn(query, key, value, *lengths, **options)
+
+
+# transformers.
+
+
+def checkpointing_option() -> str:
+    """
+    Return the name of activation checkpointing in `TrainingArguments` and in the methods of a model.
+
+    5.23: `activation_checkpointing`; until then `gradient_checkpointing`.
+    """
+    from transformers import PreTrainedModel
+
+    # Asked of the model, because `TrainingArguments` take a second longer to import.
+    new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    return "activation_checkpointing" if new else "gradient_checkpointing"
+
+
+def switch_checkpointing_on(model: nn.Module, options: dict[str, Any]) -> None:
+    """Switch activation checkpointing on, with options of `torch.utils.checkpoint`. 5.23: as `checkpointing_option`."""
+    name = checkpointing_option()
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options})
+
+
+@functools.cache
+def cache_name() -> str:
+    """
+    Return the name of keys and values in the arguments and in the output of a model.
+
+    5.24: `cache`; until then `past_key_values`.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return "cache" if _takes(CausalLMOutputWithPast, "cache") else "past_key_values"
+
+
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Names of the cache in the arguments of a layer. 5.24: `cache`; until then one of the others, by the model."""
