@@ -74,6 +74,7 @@ from hf_hybrid.setup import (
     print_parts,
     rows_part,
     share_optimizer,
+    tell_of_kept_defaults,
     tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident, Streamed
@@ -504,6 +505,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
+        tell_of_kept_defaults(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()

@@ -380,9 +380,14 @@ class CommandLine:
                 )
         os.environ.update({name: str(value) for name, value in variables.items()})
 
-    @functools.cached_property
+    @property
     def values(self) -> argparse.Namespace:
-        """Return every option by name, without building anything or touching a device."""
+        """Every option by name, read without building anything or touching a device."""
+        return self._parsed[0]
+
+    @functools.cached_property
+    def _parsed(self) -> tuple[argparse.Namespace, dict[str, Any]]:
+        """Every option by name, and those alone that stand in the file or on the command line."""
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
         names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
@@ -391,11 +396,18 @@ class CommandLine:
             if name.startswith("--") and name not in names:
                 raise OptionError(f"`{name}` is no option.{self._did_you_mean(name, names)}")
         # The words of the file come first, so that the user's win.
-        values, stray = parser.parse_known_args([*self._words_of_file(parser, actions), *self._words])
+        of_file, written = self._words_of_file(actions)
+        words = [*of_file, *self._words]
+        # The parser writes no default over a value that is there.
+        values, stray = parser.parse_known_args(words, argparse.Namespace(**written))
         if stray:
             raise OptionError(f"`{stray[0]}` belongs to no option. Options begin with two dashes.")
-        values.use_cpu = values.use_cpu or values.cpu
-        return values
+        unwritten = object()
+        read, _ = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(actions, unwritten)))
+        written |= {name: value for name, value in vars(read).items() if value is not unwritten}
+        if values.cpu:
+            values.use_cpu = written["use_cpu"] = True
+        return values, written
 
     @functools.cached_property
     def _parser(self):
@@ -405,8 +417,9 @@ class CommandLine:
         near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
         return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help_all` lists all."
 
-    def _words_of_file(self, parser, actions: dict[str, argparse.Action]) -> list[str]:
-        words = []
+    def _words_of_file(self, actions: dict[str, argparse.Action]) -> tuple[list[str], dict[str, Any]]:
+        """The options of the file as words, and those that no word can say (nothing, a list) as values."""
+        words, values = [], {}
         for key, value in self._from_file.items():
             name = key.replace("-", "_")
             if name not in actions:
@@ -414,14 +427,14 @@ class CommandLine:
             takes_list = actions[name].nargs in ("+", "*")
             self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
-                parser.set_defaults(**{name: value})
+                values[name] = value
             elif isinstance(value, list):
                 words += [f"--{name}", *map(str, value)]
             elif isinstance(value, dict):
                 words.append(f"--{name}={json.dumps(value)}")
             else:
                 words.append(f"--{name}={_word(value, actions[name].choices)}")
-        return words
+        return words, values
 
     def _check_kind(self, name: str, value: Any) -> None:
         """Refuse an empty line, a list or a mapping where the option takes none of them: argparse never sees these."""
@@ -446,9 +459,11 @@ class CommandLine:
         return frozenset(name for name in self.command.undecided if getattr(self.values, name) is None)
 
     def build(self, **decided: Any) -> tuple[Any, ...]:
-        """Check the options and build each of the command's dataclasses; `decided` overrides what was not given."""
-        values = {name: value for name, value in vars(self.values).items() if name not in self.undecided}
-        return self._parser.parse_dict(values | decided, allow_extra_keys=True)
+        """
+        Check the options and build each of the command's dataclasses; `decided` is added to what was given. They get
+        nothing else, so that they know which defaults the user wrote.
+        """
+        return self._parser.parse_dict(self._parsed[1] | decided, allow_extra_keys=True)
 
     def options(self) -> TrainOptions:
         """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""
