@@ -29,7 +29,9 @@ configs is replaced too. Its default is `None`, so that whoever wrote a value is
 if TYPE_CHECKING:
     Checkpointing = bool | str | None
 
-    class _Arguments(HybridArguments, TrainingArguments): ...  # as every class of arguments will be
+    class _Arguments(HybridArguments, TrainingArguments):  # as every class of arguments will be
+        _written: frozenset[str] | None
+        _is_complete: bool
 else:
     _Arguments, Checkpointing = HybridArguments, Optional[str]
 
@@ -62,12 +64,17 @@ class HybridConfigBase(_Arguments):
     )
 
     def __new__(cls, *values, **named):
-        """Note which options are written: afterwards a value that equals a default cannot be told from the default."""
+        """
+        Note which options are written: afterwards a value that equals a default cannot be told from the default.
+
+        `_written` has their names, or is `None` if nothing tells. Copies and pickles keep it. Once the config
+        `_is_complete`, an option that is set is written too.
+        """
         config = super().__new__(cls)
         options = [field for field in dataclasses.fields(cls) if field.init]
         in_order = [field.name for field in options if not field.kw_only]
         written = frozenset((*in_order[: len(values)], *named))
-        # `HfArgumentParser`, `TrlParser` and `dataclasses.replace` write every option: nobody knows what the user wrote.
+        # `HfArgumentParser`, `TrlParser` and `dataclasses.replace` write every option, whatever the user wrote.
         unknown = written.issuperset(field.name for field in options)
         vars(config).update(_written=None if unknown else written, _is_complete=False)
         return config

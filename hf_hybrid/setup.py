@@ -565,9 +565,7 @@ def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
         return
     if not any(was_given(trainer.args, name) for name in ("optim", "muon_lr_scale", "muon_momentum")):
         trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
-        logger.warning(
-            "`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`."
-        )
+        logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
 
 def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:
