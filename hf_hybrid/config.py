@@ -189,13 +189,15 @@ def was_given(args: TrainingArguments, name: str) -> bool | None:
     return None if getattr(args, name) == default else True
 
 
-def config_values(args: TrainingArguments) -> dict:
+def config_values(args: TrainingArguments, *, written_defaults: bool = True) -> dict:
     """
-    Return the options that the user wrote, and those that differ from the defaults of the class of `args`, as JSON
-    values without tokens. Where nothing tells whether an option was written, one that a run would replace is in it.
+    Return the options that differ from the defaults of the class of `args`, as JSON values without tokens.
+
+    With `written_defaults` also those that the user wrote, so that a config that is made from them means the same.
+    Where nothing tells what was written, these are the options that a run would replace.
     """
     values, written = {}, getattr(args, "_written", None)
-    written = REPLACED if written is None else written
+    written = () if not written_defaults else REPLACED if written is None else written
     # Defaults come from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
