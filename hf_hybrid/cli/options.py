@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
-from hf_hybrid.records.redaction import is_secret_name
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, known_variables, read_options, split_private
 
 PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
@@ -317,22 +316,35 @@ class CommandLine:
 
     @classmethod
     def again(cls, saved: dict[str, Any], overrides: Iterable[str] = ()) -> CommandLine:
-        """Return the command line that [`to_dict`] returned, with words after it that override others."""
+        """
+        Return the command line that [`to_dict`] returned, with words after it that override others.
+
+        Somebody else may have written what was saved: of the variables it has only [`ABOUT_ARITHMETIC`].
+        """
         line = cls([*saved["arguments"], *overrides])
         line._from_file = dict(saved["config"])
-        line._variables = line._from_file.pop(ENVIRONMENT, None)
+        line._from_file.pop(ENVIRONMENT, None)
+        variables = known_variables(saved["variables"])
+        line._variables = {name: value for name, value in variables.items() if value is not None}
         return line
 
     def to_dict(self) -> dict[str, Any]:
-        """Return words and file as plain values, without secrets and the words that follow them."""
-        words, secret = [], False
-        for word in self._words:
-            secret = is_secret_name(word.partition("=")[0]) if word.startswith("--") else secret
-            words += [] if secret else [word]
-        config = {name: value for name, value in self.from_file().items() if not is_secret_name(name)}
-        if isinstance(variables := config.get(ENVIRONMENT), dict):
-            config[ENVIRONMENT] = {key: value for key, value in variables.items() if not is_secret_name(str(key))}
-        return {"arguments": words, "config": config}
+        """
+        Return words and file as plain values, without secrets and the words that follow them. Of the variables under
+        `env` these are the names, and the values of [`ABOUT_ARITHMETIC`].
+        """
+        words, option = [], []
+        for word in [*self._words, "--"]:
+            if word.startswith("--"):  # the option before has ended
+                name, _, value = option[0].partition("=") if option else ("", "", "")
+                words += [] if holds_secret(name, [value, *option[1:]]) else option
+                option = []
+            option.append(word)
+        return {
+            "arguments": words,
+            "config": split_private(self.from_file())[0],
+            "variables": known_variables(self._variables),
+        }
 
     def _by_own_name(self, word: str) -> str:
         """Return a word with the name that the command has for an option of another."""
