@@ -1,9 +1,10 @@
 """
-Build the parts of a run from its options. Besides `config.py`, which checks options, only this module reads them.
+Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
-of its parts, in order. The parts take plain values and know neither options nor trainer. Folders that not every run
-needs (`world_model`, `phase_memory`) are imported here, when an option needs them.
+of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
+(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+functions, when an option needs them.
 """
 
 from __future__ import annotations

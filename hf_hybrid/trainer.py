@@ -1,7 +1,8 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-This module has no algorithm. It forwards Trainer's hooks to three objects:
+This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
+forwards Trainer's hooks to three objects:
 
 - `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;

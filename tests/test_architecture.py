@@ -19,7 +19,6 @@ FLOORS = {
     "engines": {
         "config",
         "recovery",
-        "preemption",
         "rows",
         "checkpoints",
         "setup",
