@@ -400,8 +400,7 @@ PLAIN = {"optim": "muon", "enable_predict": False}
 
 def trainer_for(folder, data, model=None, callbacks=(), **overrides):
     options = {"weight_decay": 0.1, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 3}
-    values = config_values(folder, **{**options, **PLAIN, **overrides})
-    config = HybridConfig(**{name: value for name, value in values.items() if value is not None})
+    config = HybridConfig(**config_values(folder, **{**options, **PLAIN, **overrides}))
     return HybridTrainer(model or tiny_model(), config, train_dataset=data, callbacks=list(callbacks))
 
 

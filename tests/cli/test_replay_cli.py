@@ -107,7 +107,7 @@ def test_a_folder_makes_no_code_run(place, monkeypatch, capsys, tmp_path):
     saved = json.loads((out / COMMAND_NAME).read_text())
     evil = place / "evil"
     shutil.copytree(place / "model", evil)
-    (evil / "other.py").write_text(code + "from transformers import LlamaForCausalLM as Other\n")
+    (evil / "other.py").write_text(code + "class Other: pass\n")
     config = json.loads((evil / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "other.Other", "AutoModelForCausalLM": "other.Other"}
     (evil / "config.json").write_text(json.dumps({**config, "model_type": "other"}))
