@@ -85,6 +85,10 @@ class HybridConfigBase(_Arguments):
             vars(self)["_written"] = self._written | {name}
 
     def __post_init__(self):
+        if self._written is not None:  # a subclass with an `__init__` of its own may have other arguments
+            others = {field.name for field in dataclasses.fields(self) if field.default is not dataclasses.MISSING
+                      and getattr(self, field.name) != field.default}  # fmt: skip
+            vars(self)["_written"] = self._written | others
         HybridArguments.__post_init__(self)
         _check_numbers(self)
         self._read_checkpointing()

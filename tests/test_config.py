@@ -99,6 +99,15 @@ def test_a_default_that_was_written_is_kept(config_class, name, tmp_path):
     assert was_given(left, name) is True and not is_replaced(left, name)
 
 
+def test_a_subclass_with_arguments_of_its_own_keeps_what_it_sets(tmp_path):
+    class Mine(HybridConfig):
+        def __init__(self, folder, rate, optim):
+            super().__init__(folder, learning_rate=rate, optim=optim, preset="fast", **ON_CPU)
+
+    config = Mine(str(tmp_path), 1e-3, "sgd")
+    assert config.learning_rate == 1e-3 and config.optim == "sgd" and not rescue_is_on(config, config)
+
+
 @pytest.mark.parametrize("config_class", PLAIN_CLASSES)
 def test_of_what_wrote_every_option_nothing_is_replaced(config_class, tmp_path):
     words = ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true", "--report_to", "none"]
