@@ -1,7 +1,8 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-This module has no algorithm. It forwards Trainer's hooks to three objects:
+This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
+forwards Trainer's hooks to three objects:
 
 - `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
@@ -76,6 +77,7 @@ from hf_hybrid.setup import (
     print_parts,
     rows_part,
     share_optimizer,
+    tell_of_kept_defaults,
     tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident, Streamed
@@ -523,6 +525,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
+        tell_of_kept_defaults(self)
         self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()

@@ -19,7 +19,6 @@ FLOORS = {
     "engines": {
         "config",
         "recovery",
-        "preemption",
         "rows",
         "checkpoints",
         "setup",
@@ -106,6 +105,17 @@ def test_public_things_are_documented(path):
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"`{node.name}` has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_whoever_loads_a_model_says_whether_its_code_may_run(path):
+    """Without `trust_remote_code` transformers asks on standard input, and `yes |` answers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if owner.startswith("Auto") and node.func.attr in ("from_pretrained", "from_config"):
+                named = {keyword.arg for keyword in node.keywords}  # None: a dictionary, which has it
+                assert named & {"trust_remote_code", None}, f"{module_name(path)}, line {node.lineno}"
 
 
 def test_lazy_names_are_those_that_type_checkers_see():
