@@ -60,7 +60,7 @@ from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import Run
+from hf_hybrid.run.run import DataOrder, Run
 from hf_hybrid.setup import (
     adapter_parts,
     build_memory,
@@ -104,8 +104,9 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer._begin_epoch()
-        return super().on_epoch_begin(args, state, control, **kwargs)
+        control = super().on_epoch_begin(args, state, control, **kwargs)
+        self.trainer._begin_epoch()  # last, because callbacks may draw random numbers
+        return control
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._note_step()
@@ -209,7 +210,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._after_evaluation: RandomStates | None = None
         self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
-        self._next_epoch, self._around_forward = 0, False
+        self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
         self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
         self._leave_step()
@@ -237,7 +238,8 @@ class HybridTrainerMixin(PublishingMixin):
         warn_of_lone_process()
         keep_differentiable(self.model)
         self.rows = rows_part(self) if self.rows is None else self.rows
-        own = [] if self.rows is None else [self.rows]
+        self.order = DataOrder(self.args.device, self.is_world_process_zero)
+        own = [self.order] if self.rows is None else [self.order, self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
         own += [*adapter_parts(self), *print_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
@@ -536,6 +538,8 @@ class HybridTrainerMixin(PublishingMixin):
         super()._load_rng_state(checkpoint)
         if self._after_evaluation is not None:  # which draws random numbers
             self._after_evaluation.restore()
+        if self._is_at_epoch:
+            self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
 
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
@@ -545,23 +549,25 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
                 "`per_device_train_batch_size`, or pass more data."
             )
-        if self.run.feed is None:
-            return
         feed, loader = self.run.feed, self.callback_handler.train_dataloader
+        epoch, self._next_epoch, self._is_at_epoch = self._next_epoch, self._next_epoch + 1, True
+        self.order.enter(epoch, loader)
+        if feed is None:
+            return
         if has_length(loader) and len(loader) == 0:
             raise ValueError(
                 f"`train_dataset` gives no batch: `dataloader_drop_last={self.args.dataloader_drop_last}` drops one "
                 f"with fewer rows than `per_device_train_batch_size={self.args.per_device_train_batch_size}`. Lower "
                 "the batch size, or pass more data."
             )
-        feed.enter(self._next_epoch)
+        feed.enter(epoch)
         if self._resumed_from is not None:
             ours, self._resumed_from = feed.begun, None
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
             ours = self._resumed is not None and not has_length(loader)
         if ours:
             feed.read(loader)
-        self._next_epoch += 1
+            self._is_at_epoch = False
 
     def _end_run(self) -> None:
         had_phases, self._around_forward = self.run.has_phases, False
@@ -582,17 +588,18 @@ class HybridTrainerMixin(PublishingMixin):
             return [], None
         if self._evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
-        self._evaluation_is_due = False
+        self._evaluation_is_due = self._is_at_epoch = False
         self._is_changing, feed = True, self.run.feed
-        if feed is None:
-            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        else:
-            feed.open(epoch_iterator)
-            coming = feed.peek(num_batches)
-            if coming:
-                batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+        with self.order.reading():
+            if feed is None:
+                batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             else:
-                batches, items = [], None  # a stream has ended
+                feed.open(epoch_iterator)
+                coming = feed.peek(num_batches)
+                if coming:
+                    batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+                else:
+                    batches, items = [], None  # a stream has ended
         if batches:
             rate = 0.0 if feed is None else self._get_learning_rate()
             step = self.run.begin_step(self.state.global_step, batches, items, rate)

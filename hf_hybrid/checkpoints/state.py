@@ -5,7 +5,7 @@ What a checkpoint holds beside Trainer's own files, and how a run resumes from i
 |---|---|
 | `hybrid_state.json` | the state of every part, by name; record and position in the data; options to compare with |
 | `hybrid_state.safetensors` | the tensors in these states: buffers of the direction, the snapshot of an open leap |
-| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: GRPO's completions under way |
+| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: generators, GRPO's completions |
 
 A part (part.py) returns JSON values and dictionaries of tensors, and gets them back. Nothing here knows what they mean.
 A run whose parts have no state, plain `Trainer`'s for example, has none of these files. There is no pickle, and tensors
@@ -199,6 +199,7 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     _leave_out_other_planner(trainer, state, about, report)
     if trainer.args.ignore_data_skip:
         state.pop("feed", None)
+        state.pop("order", None)
     trainer.run.load_state_dict(state)
     for said in trainer.checked:
         report["changed_options"].update(said.get("changed_options", {}))
