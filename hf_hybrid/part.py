@@ -227,7 +227,8 @@ class Part:
     def check_checkpoint(self, folder: str) -> dict[str, Any]:
         """
         Called before optimizer and schedule are restored from a checkpoint. Refuse it by an exception, or return what
-        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences).
+        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences). `other_batches` says that
+        the place in the data is no number of batches any more.
         """
         return {}
 

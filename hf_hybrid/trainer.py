@@ -506,7 +506,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
-        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
+        self._next_epoch, self._scheduled_rates = self._place_in_data()[0], []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
@@ -541,6 +541,14 @@ class HybridTrainerMixin(PublishingMixin):
         if self._is_at_epoch:
             self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
 
+    def _place_in_data(self) -> tuple[int, int]:
+        """Return the epoch that Trainer enters next, and how many of its batches a resume skips."""
+        loader, accumulation = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
+        if not has_length(loader):
+            return int(self.state.epoch or 0), 0
+        epoch, steps = divmod(self.state.global_step, max(-(-len(loader) // accumulation), 1))
+        return epoch, 0 if self.args.ignore_data_skip else steps * accumulation
+
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
         if len(self._epochs_began_at) == 3 and len(set(self._epochs_began_at)) == 1:  # a resumed pass may be at its end
@@ -563,6 +571,8 @@ class HybridTrainerMixin(PublishingMixin):
         feed.enter(epoch)
         if self._resumed_from is not None:
             ours, self._resumed_from = feed.begun, None
+            if not ours:
+                feed.trained = self._place_in_data()[1]
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
             ours = self._resumed is not None and not has_length(loader)
         if ours:

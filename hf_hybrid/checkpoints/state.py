@@ -197,8 +197,8 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     evaluates = trainer.args.eval_strategy != IntervalStrategy.NO
     report["evaluation_is_due"] = evaluates and about.get("evaluation_is_due", False)
     _leave_out_other_planner(trainer, state, about, report)
-    if trainer.args.ignore_data_skip:
-        state.pop("feed", None)
+    if trainer.args.ignore_data_skip or any(said.get("other_batches") for said in trainer.checked):
+        state.pop("feed", None)  # the place is where Trainer finds as many steps done, or the start of the epoch
         state.pop("order", None)
     trainer.run.load_state_dict(state)
     for said in trainer.checked:
@@ -292,7 +292,7 @@ def describe(report: Report) -> str:
 
 def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
     """
-    Log what was restored at INFO, in a run with phases, and what has changed or was not restored at WARNING.
+    Log what was restored at INFO, in a run with phases; what has changed or was not restored in one WARNING.
 
     Args:
         report (`dict`): From [`restore`].
@@ -303,12 +303,18 @@ def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
         logger.info("%s", line)
         if show and not logger.isEnabledFor(logging.INFO):
             tqdm.write(line)
-    if report["changed_options"]:
-        changed = [f"`{name}={now}` (was `{then}`)" for name, (then, now) in report["changed_options"].items()]
-        logger.warning(
-            "Options differ from those that `%s` was saved with; the new ones hold from here on: %s.",
-            report["checkpoint"],
-            ", ".join(changed),
+    if differences := table_of(report):
+        logger.warning("%s", differences)
+
+
+def table_of(report: Report) -> str:
+    """Return what differs from the run of the checkpoint: a table of options, and a sentence for everything else."""
+    lines, changed = [], report["changed_options"]
+    if changed:
+        lines.append(
+            f"Options differ from those that `{report['checkpoint']}` was saved with; the new ones hold from here on:"
         )
-    for warning in report["warnings"]:
-        logger.warning("%s", warning)
+        rows = [("option", "was", "is"), *((f"`{name}`", f"{then}", f"{now}") for name, (then, now) in changed.items())]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines += [f"  {name:<{widths[0]}}  {then:<{widths[1]}}  {now}" for name, then, now in rows]
+    return "\n".join([*lines, *report["warnings"]])
