@@ -690,11 +690,17 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        loss = torch.stack(run.step.losses).sum()
+        loss, has_labels = torch.stack(run.step.losses).sum(), True
+        if not loss.isfinite() and (labelled := self._labelled()) is not None:
+            losses = [loss for loss, has in zip(run.step.losses, labelled) if has]
+            loss, has_labels = torch.stack(losses).sum() if losses else torch.zeros_like(loss), bool(losses)
         if self.accelerator.num_processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
+            flag = torch.tensor(float(has_labels), device=self.args.device)
+            has_labels = self.accelerator.reduce(flag, reduction="sum").item() > 0
+        value = loss.item() if has_labels else None
         try:
-            used = run.before_update(loss.item(), float(self._gradient_norm), self.accuracy_of_step())
+            used = run.before_update(value, float(self._gradient_norm), self.accuracy_of_step())
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
         if not used:
@@ -704,6 +710,16 @@ class HybridTrainerMixin(PublishingMixin):
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
+
+    def _labelled(self) -> list[bool] | None:
+        """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
+        step = self.run.step
+        if step.items is not None:
+            return None if torch.as_tensor(step.items).any() else [False] * len(step.losses)
+        labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+        if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+            return None
+        return [bool(label[..., label.dim() > 1 :].ne(-100).any()) for label in labels]
 
     def _after_update(self) -> None:
         self.recovery.stepping = False

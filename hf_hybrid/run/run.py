@@ -121,6 +121,7 @@ class Run:
         if self.has_phases:
             self.last_phase = self._announced
         self._ended: dict[str, Any] | None = None
+        self._told_of_no_label = False
         self._began_at = time.perf_counter()
         self.parts: list[Part] = []
         self.set_parts(parts)
@@ -194,11 +195,13 @@ class Run:
         while self.later:
             self.later.pop(0)()
 
-    def before_update(self, loss: float, gradient_norm: float, accuracy: float | None = None) -> bool:
+    def before_update(self, loss: float | None, gradient_norm: float, accuracy: float | None = None) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first.
 
-        `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
+        `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
+        `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
+        preference pairs that the model ranks right, if it trains on such.
 
         Returns whether the optimizer may step. If not, the caller must drop the gradients.
 
@@ -206,11 +209,25 @@ class Run:
             TrainingDivergedError: If the monitor's action is to abort.
         """
         step = cast("RealStep", self.step)
+        if loss is None:
+            self._tell_of_no_label(step)
+            step.withheld = not math.isfinite(gradient_norm)
+            return not step.withheld
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
         for method in self._hooks["before_update"]:
             method(step)
         step.counts = not step.withheld
         return step.counts
+
+    def _tell_of_no_label(self, step: Step) -> None:
+        if not self._told_of_no_label:
+            logger.warning(
+                "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
+                "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check how "
+                "labels are masked, and whether `max_length` cuts off what has labels.",
+                step.index,
+            )
+        self._told_of_no_label = True
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
