@@ -39,10 +39,11 @@ class LeapObstacleError(ValueError):
     Args:
         reason (`str`): What it is, and why, in whole sentences.
         advice (`str`): What to do about it if leaps are wanted.
+        leaps_alone (`bool`): Whether all other parts of a run work with it.
     """
 
-    def __init__(self, reason: str, advice: str):
-        self.reason = reason
+    def __init__(self, reason: str, advice: str, *, leaps_alone: bool = False):
+        self.reason, self.leaps_alone = reason, leaps_alone
         super().__init__(f"{reason} {advice} Or set `enable_predict=False` to train exactly as plain `Trainer` does.")
 
 

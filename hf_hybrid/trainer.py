@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -199,6 +200,9 @@ class HybridTrainerMixin(PublishingMixin):
     def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory, self.parts = Run(), Resident(), []
         self.obstacle: str | None = None
+        """Why the run has no phases."""
+        self.leap_obstacle: str | None = None
+        """Why the run has phases and cannot leap."""
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
@@ -276,15 +280,22 @@ class HybridTrainerMixin(PublishingMixin):
                 self._check_trainable()
         except LeapObstacleError as error:
             self._leave_out_leaps(error)
-            return
-        if self.probe_dataset is not None:
+        if self.probe_dataset is not None and self.leap_obstacle is None and self.has_phases:
             check_probe_set(self.probe_dataset)
-        install_progress(self)
+        if self.has_phases:
+            install_progress(self)
 
     def _leave_out_leaps(self, error: LeapObstacleError) -> None:
-        """Train as plain `Trainer` does, and say why. Raise `error` if leaps, or phases, were asked for by name."""
+        """
+        Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
+        if leaps, or phases, were asked for by name.
+        """
         if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
             raise error
+        if error.leaps_alone:
+            self.leap_obstacle = error.reason
+            logger.warning("%s So this run makes no leaps.", error.reason)
+            return
         self.obstacle = error.reason
         self.run = Run(no_leaps=error.reason)
         logger.warning(
@@ -698,18 +709,29 @@ class HybridTrainerMixin(PublishingMixin):
             loss = self.accelerator.reduce(loss, reduction="mean")
             flag = torch.tensor(float(has_labels), device=self.args.device)
             has_labels = self.accelerator.reduce(flag, reduction="sum").item() > 0
-        value = loss.item() if has_labels else None
+        value, norm = loss.item() if has_labels else None, float(self._gradient_norm)
         try:
-            used = run.before_update(value, float(self._gradient_norm), self.accuracy_of_step())
+            if value is not None and math.isfinite(value) and self._overflowed(norm):
+                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            elif not run.before_update(value, norm, self.accuracy_of_step()):
+                self._withhold_update()
+                if self.accelerator.scaler is not None:
+                    self.accelerator.scaler.update()  # what it noted of these gradients is over
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
-        if not used:
-            self._withhold_update()
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
+
+    def _overflowed(self, gradient_norm: float) -> bool:
+        """
+        Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+        factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+        """
+        scaler = self.accelerator.scaler
+        return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
 
     def _labelled(self) -> list[bool] | None:
         """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
@@ -726,7 +748,7 @@ class HybridTrainerMixin(PublishingMixin):
         if not self.run.has_phases or self.run.phase is Phase.PREDICT:
             return
         groups = self.optimizer.param_groups
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
             self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):

@@ -71,8 +71,8 @@ _NEW_HOLD = (
     "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "tf32", "torch_compile", "use_liger_kernel",
     "seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last", "average_tokens_across_devices",
 )  # fmt: skip
-_BATCHES = {"per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"}
-"""Options among them that decide what a batch is, or how many a step takes."""
+_PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
+"""Options among them that decide which batches a step takes, beside their size."""
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -109,6 +109,7 @@ class Fingerprint(Part):
         refused = found.refused
         if trainer.accelerator.num_processes > 1:
             refused = list(dict.fromkeys(gather_object(refused)))  # all processes refuse it, or none
+            found.other_batches = any(gather_object([found.other_batches]))
         if refused:
             raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
         self._report = {"changed_options": found.changed, "warnings": found.told, "other_batches": found.other_batches}
@@ -191,7 +192,7 @@ def compare(
                 found.changed[name] = [was, value]
     if has_optimizer:
         _compare_optimizers(then, now, found)
-    found.other_batches = not _BATCHES.isdisjoint(found.changed)
+    found.other_batches = _batches(then, then) != _batches(now, then)
     _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, found)
     _compare_frozen(then, now, same_run, found)
     if then.get("dropout", now["dropout"]) != now["dropout"]:
@@ -205,6 +206,17 @@ def compare(
             "and batches are those of the saved run only if all processes together have as large ones as before."
         )
     return found
+
+
+def _batches(of: dict, then: dict) -> list:
+    """
+    Return what decides about the batches of all processes together, and how many a step takes: of those values that a
+    checkpoint has.
+    """
+    config, known = of.get("config", {}), then.get("config", {})
+    processes = of["processes"] if "processes" in then else 1
+    size = config["per_device_train_batch_size"] * processes if "per_device_train_batch_size" in known else None
+    return [size, *(config[name] for name in _PER_STEP if name in known)]
 
 
 def _compare_optimizers(then: dict, now: dict, found: Differences) -> None:
