@@ -297,6 +297,7 @@ def check_leaps(args: TrainingArguments) -> None:
             "`fp16=True` cannot be combined with leaps: the gradient scaler fails on a skipped step, which has no "
             "gradients.",
             "Use `bf16=True`.",
+            leaps_alone=True,
         )
     if steps_in_backward(optim):
         raise LeapObstacleError(

@@ -282,9 +282,9 @@ def _average_parts(trainer: TrainerLike, weights: TrainedWeights, rate: RateScal
 
 
 def tell_of_no_leaps(trainer: TrainerLike) -> None:
-    """Say why no leaps are made, if nobody chose that."""
+    """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
     why = trainer.run.no_leaps
-    if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
+    if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
         logger.warning(NO_LEAPS, why)
 
 
@@ -367,6 +367,8 @@ def why_no_leaps(trainer: TrainerLike) -> str | None:
         return "`leap_gain` is 0" if options.leap_gain == 0 else f"`preset={options.preset}` makes none"
     if not leaps_are_automatic(trainer):
         return None
+    if trainer.leap_obstacle is not None:
+        return trainer.leap_obstacle
     if _trains_adapters(trainer):
         return "adapters are trained"
     if trainer.no_leaps_because is not None:

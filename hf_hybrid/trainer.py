@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import Run
+from hf_hybrid.run.run import DataOrder, Run
 from hf_hybrid.setup import (
     adapter_parts,
     build_memory,
@@ -108,8 +109,9 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer._begin_epoch()
-        return super().on_epoch_begin(args, state, control, **kwargs)
+        control = super().on_epoch_begin(args, state, control, **kwargs)
+        self.trainer._begin_epoch()  # last, because callbacks may draw random numbers
+        return control
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._note_step()
@@ -202,6 +204,9 @@ class HybridTrainerMixin(PublishingMixin):
     def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory, self.parts = Run(), Resident(), []
         self.obstacle: str | None = None
+        """Why the run has no phases."""
+        self.leap_obstacle: str | None = None
+        """Why the run has phases and cannot leap."""
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
@@ -213,7 +218,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._after_evaluation: RandomStates | None = None
         self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
-        self._next_epoch, self._around_forward = 0, False
+        self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
         self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
         self._leave_step()
@@ -243,7 +248,8 @@ class HybridTrainerMixin(PublishingMixin):
             warn_of_untested_versions()
         keep_differentiable(self.model)
         self.rows = rows_part(self) if self.rows is None else self.rows
-        own = [] if self.rows is None else [self.rows]
+        self.order = DataOrder(self.args.device, self.is_world_process_zero)
+        own = [self.order] if self.rows is None else [self.order, self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
         own += [*adapter_parts(self), *print_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
@@ -280,15 +286,22 @@ class HybridTrainerMixin(PublishingMixin):
                 self._check_trainable()
         except LeapObstacleError as error:
             self._leave_out_leaps(error)
-            return
-        if self.probe_dataset is not None:
+        if self.probe_dataset is not None and self.leap_obstacle is None and self.has_phases:
             check_probe_set(self.probe_dataset)
-        install_progress(self)
+        if self.has_phases:
+            install_progress(self)
 
     def _leave_out_leaps(self, error: LeapObstacleError) -> None:
-        """Train as plain `Trainer` does, and say why. Raise `error` if leaps, or phases, were asked for by name."""
+        """
+        Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
+        if leaps, or phases, were asked for by name.
+        """
         if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
             raise error
+        if error.leaps_alone:
+            self.leap_obstacle = error.reason
+            logger.warning("%s So this run makes no leaps.", error.reason)
+            return
         self.obstacle = error.reason
         self.run = Run(no_leaps=error.reason)
         logger.warning(
@@ -526,7 +539,7 @@ class HybridTrainerMixin(PublishingMixin):
         if self.has_phases:
             tell_of_no_leaps(self)
         tell_of_kept_defaults(self)
-        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
+        self._next_epoch, self._scheduled_rates = self._place_in_data()[0], []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
         with manifest.restoring(self._resumed_from):
@@ -570,6 +583,16 @@ class HybridTrainerMixin(PublishingMixin):
             super()._load_rng_state(checkpoint)
         if self._after_evaluation is not None:  # which draws random numbers
             self._after_evaluation.restore()
+        if self._is_at_epoch:
+            self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
+
+    def _place_in_data(self) -> tuple[int, int]:
+        """Return the epoch that Trainer enters next, and how many of its batches a resume skips."""
+        loader, accumulation = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
+        if not has_length(loader):
+            return int(self.state.epoch or 0), 0
+        epoch, steps = divmod(self.state.global_step, max(-(-len(loader) // accumulation), 1))
+        return epoch, 0 if self.args.ignore_data_skip else steps * accumulation
 
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
@@ -579,23 +602,27 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
                 "`per_device_train_batch_size`, or pass more data."
             )
-        if self.run.feed is None:
-            return
         feed, loader = self.run.feed, self.callback_handler.train_dataloader
+        epoch, self._next_epoch, self._is_at_epoch = self._next_epoch, self._next_epoch + 1, True
+        self.order.enter(epoch, loader)
+        if feed is None:
+            return
         if has_length(loader) and len(loader) == 0:
             raise ValueError(
                 f"`train_dataset` gives no batch: `dataloader_drop_last={self.args.dataloader_drop_last}` drops one "
                 f"with fewer rows than `per_device_train_batch_size={self.args.per_device_train_batch_size}`. Lower "
                 "the batch size, or pass more data."
             )
-        feed.enter(self._next_epoch)
+        feed.enter(epoch)
         if self._resumed_from is not None:
             ours, self._resumed_from = feed.begun, None
+            if not ours:
+                feed.trained = self._place_in_data()[1]
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
             ours = self._resumed is not None and not has_length(loader)
         if ours:
             feed.read(loader)
-        self._next_epoch += 1
+            self._is_at_epoch = False
 
     def _end_run(self) -> None:
         had_phases, self._around_forward = self.run.has_phases, False
@@ -616,17 +643,18 @@ class HybridTrainerMixin(PublishingMixin):
             return [], None
         if self._evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
-        self._evaluation_is_due = False
+        self._evaluation_is_due = self._is_at_epoch = False
         self._is_changing, feed = True, self.run.feed
-        if feed is None:
-            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        else:
-            feed.open(epoch_iterator)
-            coming = feed.peek(num_batches)
-            if coming:
-                batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+        with self.order.reading():
+            if feed is None:
+                batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             else:
-                batches, items = [], None  # a stream has ended
+                feed.open(epoch_iterator)
+                coming = feed.peek(num_batches)
+                if coming:
+                    batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+                else:
+                    batches, items = [], None  # a stream has ended
         if batches:
             rate, on_host = 0.0 if feed is None else self._get_learning_rate(), batches
             if self.rows is not None:
@@ -709,35 +737,68 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        loss = torch.stack(run.step.losses).sum()
-        if self.accelerator.num_processes > 1:
-            loss = self.accelerator.reduce(loss, reduction="mean")
         try:
-            used = run.before_update(*self._numbers_of_step(loss), self.accuracy_of_step())
+            value, norm = self._loss_and_norm()
+            if value is not None and math.isfinite(value) and self._overflowed(norm):
+                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            elif not run.before_update(value, norm, self.accuracy_of_step()):
+                self._withhold_update()
+                if self.accelerator.scaler is not None:
+                    self.accelerator.scaler.update()  # what it noted of these gradients is over
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
-        if not used:
-            self._withhold_update()
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
 
-    def _numbers_of_step(self, loss: torch.Tensor) -> tuple[float, float]:
-        """Return loss and gradient norm. The host waits for the device once."""
-        norm: Any = self._gradient_norm
-        if not torch.is_tensor(norm) or norm.device != loss.device:
-            return loss.item(), float(norm)
-        loss_value, norm_value = torch.stack([loss.double(), norm.double()]).tolist()
-        return loss_value, norm_value
+    def _loss_and_norm(self) -> tuple[float | None, float]:
+        """
+        Return loss and gradient norm of the step; the loss is `None` if no token has a label. The host waits once for
+        the device, and once more if the loss is not finite.
+        """
+        losses, processes = self.run.step.losses, self.accelerator.num_processes
+        loss, norm = torch.stack(losses).sum(), self._gradient_norm
+        if processes > 1:
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        if torch.is_tensor(norm) and norm.device == loss.device:
+            value, norm = torch.stack([loss.double(), norm.double()]).tolist()
+        else:
+            value, norm = loss.item(), float(norm)
+        if math.isfinite(value) or (labelled := self._labelled()) is None:
+            return value, norm
+        losses = [loss for loss, has in zip(losses, labelled) if has]
+        both = torch.stack([torch.stack(losses).sum() if losses else loss.new_zeros(()), loss.new_tensor(len(losses))])
+        if processes > 1:
+            both = self.accelerator.reduce(both, reduction="mean")
+        value, with_labels = both.tolist()
+        return value if with_labels else None, norm
+
+    def _overflowed(self, gradient_norm: float) -> bool:
+        """
+        Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+        factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+        """
+        scaler = self.accelerator.scaler
+        return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
+
+    def _labelled(self) -> list[bool] | None:
+        """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
+        step = self.run.step
+        if step.items is not None:
+            return None if torch.as_tensor(step.items).any() else [False] * len(step.losses)
+        labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+        if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+            return None
+        return [bool(label[..., label.dim() > 1 :].ne(-100).any()) for label in labels]
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
         if not self.run.has_phases or self.run.phase is Phase.PREDICT:
             return
         groups = self.optimizer.param_groups
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
             self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):

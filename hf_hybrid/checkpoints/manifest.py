@@ -106,7 +106,7 @@ class Manifest:
 class Start:
     """
     Where a training starts: the checked folder (`None` for a new run), its run and model, whether it was saved inside
-    a step, and what the user has to know.
+    a step, what the user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
     """
 
     folder: str | None
@@ -114,6 +114,7 @@ class Start:
     model: str
     in_step: bool = False
     warnings: list[str] = field(default_factory=list)
+    is_same: bool = False
 
 
 def new_run(model: nn.Module | None) -> Start:
@@ -569,7 +570,7 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {why}.")
     cut_short = settle(output_dir)
     if resume == "auto":
-        resume = _has_saved(output_dir)
+        resume, start.is_same = _has_saved(output_dir), True
     if not resume:
         start.warnings = _left_alone(output_dir)
         return start

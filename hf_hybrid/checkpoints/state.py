@@ -5,7 +5,7 @@ What a checkpoint holds beside Trainer's own files, and how a run resumes from i
 |---|---|
 | `hybrid_state.json` | the state of every part, by name; record and position in the data; options to compare with |
 | `hybrid_state.safetensors` | the tensors in these states: buffers of the direction, the snapshot of an open leap |
-| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: GRPO's completions under way |
+| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: generators, GRPO's completions |
 
 A part (part.py) returns JSON values and dictionaries of tensors, and gets them back. Nothing here knows what they mean.
 A run whose parts have no state, plain `Trainer`'s for example, has none of these files. There is no pickle, and tensors
@@ -213,8 +213,9 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     evaluates = trainer.args.eval_strategy != IntervalStrategy.NO
     report["evaluation_is_due"] = evaluates and about.get("evaluation_is_due", False)
     _leave_out_other_planner(trainer, state, about, report)
-    if trainer.args.ignore_data_skip:
-        state.pop("feed", None)
+    if trainer.args.ignore_data_skip or any(said.get("other_batches") for said in trainer.checked):
+        state.pop("feed", None)  # the place is where Trainer finds as many steps done, or the start of the epoch
+        state.pop("order", None)
     trainer.run.load_state_dict(state)
     for said in trainer.checked:
         report["changed_options"].update(said.get("changed_options", {}))
@@ -307,7 +308,7 @@ def describe(report: Report) -> str:
 
 def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
     """
-    Log what was restored at INFO, in a run with phases, and what has changed or was not restored at WARNING.
+    Log what was restored at INFO, in a run with phases; what has changed or was not restored in one WARNING.
 
     Args:
         report (`dict`): From [`restore`].
@@ -318,12 +319,18 @@ def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
         logger.info("%s", line)
         if show and not logger.isEnabledFor(logging.INFO):
             tqdm.write(line)
-    if report["changed_options"]:
-        changed = [f"`{name}={now}` (was `{then}`)" for name, (then, now) in report["changed_options"].items()]
-        logger.warning(
-            "Options differ from those that `%s` was saved with; the new ones hold from here on: %s.",
-            report["checkpoint"],
-            ", ".join(changed),
+    if differences := table_of(report):
+        logger.warning("%s", differences)
+
+
+def table_of(report: Report) -> str:
+    """Return what differs from the run of the checkpoint: a table of options, and a sentence for everything else."""
+    lines, changed = [], report["changed_options"]
+    if changed:
+        lines.append(
+            f"Options differ from those that `{report['checkpoint']}` was saved with; the new ones hold from here on:"
         )
-    for warning in report["warnings"]:
-        logger.warning("%s", warning)
+        rows = [("option", "was", "is"), *((f"`{name}`", f"{then}", f"{now}") for name, (then, now) in changed.items())]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines += [f"  {name:<{widths[0]}}  {then:<{widths[1]}}  {now}" for name, then, now in rows]
+    return "\n".join([*lines, *report["warnings"]])
