@@ -762,7 +762,7 @@ class HybridTrainerMixin(PublishingMixin):
         loss, norm = torch.stack(losses).sum(), self._gradient_norm
         if processes > 1:
             loss = self.accelerator.reduce(loss, reduction="mean")
-        if torch.is_tensor(norm) and norm.device == loss.device:
+        if type(norm) is torch.Tensor and norm.device == loss.device:  # FSDP2 has another class
             value, norm = torch.stack([loss.double(), norm.double()]).tolist()
         else:
             value, norm = loss.item(), float(norm)

@@ -326,7 +326,7 @@ class SharedWindows(SharedRows):
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         """Count a window, once its step is over: until then a checkpoint holds the state before it."""
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
-            self._first.add(trees)
+            self._first.add([tree for tree in trees if tree.shares])
         counts = {"tokens": sum(batch.tokens for batch in batches)}
         if step.window is not None:
             counts["tokens_padding"] = sum(batch.ids.numel() for batch in batches) - counts["tokens"]
