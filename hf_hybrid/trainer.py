@@ -701,19 +701,11 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        loss, has_labels = torch.stack(run.step.losses).sum(), True
-        if not loss.isfinite() and (labelled := self._labelled()) is not None:
-            losses = [loss for loss, has in zip(run.step.losses, labelled) if has]
-            loss, has_labels = torch.stack(losses).sum() if losses else torch.zeros_like(loss), bool(losses)
-        if self.accelerator.num_processes > 1:
-            loss = self.accelerator.reduce(loss, reduction="mean")
-            flag = torch.tensor(float(has_labels), device=self.args.device)
-            has_labels = self.accelerator.reduce(flag, reduction="sum").item() > 0
-        value, norm = loss.item() if has_labels else None, float(self._gradient_norm)
+        loss, norm = self._loss_of_step(), float(self._gradient_norm)
         try:
-            if value is not None and math.isfinite(value) and self._overflowed(norm):
+            if loss is not None and math.isfinite(loss) and self._overflowed(norm):
                 run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
-            elif not run.before_update(value, norm, self.accuracy_of_step()):
+            elif not run.before_update(loss, norm, self.accuracy_of_step()):
                 self._withhold_update()
                 if self.accelerator.scaler is not None:
                     self.accelerator.scaler.update()  # what it noted of these gradients is over
@@ -733,15 +725,31 @@ class HybridTrainerMixin(PublishingMixin):
         scaler = self.accelerator.scaler
         return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
 
-    def _labelled(self) -> list[bool] | None:
-        """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
+    def _loss_of_step(self) -> float | None:
+        """Return the loss of the step, the mean over all processes; `None` if no token has a label."""
+
+        def mean(numbers: torch.Tensor) -> list[float]:
+            several = self.accelerator.num_processes > 1
+            return (self.accelerator.reduce(numbers, reduction="mean") if several else numbers).tolist()
+
+        losses = torch.stack(self.run.step.losses)
+        (loss,) = mean(losses.sum(0, keepdim=True))
+        if math.isfinite(loss):
+            return loss
+        labelled = self._labelled().to(losses.device)  # all processes come here, or none
+        loss, count = mean(torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)]))
+        return loss if count else None
+
+    def _labelled(self) -> torch.Tensor:
+        """Return which micro-batches of a step have labels, as far as that is known: the others gave a loss of 0 / 0."""
         step = self.run.step
+        found = torch.ones(len(step.losses), dtype=torch.bool)
         if step.items is not None:
-            return None if torch.as_tensor(step.items).any() else [False] * len(step.losses)
+            return found & torch.as_tensor(step.items).bool().any().cpu()
         labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
         if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
-            return None
-        return [bool(label[..., label.dim() > 1 :].ne(-100).any()) for label in labels]
+            return found
+        return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
