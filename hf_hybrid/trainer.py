@@ -741,7 +741,7 @@ class HybridTrainerMixin(PublishingMixin):
         return loss if count else None
 
     def _labelled(self) -> torch.Tensor:
-        """Return which micro-batches of a step have labels, as far as that is known: the others gave a loss of 0 / 0."""
+        """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
         step = self.run.step
         found = torch.ones(len(step.losses), dtype=torch.bool)
         if step.items is not None:
