@@ -737,11 +737,11 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
+        loss, norm = self._loss_and_norm()
         try:
-            value, norm = self._loss_and_norm()
-            if value is not None and math.isfinite(value) and self._overflowed(norm):
+            if loss is not None and math.isfinite(loss) and self._overflowed(norm):
                 run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
-            elif not run.before_update(value, norm, self.accuracy_of_step()):
+            elif not run.before_update(loss, norm, self.accuracy_of_step()):
                 self._withhold_update()
                 if self.accelerator.scaler is not None:
                     self.accelerator.scaler.update()  # what it noted of these gradients is over
@@ -755,25 +755,26 @@ class HybridTrainerMixin(PublishingMixin):
 
     def _loss_and_norm(self) -> tuple[float | None, float]:
         """
-        Return loss and gradient norm of the step; the loss is `None` if no token has a label. The host waits once for
-        the device, and once more if the loss is not finite.
+        Return loss and gradient norm of the step. The loss is the mean over all processes, `None` if no token has a
+        label. The host waits once for the device, and once more if the loss is not finite.
         """
-        losses, processes = self.run.step.losses, self.accelerator.num_processes
-        loss, norm = torch.stack(losses).sum(), self._gradient_norm
-        if processes > 1:
-            loss = self.accelerator.reduce(loss, reduction="mean")
-        if type(norm) is torch.Tensor and norm.device == loss.device:  # FSDP2 has another class
-            value, norm = torch.stack([loss.double(), norm.double()]).tolist()
+
+        def mean(numbers: torch.Tensor) -> torch.Tensor:
+            several = self.accelerator.num_processes > 1
+            return self.accelerator.reduce(numbers, reduction="mean") if several else numbers
+
+        losses, norm = torch.stack(self.run.step.losses), self._gradient_norm
+        total = mean(losses.sum())
+        if type(norm) is torch.Tensor and norm.device == total.device:  # FSDP2 has another class
+            loss, norm = torch.stack([total.double(), norm.double()]).tolist()
         else:
-            value, norm = loss.item(), float(norm)
-        if math.isfinite(value) or (labelled := self._labelled()) is None:
-            return value, norm
-        losses = [loss for loss, has in zip(losses, labelled) if has]
-        both = torch.stack([torch.stack(losses).sum() if losses else loss.new_zeros(()), loss.new_tensor(len(losses))])
-        if processes > 1:
-            both = self.accelerator.reduce(both, reduction="mean")
-        value, with_labels = both.tolist()
-        return value if with_labels else None, norm
+            loss, norm = total.item(), float(norm)
+        if math.isfinite(loss):
+            return loss, norm
+        labelled = self._labelled().to(losses.device)  # all processes come here, or none
+        total = torch.stack([losses.where(labelled, 0).sum(), labelled.sum().to(losses.dtype)])
+        loss, count = mean(total).tolist()
+        return loss if count else None, norm
 
     def _overflowed(self, gradient_norm: float) -> bool:
         """
@@ -783,15 +784,16 @@ class HybridTrainerMixin(PublishingMixin):
         scaler = self.accelerator.scaler
         return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
 
-    def _labelled(self) -> list[bool] | None:
-        """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
+    def _labelled(self) -> torch.Tensor:
+        """Return which micro-batches of a step have labels, as far as that is known. The others gave 0 / 0."""
         step = self.run.step
+        found = torch.ones(len(step.losses), dtype=torch.bool)
         if step.items is not None:
-            return None if torch.as_tensor(step.items).any() else [False] * len(step.losses)
+            return found & torch.as_tensor(step.items).bool().any().cpu()
         labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
         if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
-            return None
-        return [bool(label[..., label.dim() > 1 :].ne(-100).any()) for label in labels]
+            return found
+        return torch.stack([label[..., label.dim() > 1 :].ne(-100).any().cpu() for label in labels])
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
