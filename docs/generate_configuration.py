@@ -88,8 +88,8 @@ def page() -> str:
     presets = [[f"`{name}`", *(values[name] for values in PRESETS.values())] for name in names]
     parts.append(
         "## What a preset decides\n\nA preset sets these values unless you set the option. `gain_factor` multiplies "
-        "the gain of the direction.\n`fast` also sets `optim=muon` if `optim` was left at its default. With adapters "
-        "it trains by AdamW all the\nsame.\n\n" + table(["", *(f"`{name}`" for name in PRESETS)], presets) + "\n"
+        "the gain of the direction.\n`fast` also sets `optim=muon`, unless you set `optim`. With adapters it then "
+        "trains by AdamW all the same.\n\n" + table(["", *(f"`{name}`" for name in PRESETS)], presets) + "\n"
     )
     gains = [[f"`{name}`", direction.gain, direction.gain_power] for name, direction in DIRECTIONS.items()]
     parts.append(

@@ -96,7 +96,7 @@ class HybridArguments:
     preset: Literal["conservative", "balanced", "aggressive", "fast"] = option(
         "balanced",
         "How far leaps go, how many steps they replace and how often they are made. The preset decides every option "
-        "below whose help says 'from the preset'. fast: no leaps, and optim=muon (if optim was left at its default) "
+        "below whose help says 'from the preset'. fast: no leaps, and optim=muon (unless you set optim) "
         "with a shorter momentum, which was fastest in docs/results.md. With adapters it trains by AdamW, because "
         "Muon gains nothing there.",
     )
@@ -192,7 +192,7 @@ class HybridArguments:
     lr_rescue: Literal["auto", "on", "off"] = option(
         "auto",
         "Raise a learning rate that is too small for the run, from the first step on: search for a better one, or "
-        "compute that of LoRA adapters from their shape. auto: only if learning_rate was left at its default.",
+        "compute that of LoRA adapters from their shape. auto: only if you set no learning_rate.",
         group="Learning rate and optimizer",
     )
     muon_lr_scale: float = option(

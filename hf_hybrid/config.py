@@ -20,11 +20,18 @@ from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precisio
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 
 CONFIG_NAME = "hybrid_config.json"
+REPLACED = ("learning_rate", "optim")
+"""
+Options whose default a run replaces: the rate by `lr_rescue=auto`, the optimizer by `preset=fast`. (`bf16` of TRL's
+configs is replaced too. Its default is `None`, so that whoever wrote a value is known by it.)
+"""
 
 if TYPE_CHECKING:
     Checkpointing = bool | str | None
 
-    class _Arguments(HybridArguments, TrainingArguments): ...  # as every class of arguments will be
+    class _Arguments(HybridArguments, TrainingArguments):  # as every class of arguments will be
+        _written: frozenset[str] | None
+        _is_complete: bool
 else:
     _Arguments, Checkpointing = HybridArguments, Optional[str]
 
@@ -56,7 +63,32 @@ class HybridConfigBase(_Arguments):
         },
     )
 
+    def __new__(cls, *values, **named):
+        """
+        Note which options are written: afterwards a value that equals a default cannot be told from the default.
+
+        `_written` has their names, or is `None` if nothing tells. Copies and pickles keep it. Once the config
+        `_is_complete`, an option that is set is written too.
+        """
+        config = super().__new__(cls)
+        options = [field for field in dataclasses.fields(cls) if field.init]
+        in_order = [field.name for field in options if not field.kw_only]
+        written = frozenset((*in_order[: len(values)], *named))
+        # `HfArgumentParser`, `TrlParser` and `dataclasses.replace` write every option, whatever the user wrote.
+        unknown = written.issuperset(field.name for field in options)
+        vars(config).update(_written=None if unknown else written, _is_complete=False)
+        return config
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name in REPLACED and self._is_complete and self._written is not None:  # by the user, or a trial of a search
+            vars(self)["_written"] = self._written | {name}
+
     def __post_init__(self):
+        if self._written is not None:  # a subclass with an `__init__` of its own may have other arguments
+            others = {field.name for field in dataclasses.fields(self) if field.default is not dataclasses.MISSING
+                      and getattr(self, field.name) != field.default}  # fmt: skip
+            vars(self)["_written"] = self._written | others
         HybridArguments.__post_init__(self)
         _check_numbers(self)
         self._read_checkpointing()
@@ -64,7 +96,7 @@ class HybridConfigBase(_Arguments):
         names = ["muon", *(name.value for name in OptimizerNames)]
         if optim not in names:
             raise ValueError(f"`optim` must be one of {', '.join(names)}, got `{optim}`.")
-        if self.preset == "fast" and optim == optimizer_name(TrainingArguments):
+        if self.preset == "fast" and was_given(self, "optim") is False:
             optim = "muon"
         if optim == "muon":
             self.optim = TrainingArguments.optim  # the class behind makes a member of `OptimizerNames` of it
@@ -78,6 +110,7 @@ class HybridConfigBase(_Arguments):
         if optim == "muon":
             self.optim = optim
         check_training_arguments(self, self)
+        vars(self)["_is_complete"] = True
 
     def _read_checkpointing(self) -> None:
         """Give activation checkpointing the type and the name that transformers has for it."""
@@ -147,9 +180,28 @@ class HybridConfig(HybridConfigBase, TrainingArguments):
     """
 
 
-def config_values(args: TrainingArguments) -> dict:
-    """Return the options of `args` that differ from the defaults of its class, as JSON values without tokens."""
-    values = {}
+def was_given(args: TrainingArguments, name: str) -> bool | None:
+    """
+    Return whether the user wrote the option. A value that equals the default of its class may be written too.
+
+    `None`: nothing tells. A parser wrote every option, or `args` is no hybrid config. Nothing is replaced then.
+    """
+    written = getattr(args, "_written", None)
+    if written is not None:
+        return name in written
+    default = next(field.default for field in dataclasses.fields(args) if field.name == name)
+    return None if getattr(args, name) == default else True
+
+
+def config_values(args: TrainingArguments, *, written_defaults: bool = True) -> dict:
+    """
+    Return the options that differ from the defaults of the class of `args`, as JSON values without tokens.
+
+    With `written_defaults` also those that the user wrote, so that a config that is made from them means the same.
+    Where nothing tells what was written, these are the options that a run would replace.
+    """
+    values, written = {}, getattr(args, "_written", None)
+    written = () if not written_defaults else REPLACED if written is None else written
     # Defaults come from the fields: a second instance to compare with would reset accelerate's state.
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -159,7 +211,7 @@ def config_values(args: TrainingArguments) -> dict:
         unset = not value and (isinstance(value, bool) or not isinstance(value, (int, float)))
         same = value == default or (unset and not default)  # None that became False or an empty list; 0 is a number
         same = same and not (value is False and field.name == "bf16" and default is None)  # TRL: None asks the hardware
-        if field.init and not same and not field.name.endswith("_token"):
+        if field.init and not (same and field.name not in written) and not field.name.endswith("_token"):
             # `TrainingArguments` turns some options into objects (`accelerator_config`), which are no options any more.
             with contextlib.suppress(TypeError):
                 json.dumps(value)
@@ -245,6 +297,7 @@ def check_leaps(args: TrainingArguments) -> None:
             "`fp16=True` cannot be combined with leaps: the gradient scaler fails on a skipped step, which has no "
             "gradients.",
             "Use `bf16=True`.",
+            leaps_alone=True,
         )
     if steps_in_backward(optim):
         raise LeapObstacleError(

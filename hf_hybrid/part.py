@@ -72,7 +72,7 @@ class Step:
         tokens (`int`): Of these micro-batches, on this process.
         skipped (`int`): Micro-batches of a skipped step, which are not computed.
         loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, and only
-            in a real step.
+            in a real step in which a token has a label.
         gradient_norm (`float`, *optional*): Before clipping; as `loss`.
         accuracy (`float`, *optional*): Share of the preference pairs that are ranked right, where such are trained on.
         leap (`Leap`, *optional*): The one that can still be undone.
@@ -123,7 +123,7 @@ class Part:
 
     @property
     def failed(self) -> Sequence[str]:
-        """What the part could not do because of an exception that nobody foresaw (fallbacks.py)."""
+        """What the part could not do because of an exception that nobody foresaw (run/fallbacks.py)."""
         return ()
 
     # The run.
@@ -233,7 +233,8 @@ class Part:
     def check_checkpoint(self, folder: str) -> dict[str, Any]:
         """
         Called before optimizer and schedule are restored from a checkpoint. Refuse it by an exception, or return what
-        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences).
+        the user is told: `changed_options` (`[then, now]` by name) and `warnings` (sentences). `other_batches` says
+        that the place in the data is no number of batches any more.
         """
         return {}
 

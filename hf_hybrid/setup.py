@@ -1,9 +1,10 @@
 """
-Build the parts of a run from its options. Besides `config.py`, which checks options, only this module reads them.
+Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
-of its parts, in order. The parts take plain values and know neither options nor trainer. Folders that not every run
-needs (`world_model`, `phase_memory`) are imported here, when an option needs them.
+of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
+(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+functions, when an option needs them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.config import was_given
 from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
@@ -280,9 +282,9 @@ def _average_parts(trainer: TrainerLike, weights: TrainedWeights, rate: RateScal
 
 
 def tell_of_no_leaps(trainer: TrainerLike) -> None:
-    """Say why no leaps are made, if nobody chose that."""
+    """Say why no leaps are made, if nobody chose that, and the trainer has not said it when it was built."""
     why = trainer.run.no_leaps
-    if why is not None and trainer.hybrid_args.final_gain(1.0) > 0:
+    if why is not None and trainer.leap_obstacle is None and trainer.hybrid_args.final_gain(1.0) > 0:
         logger.warning(NO_LEAPS, why)
 
 
@@ -308,11 +310,26 @@ def leap_memory_steps(options: HybridArguments, max_steps: int, default: int | N
 
 
 def rescue_is_on(args: TrainingArguments, options: HybridArguments) -> bool:
-    """Whether to rescue the learning rate. `auto`: only if `learning_rate` is the default of the class of `args`."""
+    """Whether to rescue the learning rate. `auto`: only if the user is known to have written no `learning_rate`."""
     if options.lr_rescue != "auto":
         return options.lr_rescue == "on"
-    default = next(field.default for field in dataclasses.fields(type(args)) if field.name == "learning_rate")
-    return args.learning_rate == default
+    return was_given(args, "learning_rate") is False
+
+
+def tell_of_kept_defaults(trainer: TrainerLike) -> None:
+    """Say which defaults would be replaced if it were known that the user did not write them."""
+    args, options = trainer.args, trainer.hybrid_args
+    told = []
+    if trainer.has_phases and options.lr_rescue == "auto" and was_given(args, "learning_rate") is None:
+        told.append(f"`learning_rate={args.learning_rate:g}` (`lr_rescue=on` raises it where that helps)")
+    if options.preset == "fast" and was_given(args, "optim") is None and not has_adapters(trainer.model):
+        told.append(f"`optim={optimizer_name(args)}` (`preset=fast` wants `optim=muon`)")
+    if told:
+        logger.warning(
+            "%s: kept as it is, because the arguments do not tell whether you wrote this default. Parsers write every "
+            "option, and plain `TrainingArguments` take no note.",
+            " and ".join(told),
+        )
 
 
 def _searches_rate(trainer: TrainerLike) -> bool:
@@ -350,6 +367,8 @@ def why_no_leaps(trainer: TrainerLike) -> str | None:
         return "`leap_gain` is 0" if options.leap_gain == 0 else f"`preset={options.preset}` makes none"
     if not leaps_are_automatic(trainer):
         return None
+    if trainer.leap_obstacle is not None:
+        return trainer.leap_obstacle
     if _trains_adapters(trainer):
         return "adapters are trained"
     if trainer.no_leaps_because is not None:
@@ -540,19 +559,17 @@ def makes_muon(trainer: TrainerLike) -> bool:
 
 def leave_adapters_to_adamw(trainer: TrainerLike) -> None:
     """
-    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless an option of Muon is given.
+    Undo the choice of Muon by `preset="fast"` where adapters are trained, unless the user wrote an option of Muon.
 
     Muon ends no lower than AdamW there, and its best learning rate is not a fixed multiple of AdamW's
     (docs/evaluation/rates.md, "`fast` with adapters").
     """
     options = trainer.hybrid_args
-    wanted = options.muon_lr_scale != 1.0 or options.muon_momentum is not None
-    if options.preset == "fast" and makes_muon(trainer) and has_adapters(trainer.model) and not wanted:
+    if options.preset != "fast" or not makes_muon(trainer) or not has_adapters(trainer.model):
+        return
+    if not any(was_given(trainer.args, name) for name in ("optim", "muon_lr_scale", "muon_momentum")):
         trainer.args.optim = OptimizerNames(optimizer_name(TrainingArguments))
-        logger.warning(
-            "`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon` and another "
-            "`preset`."
-        )
+        logger.warning("`preset=fast` trains adapters by AdamW: Muon gains nothing there. For Muon, set `optim=muon`.")
 
 
 def build_optimizer(trainer: TrainerLike, model: torch.nn.Module) -> None:

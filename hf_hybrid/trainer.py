@@ -1,7 +1,8 @@
 """
 `HybridTrainer`: transformers.Trainer in four phases, for models that may not fit.
 
-This module has no algorithm. It forwards Trainer's hooks to three objects:
+This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
+forwards Trainer's hooks to three objects:
 
 - `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -30,13 +32,13 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from transformers import DataCollator, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.checkpoints import manifest, state
 from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock
-from hf_hybrid.checkpoints.preemption import agree_on_preemption
+from hf_hybrid.checkpoints.lock import FolderLock, check_output
+from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
@@ -62,7 +64,7 @@ from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
-from hf_hybrid.run.run import Run
+from hf_hybrid.run.run import DataOrder, Run
 from hf_hybrid.setup import (
     adapter_parts,
     build_memory,
@@ -76,6 +78,7 @@ from hf_hybrid.setup import (
     print_parts,
     rows_part,
     share_optimizer,
+    tell_of_kept_defaults,
     tell_of_no_leaps,
 )
 from hf_hybrid.streaming.engine import Resident, Streamed
@@ -106,8 +109,9 @@ class HookRouter(CallbackHandler):
         return control
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer._begin_epoch()
-        return super().on_epoch_begin(args, state, control, **kwargs)
+        control = super().on_epoch_begin(args, state, control, **kwargs)
+        self.trainer._begin_epoch()  # last, because callbacks may draw random numbers
+        return control
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._note_step()
@@ -200,6 +204,9 @@ class HybridTrainerMixin(PublishingMixin):
     def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory, self.parts = Run(), Resident(), []
         self.obstacle: str | None = None
+        """Why the run has no phases."""
+        self.leap_obstacle: str | None = None
+        """Why the run has phases and cannot leap."""
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
         self._chunked_loss = ChunkedLossSwitch()
         self._held: ByteTable | None = None
@@ -211,7 +218,7 @@ class HybridTrainerMixin(PublishingMixin):
         self._after_evaluation: RandomStates | None = None
         self.checked: list[dict[str, Any]] = []
         self._scheduled_rates: list[float] = []
-        self._next_epoch, self._around_forward = 0, False
+        self._next_epoch, self._is_at_epoch, self._around_forward = 0, False, False
         self._start, self.trial = manifest.new_run(None), None
         self._epochs_began_at: list[int] = []
         self._leave_step()
@@ -241,7 +248,8 @@ class HybridTrainerMixin(PublishingMixin):
             warn_of_untested_versions()
         keep_differentiable(self.model)
         self.rows = rows_part(self) if self.rows is None else self.rows
-        own = [] if self.rows is None else [self.rows]
+        self.order = DataOrder(self.args.device, self.is_world_process_zero)
+        own = [self.order] if self.rows is None else [self.order, self.rows]
         own += [self.recovery, self.memory_guard, SmallerProbes(self.recovery), *phase_memory_parts(self)]
         own += [*adapter_parts(self), *print_parts(self)]
         self.parts = [*own, *self.own_parts(), *parts]
@@ -278,15 +286,22 @@ class HybridTrainerMixin(PublishingMixin):
                 self._check_trainable()
         except LeapObstacleError as error:
             self._leave_out_leaps(error)
-            return
-        if self.probe_dataset is not None:
+        if self.probe_dataset is not None and self.leap_obstacle is None and self.has_phases:
             check_probe_set(self.probe_dataset)
-        install_progress(self)
+        if self.has_phases:
+            install_progress(self)
 
     def _leave_out_leaps(self, error: LeapObstacleError) -> None:
-        """Train as plain `Trainer` does, and say why. Raise `error` if leaps, or phases, were asked for by name."""
+        """
+        Make no leaps, and say why. If nothing else of a run works either, train as plain `Trainer` does. Raise `error`
+        if leaps, or phases, were asked for by name.
+        """
         if not leaps_are_automatic(self) or phase_options(self.hybrid_args):
             raise error
+        if error.leaps_alone:
+            self.leap_obstacle = error.reason
+            logger.warning("%s So this run makes no leaps.", error.reason)
+            return
         self.obstacle = error.reason
         self.run = Run(no_leaps=error.reason)
         logger.warning(
@@ -470,15 +485,19 @@ class HybridTrainerMixin(PublishingMixin):
             output = output._replace(training_loss=output.metrics["train_loss"])
         return output
 
+    @property
+    def _saves_checkpoints(self) -> bool:
+        return self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+
     def _find_start(self, resume: str | os.PathLike | bool | None) -> manifest.Start:
         """Return where to start: on every process what the first one finds."""
         found: list[Any] = [None, None]
         if self.is_world_process_zero():
             try:
                 if self.trial is None:  # the folder of a trial has no name yet
-                    self.folder_lock.take(str(self.args.output_dir))
+                    self.folder_lock.take(str(self.args.output_dir), saves=self._saves_checkpoints)
                 found[0] = manifest.find(resume, str(self.args.output_dir), self.model)
-            except manifest.CheckpointError as error:
+            except (manifest.CheckpointError, OSError) as error:  # the others wait for it
                 found[1] = error
                 self.folder_lock.release()
         if self.accelerator.num_processes > 1:
@@ -494,6 +513,16 @@ class HybridTrainerMixin(PublishingMixin):
     def _begin_run(self) -> None:
         """Begin the run, after Trainer has made everything and restored its own part of a checkpoint."""
         folder = self.run_folder
+        # A disk that was full gets room for the next save. Checkpoints that this run abandons stay until there is one.
+        goes_on = self._resumed_from is not None and self._start.run[-1][1] < self.state.global_step
+        if self.args.should_save and self._saves_checkpoints and goes_on:
+            manifest.rotate(
+                folder,
+                self.args.save_total_limit,
+                run=self._start.run,
+                newest=Path(str(self._resumed_from)),
+                best=self.state.best_model_checkpoint,
+            )
         if self.args.should_save and (self.has_phases or manifest.holds_a_run(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             manifest.write_run(folder, self._start.run)
@@ -509,10 +538,12 @@ class HybridTrainerMixin(PublishingMixin):
         self.log_file.begin(self.state.global_step, self.state.max_steps, folder, phases=self.has_phases)
         if self.has_phases:
             tell_of_no_leaps(self)
-        self._next_epoch, self._scheduled_rates = int(self.state.epoch or 0), []
+        tell_of_kept_defaults(self)
+        self._next_epoch, self._scheduled_rates = self._place_in_data()[0], []
         self._around_forward = self.run.listens("before_forward", "after_backward")
         self.run.begin()
-        report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
+        with manifest.restoring(self._resumed_from):
+            report = None if self._resumed_from is None else state.restore(self, self._resumed_from)
         if report is not None:
             show = self.is_world_process_zero() and not self.args.disable_tqdm
             state.tell(report, show=show, has_phases=self.has_phases)
@@ -548,9 +579,20 @@ class HybridTrainerMixin(PublishingMixin):
         self._after_evaluation = RandomStates.now(self.args.device)
 
     def _load_rng_state(self, checkpoint):
-        super()._load_rng_state(checkpoint)
+        with manifest.restoring(checkpoint):
+            super()._load_rng_state(checkpoint)
         if self._after_evaluation is not None:  # which draws random numbers
             self._after_evaluation.restore()
+        if self._is_at_epoch:
+            self.order.enter(self._next_epoch - 1, self.callback_handler.train_dataloader)
+
+    def _place_in_data(self) -> tuple[int, int]:
+        """Return the epoch that Trainer enters next, and how many of its batches a resume skips."""
+        loader, accumulation = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
+        if not has_length(loader):
+            return int(self.state.epoch or 0), 0
+        epoch, steps = divmod(self.state.global_step, max(-(-len(loader) // accumulation), 1))
+        return epoch, 0 if self.args.ignore_data_skip else steps * accumulation
 
     def _begin_epoch(self) -> None:
         self._epochs_began_at = [*self._epochs_began_at, self.state.global_step][-3:]
@@ -560,23 +602,27 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`gradient_accumulation_steps={self.args.gradient_accumulation_steps}`. Lower that or "
                 "`per_device_train_batch_size`, or pass more data."
             )
-        if self.run.feed is None:
-            return
         feed, loader = self.run.feed, self.callback_handler.train_dataloader
+        epoch, self._next_epoch, self._is_at_epoch = self._next_epoch, self._next_epoch + 1, True
+        self.order.enter(epoch, loader)
+        if feed is None:
+            return
         if has_length(loader) and len(loader) == 0:
             raise ValueError(
                 f"`train_dataset` gives no batch: `dataloader_drop_last={self.args.dataloader_drop_last}` drops one "
                 f"with fewer rows than `per_device_train_batch_size={self.args.per_device_train_batch_size}`. Lower "
                 "the batch size, or pass more data."
             )
-        feed.enter(self._next_epoch)
+        feed.enter(epoch)
         if self._resumed_from is not None:
             ours, self._resumed_from = feed.begun, None
+            if not ours:
+                feed.trained = self._place_in_data()[1]
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
             ours = self._resumed is not None and not has_length(loader)
         if ours:
             feed.read(loader)
-        self._next_epoch += 1
+            self._is_at_epoch = False
 
     def _end_run(self) -> None:
         had_phases, self._around_forward = self.run.has_phases, False
@@ -597,17 +643,18 @@ class HybridTrainerMixin(PublishingMixin):
             return [], None
         if self._evaluation_is_due and self.control.should_training_stop:  # which a callback decided in it
             return [], None
-        self._evaluation_is_due = False
+        self._evaluation_is_due = self._is_at_epoch = False
         self._is_changing, feed = True, self.run.feed
-        if feed is None:
-            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        else:
-            feed.open(epoch_iterator)
-            coming = feed.peek(num_batches)
-            if coming:
-                batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+        with self.order.reading():
+            if feed is None:
+                batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             else:
-                batches, items = [], None  # a stream has ended
+                feed.open(epoch_iterator)
+                coming = feed.peek(num_batches)
+                if coming:
+                    batches, items = super().get_batch_samples(iter(coming), len(coming), device)
+                else:
+                    batches, items = [], None  # a stream has ended
         if batches:
             rate, on_host = 0.0 if feed is None else self._get_learning_rate(), batches
             if self.rows is not None:
@@ -690,35 +737,68 @@ class HybridTrainerMixin(PublishingMixin):
         self.recovery.stepping = True
         if not run.has_phases:
             return
-        loss = torch.stack(run.step.losses).sum()
-        if self.accelerator.num_processes > 1:
-            loss = self.accelerator.reduce(loss, reduction="mean")
         try:
-            used = run.before_update(*self._numbers_of_step(loss), self.accuracy_of_step())
+            value, norm = self._loss_and_norm()
+            if value is not None and math.isfinite(value) and self._overflowed(norm):
+                run.step.counts = False  # the scaler leaves the update out, and the parts are shown nothing
+            elif not run.before_update(value, norm, self.accuracy_of_step()):
+                self._withhold_update()
+                if self.accelerator.scaler is not None:
+                    self.accelerator.scaler.update()  # what it noted of these gradients is over
         except TrainingDivergedError as error:
             raise self._diverged(error) from None
-        if not used:
-            self._withhold_update()
         # The learning rate is scaled here and nowhere else; `_after_update` takes the factor out again.
         scale = run.rate_scale
         self._scheduled_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scale
 
-    def _numbers_of_step(self, loss: torch.Tensor) -> tuple[float, float]:
-        """Return loss and gradient norm. The host waits for the device once."""
-        norm: Any = self._gradient_norm
-        if not torch.is_tensor(norm) or norm.device != loss.device:
-            return loss.item(), float(norm)
-        loss_value, norm_value = torch.stack([loss.double(), norm.double()]).tolist()
-        return loss_value, norm_value
+    def _loss_and_norm(self) -> tuple[float | None, float]:
+        """
+        Return loss and gradient norm of the step; the loss is `None` if no token has a label. The host waits once for
+        the device, and once more if the loss is not finite.
+        """
+        losses, processes = self.run.step.losses, self.accelerator.num_processes
+        loss, norm = torch.stack(losses).sum(), self._gradient_norm
+        if processes > 1:
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        if torch.is_tensor(norm) and norm.device == loss.device:
+            value, norm = torch.stack([loss.double(), norm.double()]).tolist()
+        else:
+            value, norm = loss.item(), float(norm)
+        if math.isfinite(value) or (labelled := self._labelled()) is None:
+            return value, norm
+        losses = [loss for loss, has in zip(losses, labelled) if has]
+        both = torch.stack([torch.stack(losses).sum() if losses else loss.new_zeros(()), loss.new_tensor(len(losses))])
+        if processes > 1:
+            both = self.accelerator.reduce(both, reduction="mean")
+        value, with_labels = both.tolist()
+        return value if with_labels else None, norm
+
+    def _overflowed(self, gradient_norm: float) -> bool:
+        """
+        Whether gradients are infinite because the gradient scaler of fp16 multiplied the loss by too much. It finds its
+        factor that way, and lowers it now. Gradients that overflow below a factor of 1 are the training's fault.
+        """
+        scaler = self.accelerator.scaler
+        return scaler is not None and not math.isfinite(gradient_norm) and scaler.get_scale() >= 1
+
+    def _labelled(self) -> list[bool] | None:
+        """Return which micro-batches of a step without a finite loss have labels: the others gave 0 / 0."""
+        step = self.run.step
+        if step.items is not None:
+            return None if torch.as_tensor(step.items).any() else [False] * len(step.losses)
+        labels = [batch["labels"] for batch in step.batches if isinstance(batch, Mapping) and "labels" in batch]
+        if len(labels) != len(step.losses) or not all(map(torch.is_tensor, labels)):
+            return None
+        return [bool(label[..., label.dim() > 1 :].ne(-100).any()) for label in labels]
 
     def _after_update(self) -> None:
         self.recovery.stepping = False
         if not self.run.has_phases or self.run.phase is Phase.PREDICT:
             return
         groups = self.optimizer.param_groups
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
             self.run.after_update([float(group["lr"]) * group.get("rate_scale", 1.0) for group in groups])
         # Schedulers of the chained kind compute the next rate from the last: leave them theirs.
         for group, rate in zip(groups, self._scheduled_rates):
@@ -812,6 +892,8 @@ class HybridTrainerMixin(PublishingMixin):
 
     def create_accelerator_and_postprocess(self):
         # The first thing that Trainer does with the model: what cannot work is refused before the model moves.
+        check_output(str(self.args.output_dir))
+        check_thread(self.args)
         if self._memory_option != "off" and self.model is not None:
             check_streamable(self.args, self.model, self._device_map)
         super().create_accelerator_and_postprocess()
@@ -906,7 +988,7 @@ class HybridTrainerMixin(PublishingMixin):
         self.saves.begin(why_at_once(self, HybridTrainerMixin))
         if self.args.should_save:
             manifest.settle(folder.parent)  # a save that was killed
-        with manifest.saving(folder) if self.args.should_save else contextlib.nullcontext():
+        with manifest.saving(folder) if self.args.should_save else manifest.explaining_a_full_disk(folder):
             self.accelerator.wait_for_everyone()
             self._unsealed = str(folder)
             try:
@@ -1004,16 +1086,22 @@ class HybridTrainerMixin(PublishingMixin):
         state.save(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with manifest.restoring(resume_from_checkpoint):
+            if not load_weights(self, resume_from_checkpoint, self.model if model is None else model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is not None:
-            self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
-        if checkpoint is None or not load_optimizer(self, checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        with manifest.restoring(checkpoint):
+            if checkpoint is not None:
+                self.checked = [method(checkpoint) for method in listening(self.parts, "check_checkpoint")]
+            if checkpoint is None or not load_optimizer(self, checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
         # Trainer restores before it announces the run; our own state follows in `_begin_run`.
         self._resumed_from = checkpoint
+
+    def _load_scaler(self, checkpoint):
+        with manifest.restoring(checkpoint):
+            super()._load_scaler(checkpoint)
 
 
 class HybridTrainer(HybridTrainerMixin, Trainer):

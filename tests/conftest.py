@@ -194,8 +194,8 @@ class ByteText:
 
 
 def config_values(output_dir, **overrides) -> dict:
-    """Arguments that plain `TrainingArguments` takes as well."""
-    return {
+    """Arguments that plain `TrainingArguments` takes as well. `None` leaves out the rate or the optimizer."""
+    values = {
         "output_dir": str(output_dir),
         "max_steps": 30,
         "per_device_train_batch_size": 4,
@@ -207,6 +207,9 @@ def config_values(output_dir, **overrides) -> dict:
         "use_cpu": True,
         "dataloader_pin_memory": False,
         **overrides,
+    }
+    return {
+        name: value for name, value in values.items() if value is not None or name not in ("learning_rate", "optim")
     }
 
 

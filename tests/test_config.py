@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 from conftest import ByteText, config_values, hybrid_config, tiny_model
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 
-from hf_hybrid import HybridArguments, HybridConfig, HybridTrainer
-from hf_hybrid.config import check_training_arguments
+from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridSFTConfig, HybridTrainer
+from hf_hybrid.arguments import PRESETS
+from hf_hybrid.cli.options import TRAIN, CommandLine
+from hf_hybrid.cli.tasks import FINE_TUNING
+from hf_hybrid.config import REPLACED, check_training_arguments, was_given
+from hf_hybrid.integrations.grpo import HybridGRPOConfig, HybridRLOOConfig
+from hf_hybrid.setup import rescue_is_on
 
 
 def test_defaults_of_training_arguments_are_untouched(tmp_path):
@@ -34,6 +42,157 @@ def test_command_line_and_yaml(tmp_path):
     file.write_text(f"output_dir: {tmp_path}\npreset: conservative\nleap_gain: 1.5\nlearning_rate: 0.001\n")
     (config,) = parser.parse_yaml_file(str(file))
     assert (config.preset, config.leap_gain, config.learning_rate) == ("conservative", 1.5, 1e-3)
+
+
+# Was it given? A run replaces some defaults, and never what the user wrote: not if it equals the default either.
+
+PLAIN_CLASSES = {
+    HybridConfig: TrainingArguments, HybridSFTConfig: SFTConfig, HybridDPOConfig: DPOConfig,
+    HybridGRPOConfig: GRPOConfig, HybridRLOOConfig: RLOOConfig,
+}  # fmt: skip
+ON_CPU = {"use_cpu": True, "report_to": "none"}
+
+
+def default_of(config_class, name):
+    return next(field.default for field in dataclasses.fields(config_class) if field.name == name)
+
+
+def is_replaced(config, name) -> bool:
+    """Whether the run takes another value than the default for an option."""
+    if name == "learning_rate":
+        return rescue_is_on(config, config)
+    return getattr(config, name) != default_of(type(config), name)
+
+
+def written_in_every_way(config_class, name, folder):
+    """Configs in which a user wrote the default of an option, by how it was written."""
+    value, common = default_of(config_class, name), {"output_dir": str(folder), "preset": "fast", **ON_CPU}
+    parser, file = HfArgumentParser(config_class), folder / "options"
+    file.write_text(json.dumps({**common, name: value}))  # which is YAML too
+    by_keyword = config_class(**common, **{name: value})
+    order = [field.name for field in dataclasses.fields(config_class) if field.init and not field.kw_only]
+    defaults = [field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                for field in dataclasses.fields(config_class) if field.name in order]  # fmt: skip
+    values = dict(zip(order, defaults)) | common
+    until = max(order.index(known) for known in (name, "preset" if "preset" in order else name))
+    yield "keyword", by_keyword
+    if until < len(order) - 1:
+        yield "positional", config_class(*[values[known] for known in order[: until + 1]])
+    yield "copies", copy.copy(by_keyword)
+    yield "deep copies", copy.deepcopy(by_keyword)
+    yield "pickles", pickle.loads(pickle.dumps(by_keyword))
+    yield "JSON", parser.parse_json_file(str(file))[0]
+    yield "YAML", parser.parse_yaml_file(str(file))[0]
+    yield "dict", parser.parse_dict({**common, name: value})[0]
+
+
+@pytest.mark.parametrize("config_class", PLAIN_CLASSES)
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_default_that_was_written_is_kept(config_class, name, tmp_path):
+    common = {"output_dir": str(tmp_path), "preset": "fast", **ON_CPU}
+    left = config_class(**common)
+    for config in (left, copy.copy(left), copy.deepcopy(left), pickle.loads(pickle.dumps(left))):
+        assert was_given(config, name) is False and is_replaced(config, name)
+    for way, config in written_in_every_way(config_class, name, tmp_path):
+        assert was_given(config, name) is True and not is_replaced(config, name), way
+    setattr(left, name, default_of(config_class, name))  # by the user, or by a trial of a search
+    assert was_given(left, name) is True and not is_replaced(left, name)
+
+
+def test_a_subclass_with_arguments_of_its_own_keeps_what_it_sets(tmp_path):
+    class Mine(HybridConfig):
+        def __init__(self, folder, rate, optim):
+            super().__init__(folder, learning_rate=rate, optim=optim, preset="fast", **ON_CPU)
+
+    config = Mine(str(tmp_path), 1e-3, "sgd")
+    assert config.learning_rate == 1e-3 and config.optim == "sgd" and not rescue_is_on(config, config)
+
+
+@pytest.mark.parametrize("config_class", PLAIN_CLASSES)
+def test_of_what_wrote_every_option_nothing_is_replaced(config_class, tmp_path):
+    words = ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true", "--report_to", "none"]
+    for parser in (HfArgumentParser(config_class), TrlParser(config_class)):
+        (config,) = parser.parse_args_into_dataclasses(words)
+        derived = {"generation_batch_size": None} if hasattr(config, "generation_batch_size") else {}  # TRL's two names
+        again = dataclasses.replace(config, seed=7, **derived)
+        for name in REPLACED:
+            assert was_given(config, name) is was_given(again, name) is None
+            assert not is_replaced(config, name) and not is_replaced(again, name)
+        (config,) = parser.parse_args_into_dataclasses([*words, "--learning_rate", "0.1", "--optim", "muon"])
+        assert was_given(config, "learning_rate") is was_given(config, "optim") is True
+
+
+def test_a_kept_default_is_told_and_read_back(tmp_path, caplog):
+    """One line says what would have been; the saved config means the same run."""
+    (parsed,) = HfArgumentParser(HybridConfig).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true", "--report_to", "none"]
+        + ["--max_steps", "2", "--save_strategy", "no", "--disable_tqdm", "true"]
+    )
+    plain = TrainingArguments(**{**config_values(tmp_path, max_steps=2), "learning_rate": 5e-5})
+    for args, kept in ((parsed, REPLACED), (plain, ("learning_rate",))):
+        caplog.clear()
+        trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(100))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        (line,) = [record.getMessage() for record in caplog.records if "whether you wrote" in record.getMessage()]
+        assert [name for name in REPLACED if f"`{name}=" in line] == list(kept), line
+        again = HybridConfig.from_json(tmp_path)
+        assert again.learning_rate == 5e-5 and not rescue_is_on(again, again) and again.optim == args.optim
+
+
+def test_a_written_default_stays_written_in_the_saved_config_and_on_resume(tmp_path):
+    common = {**ON_CPU, "max_steps": 4, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+    common |= {"lr_scheduler_type": "constant", "leap_gain": 0}
+    for name, given in (("left", {}), ("written", {"learning_rate": 5e-5})):
+        for resume in (None, True):
+            config = HybridConfig(str(tmp_path / name), **common, **given)
+            trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(100))
+            trainer.remove_callback(PrinterCallback)
+            trainer.train(resume_from_checkpoint=resume and str(tmp_path / name / "checkpoint-2"))
+            log = (tmp_path / name / "hybrid_log.jsonl").read_text()
+            assert ("hybrid/learning_rate_scale" in log) is (name == "left")
+            rates = {entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry}
+            assert name == "left" or rates == {5e-5}
+        again = HybridConfig.from_json(tmp_path / name)
+        assert was_given(again, "learning_rate") is (name == "written")
+
+
+@pytest.mark.parametrize("config_class, plain_class", PLAIN_CLASSES.items())
+def test_no_other_default_is_replaced(config_class, plain_class, tmp_path):
+    """`bf16` is, where it is `None`: nobody writes that. A value is kept."""
+    plain = plain_class(str(tmp_path), **ON_CPU)
+    for preset in PRESETS:
+        if config_class in (HybridGRPOConfig, HybridRLOOConfig) and preset in ("conservative", "aggressive"):
+            continue  # refused
+        config = config_class(str(tmp_path), preset=preset, **ON_CPU)
+        other = {field.name for field in dataclasses.fields(plain_class)
+                 if field.init and getattr(config, field.name) != getattr(plain, field.name)}  # fmt: skip
+        assert other <= {*REPLACED, "bf16"}, other
+    for value in (True, False):
+        assert config_class(str(tmp_path), **ON_CPU, bf16=value).bf16 is value
+
+
+@pytest.mark.parametrize("command", [TRAIN, *FINE_TUNING.values()], ids=lambda command: command.name)
+def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path):
+    """Also those that they decide themselves, and the options of adapters."""
+    config_class = command.config_class()
+    lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+    written = {name: default_of(config_class, name) for name in (*REPLACED, *command.undecided)} | lora
+    common = ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true"]
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(written))
+    left = CommandLine(common, command)
+    assert left.undecided == frozenset(command.undecided)
+    assert all(was_given(left.build()[-1], name) is False for name in REPLACED)
+    in_file, in_words = ["--config", str(file)], [f"--{name}={value}" for name, value in written.items()]
+    for words in (in_file, in_words, [*in_words[:3], *in_file]):
+        line = CommandLine([*common, *words], command)
+        *groups, config = line.build()
+        assert not line.undecided
+        assert {name for name, _ in written.items() if hasattr(config, name)} == written.keys() - lora.keys()
+        for name in (*REPLACED, *command.undecided):
+            assert was_given(config, name) is True and not is_replaced(config, name)
+        assert any(all(getattr(group, name, None) == value for name, value in lora.items()) for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ HOOKS = {
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
     "_load_rng_state": "checkpoint",
+    "_load_scaler": "checkpoint",
 }
 # Called by users, not by Trainer itself.
 ENTRIES = {"__init__", "train", "predict"}

@@ -442,20 +442,23 @@ def test_the_momentum_is_the_options_or_the_presets(options, momentum, tmp_path,
 
 
 def test_the_preset_fast_trains_adapters_as_plain_trainer_does(tmp_path, train_set, caplog):
-    """Bit for bit; an option of Muon says that Muon is wanted."""
-    common = {"optim": TrainingArguments.optim, "max_steps": 8, "seed": 7}
+    """Bit for bit. An option of Muon says that Muon is wanted, and so does `optim=muon` itself."""
+    common = {"optim": None, "max_steps": 8, "seed": 7}
     exact = {"enable_predict": True, "share_rows": "off"}
     fast = trainer_for(tmp_path, train_set, lora(), preset="fast", **exact, **common)
     assert "`preset=fast` trains adapters by AdamW" in caplog.text
     options = {"weight_decay": 0.1, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    common["optim"] = TrainingArguments.optim
     plain = Trainer(lora(), TrainingArguments(**config_values(tmp_path, **options, **common)), train_dataset=train_set)
     for trainer in (fast, plain):
         trainer.train()
     assert type(getattr(fast.optimizer, "optimizer", fast.optimizer)) is torch.optim.AdamW
     assert_same_weights(weights(fast.model), weights(plain.model))
-    asked = trainer_for(tmp_path, train_set, lora(), preset="fast", muon_momentum=0.9, **common)
-    asked.create_optimizer()
-    assert [group["momentum"] for group in asked.optimizer.param_groups if group["algorithm"] == "muon"] == [0.9]
+    for asked, momentum in (({"muon_momentum": 0.9, "optim": None}, 0.9), ({"optim": "muon"}, 0.85)):
+        trainer = trainer_for(tmp_path, train_set, lora(), preset="fast", **{**common, **asked})
+        trainer.create_optimizer()
+        groups = [group for group in trainer.optimizer.param_groups if group["algorithm"] == "muon"]
+        assert [group["momentum"] for group in groups] == [momentum]
 
 
 def test_training_of_adapters_alone(tmp_path, train_set):

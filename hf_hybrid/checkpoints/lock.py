@@ -10,33 +10,53 @@ A job that is requeued may start while the one before it is still dying: schedul
 seconds, before they kill. So a training waits [`WAIT`] seconds for the folder before it gives up.
 
 Only the first process of a training takes the lock; the others wait for what it finds. Where a file system has no locks
-(some network mounts), or the folder cannot be written, training goes on without one, and a warning says so.
+(some network mounts and buckets), training goes on without one, and a warning says so. A file in place of a lock would
+be worse: if its process is killed and the job is restarted on another host, nobody could tell that it is stale.
+
+A folder that cannot be written is found here too, before the first step, and not by the first save.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import socket
+import tempfile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hf_hybrid.checkpoints.manifest import CheckpointError
+from hf_hybrid.checkpoints.manifest import CheckpointError, whose
 from hf_hybrid.files import write_note
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME, HOLDER_NAME = "_hybrid_lock", "_hybrid_lock.json"
 """Uploads leave out what begins with `_`."""
+_TEMPORARY = re.compile(r"__?hybrid_\w+\.json\.[0-9a-f]{16}")
+"""Files of this package while they are written (files.py). A kill leaves them."""
 WAIT = 60.0
 """Seconds that a training waits for another one to leave the folder."""
 
 
 class FolderInUseError(CheckpointError):
     """Another training writes into the folder; the message says which."""
+
+
+def check_output(folder: str | Path) -> None:
+    """
+    Check that a path can be an output folder, before Trainer makes it.
+
+    Raises:
+        ValueError: If it is a file, or a link that leads nowhere.
+    """
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        found = "a file" if os.path.exists(folder) else f"a link to `{os.readlink(folder)}`, which is not there"
+        raise ValueError(f"`output_dir={folder}` is {found}. Remove it, or set another `output_dir`.")
 
 
 class FolderLock:
@@ -53,16 +73,21 @@ class FolderLock:
         self._lock: FileLock | None = None
         self._made = False
 
-    def take(self, folder: str | Path) -> None:
+    def take(self, folder: str | Path, *, saves: bool = True) -> None:
         """
-        Take the lock of a folder, which is made if it is not there.
+        Take the lock of a folder, which is made if it is not there, and delete what killed processes left beside it.
+
+        Args:
+            folder (`str` or `Path`): Of the training.
+            saves (`bool`): Whether the training saves checkpoints. If not, it may go on where nothing can be written.
 
         Raises:
+            CheckpointError: If the training saves and the folder cannot be written.
             FolderInUseError: If another training has it and does not end in time.
         """
         self.release()
         folder = Path(folder)
-        lock = FileLock(folder / LOCK_NAME, thread_local=False)
+        lock = FileLock(folder / LOCK_NAME, thread_local=False, fallback_to_soft=False)
         try:
             self._made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,11 +102,17 @@ class FolderLock:
                 "mix their checkpoints. Wait for it or end it, or set another `output_dir`."
             ) from None
         except (OSError, NotImplementedError) as error:
+            if saves and isinstance(error, OSError):
+                _check_writable(folder)
             logger.warning(
                 "`%s` cannot be locked (%s): nothing tells whether another training writes into it.", folder, error
             )
             return
         self._folder, self._lock = folder, lock
+        for path in folder.glob("_*hybrid_*.json.*"):
+            if _TEMPORARY.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # of another user
+                    path.unlink()
         self.note(0)
 
     def note(self, step: int) -> None:
@@ -105,6 +136,23 @@ class FolderLock:
         if self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if nothing was written into it
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise [`CheckpointError`] if no file can be made in a folder, unless its disk is full: a resume makes room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return
+        there = folder.absolute()
+        while not there.exists():
+            there = there.parent
+        raise CheckpointError(
+            f"`output_dir={folder}` cannot be written ({error.strerror}): `{there}` {whose(there)}. The run would fail "
+            'at its first save. Make it writable, set another `output_dir`, or set `save_strategy="no"`.'
+        ) from None
 
 
 def _in_use(folder: Path) -> str:

@@ -12,7 +12,9 @@ order of their steps.
 
 A kill at any moment. The next save or start deletes a save without a manifest. A save with one is whole, and the next
 save or start gives it its name. A checkpoint of the same name is emptied only when its successor is sealed, and then
-the successor replaces the empty folder. So at any moment a whole checkpoint exists, and a folder of its name.
+the successor replaces the empty folder. So at any moment a whole checkpoint exists, and a folder of its name. A
+checkpoint that `save_total_limit` gives up is moved into `_hybrid_saving` by a rename, and is deleted there: the next
+save or start ends a deletion that was killed.
 
 A resume. `resume_from_checkpoint=True` takes the newest checkpoint of the newest run that agrees with its manifest, and
 says why newer ones are passed over. A checkpoint that is named is taken or refused. A file that is loaded by its name,
@@ -40,6 +42,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -59,7 +62,12 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "hybrid_manifest.json"
 RUN_NAME = "hybrid_run.json"
 SAVING_NAME = "_hybrid_saving"
-"""Folder beside the checkpoints in which the next one is written. Uploads leave out what begins with `_`."""
+"""
+Folder beside the checkpoints in which the next one is written and old ones are deleted. Uploads leave out what begins
+with `_`.
+"""
+DELETED = "deleted-"
+"""How the name of a checkpoint begins that is being deleted."""
 TRAINER_STATE_NAME = "trainer_state.json"
 EARLIER_NAME = "_hybrid_earlier"
 """Folder for what stood where a checkpoint of this run had to go. Uploads leave it out too."""
@@ -98,7 +106,7 @@ class Manifest:
 class Start:
     """
     Where a training starts: the checked folder (`None` for a new run), its run and model, whether it was saved inside
-    a step, and what the user has to know.
+    a step, what the user has to know, and whether the user asked for the same run (`"auto"`), wherever it starts.
     """
 
     folder: str | None
@@ -106,6 +114,7 @@ class Start:
     model: str
     in_step: bool = False
     warnings: list[str] = field(default_factory=list)
+    is_same: bool = False
 
 
 def new_run(model: nn.Module | None) -> Start:
@@ -133,12 +142,27 @@ def saving(folder: Path) -> Generator[None]:
     Raises:
         OSError: If the disk is full, with what to do; other errors pass.
     """
+    with explaining_a_full_disk(folder):
+        try:
+            temporary(folder).mkdir(parents=True, exist_ok=True)
+            yield
+        except Exception:
+            settle(folder.parent)
+            raise
+
+
+@contextlib.contextmanager
+def explaining_a_full_disk(folder: Path) -> Generator[None]:
+    """
+    Context in which a process writes its files of the checkpoint `folder`.
+
+    Raises:
+        OSError: If the disk is full, with what to do; other errors pass.
+    """
     output_dir = folder.parent
     try:
-        temporary(folder).mkdir(parents=True, exist_ok=True)
         yield
     except Exception as error:
-        settle(output_dir)
         if not is_disk_full(error):
             raise
         last = last_checkpoint(output_dir)
@@ -187,12 +211,14 @@ def add_what_callbacks_saved(folder: Path) -> None:
 
 def settle(output_dir: Path) -> list[Path]:
     """
-    End the saves of a folder, also those of a process that was killed: what is sealed gets its name, and the rest is
-    deleted. Return what was deleted.
+    End the saves and deletions of a folder, also those of a process that was killed: a sealed save gets its name, and
+    the rest is deleted. Return the saves that were cut short.
     """
     folder, cut_short = output_dir / SAVING_NAME, []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if is_sealed(path):
+        if path.name.startswith(DELETED):
+            _delete(path)
+        elif is_sealed(path):
             _put_in_place(path, output_dir / path.name)
         else:
             _delete(path)
@@ -298,8 +324,29 @@ def rotate(output_dir: Path, limit: int | None, *, run: Run, newest: Path, best:
         if is_same_run(manifest.run, run) and not folder.is_symlink()
     ]
     surplus = len(own) - max(limit, len(kept))
-    for _, _, folder in [one for one in sorted(own) if one[2].resolve() not in kept][: max(surplus, 0)]:
-        _delete(folder)
+    given_up = [folder for _, _, folder in sorted(own) if folder.resolve() not in kept][: max(surplus, 0)]
+    for folder in given_up:
+        _give_up(folder)
+    if given_up:
+        with contextlib.suppress(OSError):  # not all could be deleted: the next save tries again
+            (output_dir / SAVING_NAME).rmdir()
+
+
+def _give_up(folder: Path) -> None:
+    """
+    Delete a checkpoint. After a kill at any moment the rest of it is found: by [`settle`] where it was moved, and where
+    folders cannot be renamed by the next rotation, because its manifest goes last.
+    """
+    moved = folder.parent / SAVING_NAME / f"{DELETED}{step_of(folder)}"
+    try:
+        moved.parent.mkdir(exist_ok=True)
+        os.replace(folder, moved)
+    except OSError:  # some mounted buckets rename no folders, and a full disk may have no room for a new one
+        for path in folder.iterdir():
+            if path.name != MANIFEST_NAME:
+                _delete(path)
+        moved = folder
+    _delete(moved)
 
 
 def is_of_run(folder: Path, run: Run) -> bool:
@@ -320,7 +367,7 @@ def holds_a_run(output_dir: str | Path) -> bool:
 def write_run(output_dir: str | Path, run: Run) -> None:
     """Write which run is the newest of a folder, as it begins, and which weights are there already."""
     folder, values = Path(output_dir), {"schema_version": SCHEMA_VERSION, "run": run}
-    earlier = _facts(folder, _weights(folder))
+    earlier = _facts(folder, [path for path in _weights(folder) if not _no_access(path)])
     write_note(folder / RUN_NAME, values | ({"earlier_weights": earlier} if earlier else {}))
 
 
@@ -398,12 +445,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     Return the manifest of a checkpoint, or `None` if it has none.
 
     Raises:
-        CheckpointError: If the manifest itself is damaged, or another version wrote it.
+        CheckpointError: If the manifest itself is damaged or may not be read, or another version wrote it.
     """
-    path = folder / MANIFEST_NAME
-    if not path.is_file():
+    if not is_sealed(folder):
+        if why := _no_access(folder):
+            raise CheckpointError(why)
         return None
-    values = _read_json(path)
+    values = _read_json(folder / MANIFEST_NAME)
     digest = values.pop("xxh3_128", None)
     if values.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
@@ -414,7 +462,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def is_sealed(folder: str | Path) -> bool:
     """Whether the save of a checkpoint came to its end; says nothing of what happened to the files since."""
-    return (Path(folder) / MANIFEST_NAME).is_file()
+    return os.path.isfile(Path(folder) / MANIFEST_NAME)  # not of `Path`, which raises where the folder is closed
 
 
 def damages(folder: Path, manifest: Manifest) -> list[str]:
@@ -449,15 +497,51 @@ def _check(folder: Path, manifest: Manifest | None) -> None:
         _read_json(folder / TRAINER_STATE_NAME)
     elif step_of(folder) not in (-1, manifest.step):
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
-    elif found := damages(folder, manifest):
-        raise CheckpointError("; ".join(found))
+    else:
+        try:
+            found = damages(folder, manifest)
+        except OSError as error:
+            raise CheckpointError(f"not all of its files can be read ({error})") from None
+        if found:
+            raise CheckpointError("; ".join(found))
+
+
+def _unreadable(folder: Path) -> str | None:
+    """Return a phrase on the first file of a checkpoint that this user may not read, or on the folder."""
+    return next(filter(None, map(_no_access, (folder, *sorted(folder.rglob("*"))))), None)
+
+
+def _no_access(path: Path) -> str | None:
+    """Return a phrase if a file or folder is there and this user may not read it: whose it is, and what to do."""
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError:
+        return f"a folder above `{path}` may not be entered by this user"
+    except OSError:  # there is none
+        return None
+    if os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        return None
+    folder = path if stat.S_ISDIR(mode) else path.parent
+    return f"`{path.name}` may not be read: it {whose(path)}. Its owner can allow it: `chmod -R a+rX {folder}`"
+
+
+def whose(path: Path) -> str:
+    """Return owner and mode of a file or folder, for messages: "belongs to `alice` and has mode 600"."""
+    found = os.stat(path)
+    try:
+        owner = path.owner()
+    except (KeyError, NotImplementedError):  # no name, or Windows
+        owner = str(found.st_uid)
+    return f"belongs to `{owner}` and has mode {stat.S_IMODE(found.st_mode):o}"
 
 
 def _read_json(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    except FileNotFoundError:
         raise CheckpointError(f"`{path.name}` is missing") from None
+    except OSError as error:
+        raise CheckpointError(_no_access(path) or f"`{path.name}` cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"`{path.name}` is damaged") from None
     if not isinstance(values, dict):
@@ -482,9 +566,11 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         CheckpointError: If there is nothing to resume from, or `resume` names a checkpoint that is damaged.
     """
     start, output_dir = new_run(model), Path(output_dir)
+    if why := _no_access(output_dir) or _no_access(output_dir / SAVING_NAME):
+        raise CheckpointError(f"`output_dir={output_dir}` cannot be used: {why}.")
     cut_short = settle(output_dir)
     if resume == "auto":
-        resume = _has_saved(output_dir)
+        resume, start.is_same = _has_saved(output_dir), True
     if not resume:
         start.warnings = _left_alone(output_dir)
         return start
@@ -504,16 +590,29 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
         abandoned = any(is_on_course(other.run, other.step, manifest.run) for other in later)
         start.in_step = manifest.in_step
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
+    _check_values(folder, manifest)
     start.warnings += _not_saved(folder)
     return start
 
 
 def _has_saved(output_dir: Path) -> bool:
-    """Whether the newest run of a folder has saved a checkpoint there, which may be damaged since."""
-    run, known = _run_of(output_dir), {folder: manifest.run for folder, manifest in _manifests(output_dir)}
-    if run is not None:
-        return any(is_same_run(of, run) for of in known.values())
-    return bool(known) or any((folder / TRAINER_STATE_NAME).is_file() for folder in _checkpoints(output_dir))
+    """
+    Whether the newest run of a folder has saved a checkpoint there. One that says nothing of its run counts too, since
+    it is damaged or may not be read.
+    """
+    run = _run_of(output_dir)
+    for folder in _checkpoints(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            return True
+        if manifest is None:
+            saved = run is None and os.path.isfile(folder / TRAINER_STATE_NAME)
+        else:
+            saved = run is None or is_same_run(manifest.run, run)
+        if saved:
+            return True
+    return False
 
 
 def _left_alone(output_dir: Path) -> list[str]:
@@ -533,8 +632,10 @@ def _named(folder: Path) -> tuple[Path, list[str]]:
     """Return a checkpoint that the user named, and what cannot be checked in it."""
     if is_sealed(temporary(folder)):  # the save was killed right before the rename
         _put_in_place(temporary(folder), folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder) and not _no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
+    if why := _unreadable(folder):
+        raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: {why}.")
     warnings = []
     try:
         manifest = read_manifest(folder)
@@ -572,6 +673,8 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     sealed = run is not None or any(is_sealed(folder) for folder in folders)
     for folder in folders:
         try:
+            if why := _unreadable(folder):
+                raise CheckpointError(why)
             manifest = read_manifest(folder)
             if manifest is None and sealed:
                 raise CheckpointError(
@@ -586,7 +689,11 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
         except CheckpointError as error:
             passed_over[folder] = str(error)
     # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
-    begun = [folder for folder in folders if not (is_sealed(folder) or (folder / TRAINER_STATE_NAME).is_file())]
+    begun = [
+        folder
+        for folder in folders
+        if not (_no_access(folder) or is_sealed(folder) or (folder / TRAINER_STATE_NAME).is_file())
+    ]
     if folders == begun and len(folders) <= 1 and (begun or cut_short):
         first = (begun or cut_short)[0]
         return None, [f"`{first}` is the first save of a run, and was cut short: the run begins anew."]
@@ -602,6 +709,57 @@ def _nothing(output_dir: Path, passed_over: dict[Path, str]) -> str:
         f"{text}. Passed over: {found}. Start anew without `resume_from_checkpoint`, or set it to the folder of one of "
         "them that you want to continue."
     )
+
+
+def _check_values(folder: Path, manifest: Manifest | None) -> None:
+    """
+    Raise [`CheckpointError`] if Trainer cannot go on from its state in a checkpoint: if it is of another version of
+    transformers, or was changed together with the manifest.
+    """
+    from transformers import TrainerState  # here, because nothing else needs it
+
+    values = _read_json(folder / TRAINER_STATE_NAME)
+    number, log = (int, float), values.get("log_history")
+    types: dict[str, type | tuple[type, ...]] = {"log_history": list, "stateful_callbacks": dict}
+    types |= dict.fromkeys(("global_step", "max_steps", "best_global_step", "train_batch_size"), int)
+    types |= dict.fromkeys(("epoch", "best_metric", "total_flos", "num_input_tokens_seen", "num_train_epochs"), number)
+    types |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), number) | {"best_model_checkpoint": str}
+    wrong = [name for name in values if name not in {field.name for field in dataclasses.fields(TrainerState)}]
+    wrong += [
+        name
+        for name, expected in types.items()
+        if values.get(name) is not None and (not isinstance(values[name], expected) or values[name] is True)
+    ]
+    if isinstance(log, list) and not all(isinstance(entry, dict) for entry in log):
+        wrong.append("log_history")
+    step = values.get("global_step")
+    if not isinstance(step, int) or step < 0 or (manifest is not None and step != manifest.step):
+        wrong.append("global_step")
+    if wrong:
+        names = ", ".join(f"`{name}={str(values.get(name))[:40]}`" for name in dict.fromkeys(wrong))
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: `{TRAINER_STATE_NAME}` holds what this version of transformers "
+            f"does not write ({names}). Set `resume_from_checkpoint` to another checkpoint."
+        )
+
+
+@contextlib.contextmanager
+def restoring(folder: str | Path | None) -> Generator[None]:
+    """
+    Context in which a part of a checkpoint is restored.
+
+    Raises:
+        CheckpointError: If the part is of another kind than what is restored from it.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if folder is None:
+            raise
+        raise CheckpointError(
+            f"The run cannot go on from `{folder}`: its files are of another kind than those of this run "
+            f"({type(error).__name__}: {error}). Set `resume_from_checkpoint` to another checkpoint."
+        ) from error
 
 
 def _not_saved(folder: Path) -> list[str]:

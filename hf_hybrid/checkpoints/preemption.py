@@ -1,12 +1,13 @@
 """
 Preemption: a job that gets a signal saves a checkpoint and ends, all of its processes after the same step.
 
-Schedulers send a signal some time before they kill. With one process, `enable_jit_checkpoint` of transformers saves
-when SIGTERM arrives. With several this cannot work: each process gets the signal at another moment. A process that
-saves waits for the others, which continue to compute and wait for it in the next exchange of gradients. Both wait
-forever.
+Schedulers send a signal some time before they kill. `enable_jit_checkpoint` of transformers waits three seconds when
+SIGTERM arrives and saves then. A job with a shorter grace is killed before. And with several processes this cannot
+work: each gets the signal at another moment. A process that saves waits for the others, which continue to compute and
+wait for it in the next exchange of gradients. Both wait forever.
 
-So the processes agree. The signal handler only sets a flag. At the end of every step the flags are summed over all
+So this module takes the place of transformers' callback. One process saves at the end of the step in which the signal
+arrives. Several agree. The signal handler only sets a flag. At the end of every step the flags are summed over all
 processes. A process that reads a sum above zero asks Trainer to save and to stop. All read it at the end of the same
 step. They read the sum that was started at the end of the previous step: it has arrived by then, so no process and no
 device waits for it. The answer comes one step late.
@@ -14,8 +15,8 @@ device waits for it. The answer comes one step late.
     signal        process 0: step 7     process 1: step 8      (skewed)
     end of step   7: flags 1 + 0 on their way    8: read 1 -> both save step 8 and stop
 
-SIGUSR1 has the same effect as SIGTERM, also with one process, because Slurm's users send it. With one process
-transformers handles SIGTERM, and this module only records it.
+SIGUSR1 has the same effect as SIGTERM, because Slurm's users send it. Only the main thread of Python may handle
+signals: a training in another thread says that it saves at none.
 
 Trainer evaluates before it saves, and an evaluation may take longer than a scheduler waits. So an evaluation that is
 due at the last step before the end is left out. The checkpoint says so (`evaluation_is_due`), and the resumed run
@@ -31,7 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -49,8 +50,6 @@ class Preemption(TrainerCallback):
 
     Args:
         trainer (`HybridTrainerMixin`): Its processes agree.
-        signals (`tuple[signal.Signals, ...]`): That ask it.
-        noted (`tuple[signal.Signals, ...]`): That are left to the handlers they have.
 
     Attributes:
         asked (`bool`): Whether this process was asked.
@@ -58,14 +57,9 @@ class Preemption(TrainerCallback):
         leaves_out_evaluation (`bool`): Whether an evaluation at the step under way is left to the run that goes on.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        signals: tuple[signal.Signals, ...] = SIGNALS,
-        noted: tuple[signal.Signals, ...] = (),
-    ):
-        self.asked = self.leaves_out_evaluation = self._noted = self._agreed = False
-        self._trainer, self._signals, self._left = trainer, signals, noted
+    def __init__(self, trainer: TrainerLike):
+        self.asked = self.leaves_out_evaluation = self._agreed = False
+        self._trainer = trainer
         self._before: dict[signal.Signals, Any] = {}
         self._saved: int | None = None
         self._sum: tuple[torch.Tensor, Any] | None = None
@@ -74,22 +68,22 @@ class Preemption(TrainerCallback):
     @property
     def ended(self) -> bool:
         state = self._trainer.state
-        return (self._agreed or self._noted) and state.global_step < state.max_steps
+        return self._agreed and state.global_step < state.max_steps
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number in self._signals:
-            self.asked = True
-            return
-        self._noted = True
-        if callable(before := self._before.get(signal.Signals(number))):
-            before(number, frame)
+        self.asked = True
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.asked = self.leaves_out_evaluation = self._noted = self._agreed = False
+        self.asked = self.leaves_out_evaluation = self._agreed = False
         self._saved = self._sum = None
         if threading.current_thread() is threading.main_thread():  # the only one that may
-            for number in (*self._signals, *self._left):
+            for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._ask)
+        else:
+            logger.warning(
+                "`enable_jit_checkpoint` saves at no signal, because Python handles signals in the main thread alone "
+                "and this training runs in another one. Call `train` in the main thread."
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._all_stop():
@@ -152,17 +146,27 @@ def agree_on_preemption(trainer: TrainerLike) -> Preemption | None:
     """
     Let the processes of a trainer with `enable_jit_checkpoint=True` agree on when they save and end.
 
-    With several processes this takes the place of transformers' callback. With one it adds SIGUSR1.
+    This takes the place of transformers' callback.
     """
     if not trainer.args.enable_jit_checkpoint:
         return None
-    signals, noted = SIGNALS, ()
-    if trainer.accelerator.num_processes > 1:
-        theirs = trainer.pop_callback(JITCheckpointCallback)
-        if theirs is not None:  # it has taken the signal already
-            theirs.on_train_end(trainer.args, trainer.state, trainer.control)
-    else:
-        signals, noted = tuple(number for number in SIGNALS if number != signal.SIGTERM), (signal.SIGTERM,)
-    callback = Preemption(trainer, signals, noted)
+    theirs = trainer.pop_callback(JITCheckpointCallback)
+    if theirs is not None:  # it has taken the signal already
+        theirs.on_train_end(trainer.args, trainer.state, trainer.control)
+    callback = Preemption(trainer)
     trainer.add_callback(callback)
     return callback
+
+
+def check_thread(args: TrainingArguments) -> None:
+    """
+    Check that a trainer is made where transformers may handle signals.
+
+    Raises:
+        ValueError: If `enable_jit_checkpoint` is set outside of the main thread.
+    """
+    if args.enable_jit_checkpoint and threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            f"`enable_jit_checkpoint={args.enable_jit_checkpoint}` needs the main thread, because Python handles "
+            "signals there alone. Make the trainer and call `train` in the main thread, or leave the option out."
+        )

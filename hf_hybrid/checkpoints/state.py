@@ -5,7 +5,7 @@ What a checkpoint holds beside Trainer's own files, and how a run resumes from i
 |---|---|
 | `hybrid_state.json` | the state of every part, by name; record and position in the data; options to compare with |
 | `hybrid_state.safetensors` | the tensors in these states: buffers of the direction, the snapshot of an open leap |
-| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: GRPO's completions under way |
+| `hybrid_state_1.safetensors`, ... | what a part keeps on each process for itself: generators, GRPO's completions |
 
 A part (part.py) returns JSON values and dictionaries of tensors, and gets them back. Nothing here knows what they mean.
 A run whose parts have no state, plain `Trainer`'s for example, has none of these files. There is no pickle, and tensors
@@ -29,6 +29,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.checkpoints.behind import Saves
+from hf_hybrid.checkpoints.manifest import MANIFEST_NAME
 from hf_hybrid.checkpoints.preemption import evaluation_is_due
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
@@ -74,12 +75,17 @@ def save_state(
     write_json(folder / VALUES_NAME, {"schema_version": SCHEMA_VERSION, **about, "parts": values})
 
 
+class OtherVersionError(ValueError):
+    """An earlier or later version wrote the state of a checkpoint; the message is a clause that says which."""
+
+
 def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """
     Read what [`save_state`] wrote: states by part, and what stands beside them; `None` if the checkpoint holds none.
 
     Raises:
-        ValueError: If another version wrote it, or if it has no version.
+        OtherVersionError: If another version wrote it.
+        ValueError: If it is damaged.
     """
     folder = Path(folder)
     if not (folder / VALUES_NAME).is_file() or not (folder / TENSORS_NAME).is_file():
@@ -91,16 +97,15 @@ def load_state(folder: str | Path, *, process: int = 0) -> tuple[dict[str, Any],
         tensors = load_file(folder / name)
     except (ValueError, SafetensorError) as error:
         raise ValueError(
-            f"`{folder / name}` is damaged: {error}. Delete it and `{VALUES_NAME}`: weights and optimizer are restored "
-            "then, and phases start anew."
+            f"`{folder / name}` is damaged: {error}. Delete `{MANIFEST_NAME}`, `{VALUES_NAME}` and `{TENSORS_NAME}` in "
+            f"this folder and set `resume_from_checkpoint={folder}`: weights and optimizer are restored then, and "
+            "phases start anew."
         ) from None
     version = about.pop("schema_version", None)
     if version != SCHEMA_VERSION:
-        found = "missing" if version is None else f"`{version}`"
-        raise ValueError(
-            f"`{folder / VALUES_NAME}` was written by another version of hf_hybrid: its `schema_version` is {found}, "
-            f"and this one reads `{SCHEMA_VERSION}`. Resume with that version, or delete the file: weights and "
-            "optimizer are restored then, and phases start anew."
+        raise OtherVersionError(
+            f"its `schema_version` is {'missing' if version is None else f'`{version}`'}, and this version of "
+            f"hf_hybrid reads `{SCHEMA_VERSION}`"
         )
     state = _together(tensors, about.pop("parts"))
     if process:
@@ -184,9 +189,20 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     report: Report = {"checkpoint": str(checkpoint), "step": trainer.state.global_step, "restored": None}
     report["evaluation_is_due"] = False
     report |= {"changed_options": {}, "warnings": []}
-    found = load_state(checkpoint, process=trainer.args.process_index)
+    try:
+        found = load_state(checkpoint, process=trainer.args.process_index)
+    except OtherVersionError as error:
+        found = None
+        anew = (
+            "Phases, leaps, the planner and the scale of the learning rate start anew; an open leap is never judged. "
+        )
+        report["warnings"].append(
+            f"`{Path(checkpoint) / VALUES_NAME}` is not restored: {error}. Weights, optimizer, schedule and random "
+            f"generators go on. {anew if trainer.run.has_phases else ''}Options and data are not compared with "
+            "those of the saved run. To go on with all of it, resume with the version that saved it."
+        )
     if found is None:
-        if trainer.run.has_phases:
+        if trainer.run.has_phases and not report["warnings"]:
             report["warnings"].append(
                 f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), "
                 "so that phases and predictor start anew."
@@ -197,8 +213,9 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     evaluates = trainer.args.eval_strategy != IntervalStrategy.NO
     report["evaluation_is_due"] = evaluates and about.get("evaluation_is_due", False)
     _leave_out_other_planner(trainer, state, about, report)
-    if trainer.args.ignore_data_skip:
-        state.pop("feed", None)
+    if trainer.args.ignore_data_skip or any(said.get("other_batches") for said in trainer.checked):
+        state.pop("feed", None)  # the place is where Trainer finds as many steps done, or the start of the epoch
+        state.pop("order", None)
     trainer.run.load_state_dict(state)
     for said in trainer.checked:
         report["changed_options"].update(said.get("changed_options", {}))
@@ -291,7 +308,7 @@ def describe(report: Report) -> str:
 
 def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
     """
-    Log what was restored at INFO, in a run with phases, and what has changed or was not restored at WARNING.
+    Log what was restored at INFO, in a run with phases; what has changed or was not restored in one WARNING.
 
     Args:
         report (`dict`): From [`restore`].
@@ -302,12 +319,18 @@ def tell(report: Report, *, show: bool, has_phases: bool = True) -> None:
         logger.info("%s", line)
         if show and not logger.isEnabledFor(logging.INFO):
             tqdm.write(line)
-    if report["changed_options"]:
-        changed = [f"`{name}={now}` (was `{then}`)" for name, (then, now) in report["changed_options"].items()]
-        logger.warning(
-            "Options differ from those that `%s` was saved with; the new ones hold from here on: %s.",
-            report["checkpoint"],
-            ", ".join(changed),
+    if differences := table_of(report):
+        logger.warning("%s", differences)
+
+
+def table_of(report: Report) -> str:
+    """Return what differs from the run of the checkpoint: a table of options, and a sentence for everything else."""
+    lines, changed = [], report["changed_options"]
+    if changed:
+        lines.append(
+            f"Options differ from those that `{report['checkpoint']}` was saved with; the new ones hold from here on:"
         )
-    for warning in report["warnings"]:
-        logger.warning("%s", warning)
+        rows = [("option", "was", "is"), *((f"`{name}`", f"{then}", f"{now}") for name, (then, now) in changed.items())]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines += [f"  {name:<{widths[0]}}  {then:<{widths[1]}}  {now}" for name, then, now in rows]
+    return "\n".join([*lines, *report["warnings"]])

@@ -145,7 +145,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         if adapters:
             from peft import AutoPeftModelForCausalLM
 
-            model: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=args.dtype)
+            model: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=args.dtype, **given)
         else:
             with quiet_reading():
                 model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **given)

@@ -59,7 +59,7 @@ def _load(model: str | Path) -> PreTrainedConfig:
     try:
         if local and "model_type" not in json.loads(file.read_text(encoding="utf-8")):
             raise ValueError(f"`{file}` has no `model_type`. Give the `config.json` of a transformers model.")
-        return AutoConfig.from_pretrained(str(file if local else model))
+        return AutoConfig.from_pretrained(str(file if local else model), trust_remote_code=False)
     except json.JSONDecodeError as error:
         why = f"`{file}` is not JSON ({error}). Give the `config.json` of a model."
     except OSError as error:
@@ -68,6 +68,11 @@ def _load(model: str | Path) -> PreTrainedConfig:
             reason = offline if constants.HF_HUB_OFFLINE else f"{_first_line(error)} Check the name and the network"
             why = f"the config of `{model}` cannot be loaded: {reason}, or give a folder or a config file."
     except Exception as error:  # whatever absurd values lead to
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"`model`: the config of `{model}` brings code of its own (`auto_map`), and a plan runs none. Only "
+                "models that transformers has itself can be planned."
+            ) from None
         # transformers' checks of a config name the field in the first error, and wrap it.
         why = f"the config of `{model}` cannot be read: {_first_line(error.__cause__ or error)}"
     raise ValueError(f"`model`: {why}")
@@ -81,7 +86,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model of a config with all its layers on the meta device."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # whatever a model's constructor makes of absurd sizes
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise ValueError(f"`model`: no `{config.model_type}` can be built from this config ({reason}).") from None

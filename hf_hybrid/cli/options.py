@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
-from hf_hybrid.records.redaction import is_secret_name
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, known_variables, read_options, split_private
 
 PROGRAM = "hf-hybrid train"
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
@@ -317,22 +316,35 @@ class CommandLine:
 
     @classmethod
     def again(cls, saved: dict[str, Any], overrides: Iterable[str] = ()) -> CommandLine:
-        """Return the command line that [`to_dict`] returned, with words after it that override others."""
+        """
+        Return the command line that [`to_dict`] returned, with words after it that override others.
+
+        Somebody else may have written what was saved: of the variables it has only [`ABOUT_ARITHMETIC`].
+        """
         line = cls([*saved["arguments"], *overrides])
         line._from_file = dict(saved["config"])
-        line._variables = line._from_file.pop(ENVIRONMENT, None)
+        line._from_file.pop(ENVIRONMENT, None)
+        variables = known_variables(saved["variables"])
+        line._variables = {name: value for name, value in variables.items() if value is not None}
         return line
 
     def to_dict(self) -> dict[str, Any]:
-        """Return words and file as plain values, without secrets and the words that follow them."""
-        words, secret = [], False
-        for word in self._words:
-            secret = is_secret_name(word.partition("=")[0]) if word.startswith("--") else secret
-            words += [] if secret else [word]
-        config = {name: value for name, value in self.from_file().items() if not is_secret_name(name)}
-        if isinstance(variables := config.get(ENVIRONMENT), dict):
-            config[ENVIRONMENT] = {key: value for key, value in variables.items() if not is_secret_name(str(key))}
-        return {"arguments": words, "config": config}
+        """
+        Return words and file as plain values, without secrets and the words that follow them. Of the variables under
+        `env` these are the names, and the values of [`ABOUT_ARITHMETIC`].
+        """
+        words, option = [], []
+        for word in [*self._words, "--"]:
+            if word.startswith("--"):  # the option before has ended
+                name, _, value = option[0].partition("=") if option else ("", "", "")
+                words += [] if holds_secret(name, [value, *option[1:]]) else option
+                option = []
+            option.append(word)
+        return {
+            "arguments": words,
+            "config": split_private(self.from_file())[0],
+            "variables": known_variables(self._variables),
+        }
 
     def _by_own_name(self, word: str) -> str:
         """Return a word with the name that the command has for an option of another."""
@@ -380,9 +392,14 @@ class CommandLine:
                 )
         os.environ.update({name: str(value) for name, value in variables.items()})
 
-    @functools.cached_property
+    @property
     def values(self) -> argparse.Namespace:
-        """Return every option by name, without building anything or touching a device."""
+        """Every option by name, read without building anything or touching a device."""
+        return self._parsed[0]
+
+    @functools.cached_property
+    def _parsed(self) -> tuple[argparse.Namespace, dict[str, Any]]:
+        """Every option by name, and those alone that stand in the file or on the command line."""
         parser = self._parser
         actions = {action.dest: action for action in parser._actions}
         names = ["--config", *(string for action in parser._actions for string in action.option_strings)]
@@ -391,11 +408,18 @@ class CommandLine:
             if name.startswith("--") and name not in names:
                 raise OptionError(f"`{name}` is no option.{self._did_you_mean(name, names)}")
         # The words of the file come first, so that the user's win.
-        values, stray = parser.parse_known_args([*self._words_of_file(parser, actions), *self._words])
+        of_file, written = self._words_of_file(actions)
+        words = [*of_file, *self._words]
+        # The parser writes no default over a value that is there.
+        values, stray = parser.parse_known_args(words, argparse.Namespace(**written))
         if stray:
             raise OptionError(f"`{stray[0]}` belongs to no option. Options begin with two dashes.")
-        values.use_cpu = values.use_cpu or values.cpu
-        return values
+        unwritten = object()
+        read, _ = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(actions, unwritten)))
+        written |= {name: value for name, value in vars(read).items() if value is not unwritten}
+        if values.cpu:
+            values.use_cpu = written["use_cpu"] = True
+        return values, written
 
     @functools.cached_property
     def _parser(self):
@@ -405,8 +429,9 @@ class CommandLine:
         near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
         return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help_all` lists all."
 
-    def _words_of_file(self, parser, actions: dict[str, argparse.Action]) -> list[str]:
-        words = []
+    def _words_of_file(self, actions: dict[str, argparse.Action]) -> tuple[list[str], dict[str, Any]]:
+        """The options of the file as words, and those that no word can say (nothing, a list) as values."""
+        words, values = [], {}
         for key, value in self._from_file.items():
             name = key.replace("-", "_")
             if name not in actions:
@@ -414,14 +439,14 @@ class CommandLine:
             takes_list = actions[name].nargs in ("+", "*")
             self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
-                parser.set_defaults(**{name: value})
+                values[name] = value
             elif isinstance(value, list):
                 words += [f"--{name}", *map(str, value)]
             elif isinstance(value, dict):
                 words.append(f"--{name}={json.dumps(value)}")
             else:
                 words.append(f"--{name}={_word(value, actions[name].choices)}")
-        return words
+        return words, values
 
     def _check_kind(self, name: str, value: Any) -> None:
         """Refuse an empty line, a list or a mapping where the option takes none of them: argparse never sees these."""
@@ -446,9 +471,11 @@ class CommandLine:
         return frozenset(name for name in self.command.undecided if getattr(self.values, name) is None)
 
     def build(self, **decided: Any) -> tuple[Any, ...]:
-        """Check the options and build each of the command's dataclasses; `decided` overrides what was not given."""
-        values = {name: value for name, value in vars(self.values).items() if name not in self.undecided}
-        return self._parser.parse_dict(values | decided, allow_extra_keys=True)
+        """
+        Check the options and build each of the command's dataclasses; `decided` is added to what was given. They get
+        nothing else, so that they know which defaults the user wrote.
+        """
+        return self._parser.parse_dict(self._parsed[1] | decided, allow_extra_keys=True)
 
     def options(self) -> TrainOptions:
         """Check the options and build the `HybridConfig`; a `ValueError` says what it refuses."""

@@ -412,16 +412,15 @@ def _steps(trainer: Any) -> str:
 
 
 def _rate(trainer: Any) -> str:
-    import dataclasses
-
+    from hf_hybrid.config import was_given
     from hf_hybrid.setup import rescue_is_on
 
     args, options = trainer.args, trainer.hybrid_args
-    default = next(f.default for f in dataclasses.fields(type(args)) if f.name == "learning_rate")
+    given = was_given(args, "learning_rate")
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
-    told = f"{args.learning_rate:g} ({'the default' if args.learning_rate == default else 'as given'}), {schedule}"
+    told = f"{args.learning_rate:g} ({'as given' if given else 'the default'}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if not trainer.has_phases and adapters and args.learning_rate == default:
+    if not trainer.has_phases and adapters and not given:
         return f"{told} of training all weights; adapters often need ten times as much: set --learning_rate"
     if not trainer.has_phases or not rescue_is_on(args, options):
         return told

@@ -206,7 +206,13 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
         with gguf.quiet_reading():
             # With `output_loading_info` it returns two things, which its annotation does not say.
             model, found = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
-                folder, dtype=dtype, device_map={"": device()}, output_loading_info=True, **in_gguf, **quantization
+                folder,
+                dtype=dtype,
+                device_map={"": device()},
+                output_loading_info=True,
+                trust_remote_code=False,
+                **in_gguf,
+                **quantization,
             )
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"`{folder}` cannot be loaded: {error}") from error

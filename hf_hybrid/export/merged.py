@@ -79,7 +79,8 @@ def merge(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
 
 def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> PreTrainedModel:
     adapters = peft.PeftConfig.from_pretrained(folder)
-    name, more = adapters.base_model_name_or_path, {"revision": adapters.revision}
+    name = adapters.base_model_name_or_path
+    more: dict[str, Any] = {"revision": adapters.revision, "trust_remote_code": False}
     note = folder / BASE_NAME
     if as_trained and note.is_file():
         from transformers.quantizers import AutoQuantizationConfig
@@ -93,7 +94,7 @@ def _base(folder: Path, peft: Any, device: torch.device, as_trained: bool) -> Pr
         base = base.dequantize()
         base._weight_conversions = None  # transformers would pack the weights again when it saves them, and cannot
     if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         rows = base.get_input_embeddings().get_parameter("weight").shape[0]
         if tokenizer is not None and len(tokenizer) > rows:  # training added some
             base.resize_token_embeddings(len(tokenizer))

@@ -120,12 +120,17 @@ def read_config(folder: Path) -> PreTrainedConfig:
                     "`from_pretrained`. Save the base, set `base_model_name_or_path` in their "
                     f"`{ADAPTER_CONFIG}` to its folder, and export again."
                 )
-        config = AutoConfig.from_pretrained(found)
+        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
         quantised = getattr(config, "quantization_config", None) is not None and not trains_bitnet(config)
         method = dict(config.quantization_config).get("quant_method") if quantised else None
     except ExportError:
         raise
     except Exception as error:  # whatever a broken file leads to
+        if "trust_remote_code" in str(error):
+            raise ExportError(
+                f"The config of the model in `{folder}` brings code of its own (`auto_map`), and an export runs none. "
+                "Only models that transformers has itself can be exported."
+            ) from error
         raise ExportError(
             f"The config of the model in `{folder}` cannot be read: {_sentence(error)} {_hint(folder)}"
         ) from error
@@ -145,7 +150,7 @@ def read_tokenizer(folder: Path) -> Any:
     """
     if (folder / "tokenizer_config.json").is_file():
         try:
-            return AutoTokenizer.from_pretrained(folder)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # whatever a broken file leads to
             raise ExportError(
                 f"The tokenizer in `{folder}` cannot be read: {_sentence(error)} Save it again."
@@ -155,7 +160,9 @@ def read_tokenizer(folder: Path) -> Any:
     peft = _peft()
     try:
         base = peft.PeftConfig.from_pretrained(folder)
-        return AutoTokenizer.from_pretrained(base.base_model_name_or_path, revision=base.revision)
+        return AutoTokenizer.from_pretrained(
+            base.base_model_name_or_path, revision=base.revision, trust_remote_code=False
+        )
     except Exception:  # the base has none, or its name is none, or the file is broken, which `read_config` refuses
         return None
 

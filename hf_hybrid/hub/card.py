@@ -234,7 +234,8 @@ def settings_of(args) -> dict[str, Any]:
     found = {name: getattr(args, name) for name in _SETTINGS}
     found |= {"optim": optimizer_name(args), "lr_scheduler_type": args.lr_scheduler_type.value}
     found["sequences per step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    found |= {name: value for name, value in config_values(args).items() if not _SILENT.search(name)}
+    changed = config_values(args, written_defaults=False)
+    found |= {name: value for name, value in changed.items() if not _SILENT.search(name)}
     return {name: value for name, value in found.items() if name != unused}
 
 

@@ -55,6 +55,11 @@ class HybridInputArgs(BaseModel):
 class HybridTrainingArgsMixin(HybridConfigBase):
     """The options, defaults and checks of [`HybridConfig`], for Axolotl's training arguments."""
 
+    def __new__(cls, *values, **named):
+        config = super().__new__(cls, *values, **named)
+        vars(config)["_written"] = None  # Axolotl writes defaults of its own beside what stands in the file
+        return config
+
 
 class HybridPlugin(BasePlugin):
     """

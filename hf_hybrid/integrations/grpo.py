@@ -73,7 +73,6 @@ from transformers import ProcessorMixin
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.fallbacks import Fallbacks
 from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
     TRLTrainerMixin,
@@ -85,10 +84,11 @@ from hf_hybrid.integrations.trl import (
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
-from hf_hybrid.randomness import Drawn, drawn_in_training
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.rows.randomness import Drawn, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
+from hf_hybrid.run.fallbacks import Fallbacks
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -529,10 +529,6 @@ class Rollouts(Part):
         self.skips.load_state_dict(found["counts"])
         self.rows_of_rounding = found.get("rows_of_rounding", 0)
         self.log_probs_skipped = found.get("log_probs_skipped", 0)
-        # TRL's sampler makes another order in each epoch from one generator, which a new process starts anew.
-        sampler = trainer._sampler
-        for _ in range(int(trainer.state.epoch or 0) if sampler is not None else 0):
-            next(iter(sampler), None)
 
 
 def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -631,7 +627,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     args: GRPOConfig
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
-    _sampler: Any = None
     _drawn: Drawn | None = None
     """Which random numbers the model draws in training, once a run has asked."""
 
@@ -896,10 +891,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         as_before = RandomStates.now(self.args.device).again()
         with as_before, torch.no_grad(), self.compute_loss_context_manager(), self.rows.uncounted():
             self._compute_loss(self.model_wrapped, inputs)
-
-    def _get_train_sampler(self, dataset=None):
-        self._sampler = super()._get_train_sampler(dataset)
-        return self._sampler
 
 
 class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompatible-method-override]

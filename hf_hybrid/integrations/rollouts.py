@@ -83,10 +83,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.compat import cache_name
-from hf_hybrid.fallbacks import Fallbacks
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.run.fallbacks import Fallbacks
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run

@@ -515,16 +515,22 @@ class Leaps(Part):
         return self.probe is not None and uncertain
 
     def _probe(self, probe: Probe, leap: Leap, gain: float) -> None:
-        """Leap, and compare losses before and after, unless hardly any sequence has a label that they could tell by."""
+        """
+        Leap, and compare losses before and after. If hardly any sequence has a label that they could tell by, this is
+        a leap without a probe, and is not made where there has to be one.
+        """
         spent, passes, before = probe.cost_steps, probe.forward_passes, self._evaluate(probe)
-        if sum(loss != 0.0 for loss in before.values) < MIN_SEQUENCES:
+        if sum(loss != 0.0 for loss in before.values) >= MIN_SEQUENCES:
+            accepted = self._compare(probe, leap, gain, before)
+        elif self.must_probe:
+            leap.verdict, accepted = "rejected", None
+        else:
             self.trajectory.leap(gain)
             accepted = 1.0
-        else:
-            accepted = self._compare(probe, leap, gain, before)
         leap.probe_cost_steps = probe.cost_steps - spent
-        asked = leap.length / accepted if accepted else leap.length
-        self.trust.leap_was_probed(asked, asked * accepted, leap.probe_cost_steps)
+        if accepted is not None:
+            asked = leap.length / accepted if accepted else leap.length
+            self.trust.leap_was_probed(asked, asked * accepted, leap.probe_cost_steps)
         self.record.forward_only_passes += probe.forward_passes - passes
         self.record.probe_cost_steps += leap.probe_cost_steps
 

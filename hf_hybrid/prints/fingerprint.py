@@ -5,14 +5,13 @@ A checkpoint holds weights, optimizer states and a position in the data. They ar
 are not in it: the data itself, the options, the class of the optimizer, and the frozen weights below adapters. So every
 checkpoint has a fingerprint of these, as the state of a part, and a resume compares it with that of the new run.
 
-A difference that makes the same run impossible is refused:
+Another class of optimizer and other trained parameters are refused: one would silently load the states of the other.
+What else differs is a question of what the user asked for (docs/resume.md has the table):
 
-- other data in the middle of an epoch, because the position does not apply to it;
-- another class of optimizer, or other trained parameters, because one would silently load the states of the other;
-- other frozen weights, because adapters fit one base.
-
-A user may have made every other difference on purpose (a longer run, another learning rate, more processes), and
-`Trainer` accepts it. It is reported, in one sentence each. docs/resume.md has the table.
+- `resume_from_checkpoint="auto"` promises the same run. So it refuses other data in the middle of an epoch, to which
+  the position does not apply, and other frozen weights, because adapters fit one base.
+- A checkpoint that is named, or `True`, is the user's will. These differences are reported like all others (a longer
+  run, another learning rate, more processes), and training goes on as `Trainer` does.
 
 A fingerprint has the length of the data, and a hash of at most `ROWS` evenly spaced rows. No code of the user runs:
 rows of a `datasets.Dataset` are read from its table, below transforms and decoders, and those of other classes from the
@@ -42,7 +41,7 @@ from transformers import TrainingArguments
 
 from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.checkpoints.manifest import CheckpointError
-from hf_hybrid.checkpoints.state import VALUES_NAME
+from hf_hybrid.checkpoints.state import SCHEMA_VERSION, VALUES_NAME
 from hf_hybrid.files import plain
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.machine import describe_device
@@ -72,6 +71,8 @@ _NEW_HOLD = (
     "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "tf32", "torch_compile", "use_liger_kernel",
     "seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last", "average_tokens_across_devices",
 )  # fmt: skip
+_PER_STEP = ("gradient_accumulation_steps", "dataloader_drop_last")
+"""Options among them that decide which batches a step takes, beside their size."""
 _OLD_HOLD = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -103,13 +104,15 @@ class Fingerprint(Part):
             of(trainer),
             inside_epoch=epoch != int(epoch) and not trainer.args.ignore_data_skip,
             has_optimizer=any(Path(folder).glob("optimizer*")) or any(Path(folder).glob("global_step*")),
+            same_run=trainer._start.is_same,
         )
         refused = found.refused
         if trainer.accelerator.num_processes > 1:
             refused = list(dict.fromkeys(gather_object(refused)))  # all processes refuse it, or none
+            found.other_batches = any(gather_object([found.other_batches]))
         if refused:
             raise CheckpointError(f"The run cannot go on from `{folder}`: {' '.join(refused)}")
-        self._report = {"changed_options": found.changed, "warnings": found.told}
+        self._report = {"changed_options": found.changed, "warnings": found.told, "other_batches": found.other_batches}
         if has_leap and not trainer.has_phases:
             found.told.append(_OPEN_LEAP)
         return self._report
@@ -132,7 +135,7 @@ def _saved(folder: str) -> tuple[dict[str, Any], bool]:
     path = Path(folder, VALUES_NAME)
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        parts = about["parts"]
+        parts = about["parts"] if about["schema_version"] == SCHEMA_VERSION else {}
     except (OSError, ValueError, KeyError):  # none, or damaged, which is found when it is restored
         return {}, False
     leaps = parts.get("leaps") or {}
@@ -154,14 +157,18 @@ class Differences:
         refused (`list[str]`): Why it cannot be the same run, and what to do, a text for each reason.
         changed (`dict[str, list]`): Options whose new values hold, as `[then, now]`.
         told (`list[str]`): What else the user has to know, a sentence each.
+        other_batches (`bool`): Whether the position in the data, as a number of batches, means nothing any more.
     """
 
     refused: list[str] = field(default_factory=list)
     changed: dict[str, list] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    other_batches: bool = False
 
 
-def compare(then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer: bool = True) -> Differences:
+def compare(
+    then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer: bool = True, same_run: bool = True
+) -> Differences:
     """
     Compare the fingerprint of a checkpoint with that of the run that goes on from it; see the table in docs/resume.md.
 
@@ -169,6 +176,7 @@ def compare(then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer:
         then (`dict`), now (`dict`): From [`of`]. What either lacks is not compared.
         inside_epoch (`bool`): Whether the run goes on behind some batches of an epoch.
         has_optimizer (`bool`): Whether the checkpoint has states of the optimizer.
+        same_run (`bool`): Whether the user asked for the same run. If not, less is refused.
     """
     found = Differences()
     for group in ("options", "config"):
@@ -184,8 +192,9 @@ def compare(then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer:
                 found.changed[name] = [was, value]
     if has_optimizer:
         _compare_optimizers(then, now, found)
-    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, found)
-    _compare_frozen(then, now, found)
+    found.other_batches = _batches(then, then) != _batches(now, then)
+    _compare_data(then.get("data") or {}, now.get("data") or {}, inside_epoch, same_run, found)
+    _compare_frozen(then, now, same_run, found)
     if then.get("dropout", now["dropout"]) != now["dropout"]:
         found.told.append(f"Dropout of the model was `{then['dropout']}` and is `{now['dropout']}`.")
     was, has = then.get("environment", {}), now.get("environment", {})
@@ -197,6 +206,17 @@ def compare(then: dict, now: dict, *, inside_epoch: bool = False, has_optimizer:
             "and batches are those of the saved run only if all processes together have as large ones as before."
         )
     return found
+
+
+def _batches(of: dict, then: dict) -> list:
+    """
+    Return what decides about the batches of all processes together, and how many a step takes: of those values that a
+    checkpoint has.
+    """
+    config, known = of.get("config", {}), then.get("config", {})
+    processes = of["processes"] if "processes" in then else 1
+    size = config["per_device_train_batch_size"] * processes if "per_device_train_batch_size" in known else None
+    return [size, *(config[name] for name in _PER_STEP if name in known)]
 
 
 def _compare_optimizers(then: dict, now: dict, found: Differences) -> None:
@@ -216,7 +236,7 @@ def _compare_optimizers(then: dict, now: dict, found: Differences) -> None:
         )
 
 
-def _compare_data(then: dict, now: dict, inside_epoch: bool, found: Differences) -> None:
+def _compare_data(then: dict, now: dict, inside_epoch: bool, same_run: bool, found: Differences) -> None:
     for name, what in {"collator": "The data collator", "sampler": "The sampler"}.items():
         if then.get(name, now.get(name)) != now.get(name):
             found.told.append(f"{what} was `{then[name]}` and is `{now[name]}`.")
@@ -234,22 +254,26 @@ def _compare_data(then: dict, now: dict, inside_epoch: bool, found: Differences)
     else:
         return
     same_kind = then["length"] != now["length"] or (then["is_known"] and now["is_known"])
-    if inside_epoch and same_kind and None not in (then["length"], now["length"]):
+    is_lost = inside_epoch and same_kind and None not in (then["length"], now["length"])
+    if is_lost and same_run:
         found.refused.append(
             f"`train_dataset` {what}, and the checkpoint is in the middle of an epoch, so nothing tells which rows are "
             "left of it. Pass the data of the run, resume from a checkpoint at the end of an epoch, or set "
-            "`ignore_data_skip=True` to begin the epoch with the new data."
+            "`ignore_data_skip=True` to begin the epoch with the new data. To go on with other data all the same, name "
+            "the checkpoint."
         )
     else:
         seems = "" if same_kind else ", as far as its attributes tell"
-        found.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data.")
+        place = ", at the place where `Trainer` finds as many steps done" if is_lost else ""
+        found.told.append(f"`train_dataset` {what}{seems}: the run goes on with other data{place}.")
+        found.other_batches |= is_lost
 
 
 def _rows(length: int | None) -> str:
     return "no length" if length is None else f"{length:,} rows"
 
 
-def _compare_frozen(then: dict, now: dict, found: Differences) -> None:
+def _compare_frozen(then: dict, now: dict, same_run: bool, found: Differences) -> None:
     """Compare the kept values of those frozen parameters that both have in the same parts."""
     was, has = then.get("frozen") or {}, now.get("frozen") or {}
     if was.get("parts") != has.get("parts"):
@@ -264,11 +288,13 @@ def _compare_frozen(then: dict, now: dict, found: Differences) -> None:
             "another base, another quantisation, or another machine."
         )
     elif any(old["dtype"] == new["dtype"] for old, new in others) or _distance(shared) > SAME_BASE:
-        found.refused.append(
-            "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
-            "run. To train its adapters on over this base, load them (`PeftModel.from_pretrained(base, checkpoint, "
-            "is_trainable=True)`) and begin a new run."
-        )
+        if same_run:
+            found.refused.append(
+                "the frozen weights are not those it was trained over, and adapters fit one base. Load the base of the "
+                "run. To train its adapters on over this base all the same, name the checkpoint."
+            )
+        else:
+            found.told.append("The frozen weights are not those that the checkpoint was trained over.")
     else:
         old, new = others[0]
         found.told.append(f"The frozen weights were loaded in `{old['dtype']}` and are in `{new['dtype']}` now.")

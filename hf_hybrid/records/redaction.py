@@ -14,11 +14,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
+_SECRET_WORDS = {
+    "token", "secret", "passphrase", "credential", "credentials", "pass", "pat", "webhook", "connection", "dsn",
+}  # fmt: skip
+_SECRET_ENDINGS = ("password", "passwd", "pwd", "key")
+"""Of a word: `PGPASSWORD`, `WANDB_KEY`."""
 _TOKENIZER_WORDS = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image"}
+_ATTENTION_WORDS = {"value", "values", "query", "head", "heads", "dim", "public"}
+"""Beside `key` they say that it opens nothing: `num_key_value_heads`, `public_key`."""
+_HARMLESS = {"key", "pwd", "oldpwd"}
+"""Names as a whole: a key of anything, and the folder of a shell."""
 _SECRET_VALUES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|r8_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|AIza[\w-]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|ey[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}"
+    r"|(?:Account|SharedAccess)Key=[^;\s]{8,}|hooks\.slack\.com/services/[\w/]{8,})"
 )
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _NAMED_IN_JSON = re.compile(r"""((["'])([\w-]+)\2\s*:\s*(["']))((?:(?!\4).)*)""")
@@ -31,10 +40,11 @@ REMOVED = "REMOVED"
 
 def is_secret_name(name: str) -> bool:
     """Whether an option or variable of this name holds a secret: `hub_token` does, `pad_token` does not."""
-    words = set(re.split(r"[-_.]+", name.lower()))
-    if words & _SECRET_WORDS:
-        return not (words & _SECRET_WORDS == {"token"} and words & _TOKENIZER_WORDS)
-    return "key" in words and bool(words & {"api", "access", "private", "secret", "auth"})
+    words = set(filter(None, re.split(r"[-_.]+", name.lower())))
+    known = {word for word in words if word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS)}
+    if words <= _HARMLESS or (known == {"token"} and words & _TOKENIZER_WORDS):
+        return False
+    return bool(known - {"key"} or ("key" in known and not words & _ATTENTION_WORDS) or {"database", "url"} <= words)
 
 
 def has_secret(text: str) -> bool:

@@ -14,21 +14,28 @@ steps have no phase, and it leaves Trainer's log and batches alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import math
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import skip_first_batches
+from torch.utils.data import IterableDataset, Sampler
 
+from hf_hybrid.machine import RandomGenerator, RandomStates, generator_state, restore_generator
 from hf_hybrid.part import Part, Phase, RealStep, Step, check_parts, listening, name_of
 from hf_hybrid.run.monitor import Action, Verdict
 from hf_hybrid.run.rate import RateScale
 from hf_hybrid.run.record import RunRecord
 from hf_hybrid.run.weights import TrainedWeights
+
+logger = logging.getLogger(__name__)
 
 NO_LEAPS = "No leaps are made: %s. Name a `direction` to make them all the same."
 
@@ -114,6 +121,7 @@ class Run:
         if self.has_phases:
             self.last_phase = self._announced
         self._ended: dict[str, Any] | None = None
+        self._told_of_no_label = False
         self._began_at = time.perf_counter()
         self.parts: list[Part] = []
         self.set_parts(parts)
@@ -193,11 +201,13 @@ class Run:
         while self.later:
             self.later.pop(0)()
 
-    def before_update(self, loss: float, gradient_norm: float, accuracy: float | None = None) -> bool:
+    def before_update(self, loss: float | None, gradient_norm: float, accuracy: float | None = None) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first.
 
-        `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
+        `loss` is `None` for a step in which no token has a label. It has no gradient, and the optimizer steps as with
+        `Trainer`, but nothing can be learnt from it: the parts are not shown it. `accuracy` is the share of the step's
+        preference pairs that the model ranks right, if it trains on such.
 
         Returns whether the optimizer may step. If not, the caller must drop the gradients.
 
@@ -205,11 +215,25 @@ class Run:
             TrainingDivergedError: If the monitor's action is to abort.
         """
         step = cast("RealStep", self.step)
+        if loss is None:
+            self._tell_of_no_label(step)
+            step.withheld = not math.isfinite(gradient_norm)
+            return not step.withheld
         step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
         for method in self._hooks["before_update"]:
             method(step)
         step.counts = not step.withheld
         return step.counts
+
+    def _tell_of_no_label(self, step: Step) -> None:
+        if not self._told_of_no_label:
+            logger.warning(
+                "Step %d: no token of the batch has a label (every label is -100), so that it has no loss and a "
+                "gradient of zero. The optimizer steps as with `Trainer`. Further such steps are not named. Check how "
+                "labels are masked, and whether `max_length` cuts off what has labels.",
+                step.index,
+            )
+        self._told_of_no_label = True
 
     def after_update(self, learning_rates: list[float]) -> None:
         """Tell the parts of a step of the optimizer with these learning rates (one per parameter group)."""
@@ -430,6 +454,116 @@ class BatchFeed:
 
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.trained, self.begun = state["epoch"], state["trained"], state["begun"]
+
+
+# The order of the data.
+#
+# Samplers draw the order of an epoch when its first batch is asked for: from a generator of their own, or from the
+# global ones, which dropout and everything else has used since the run began. A new process has neither state, and
+# would skip the first batches of another order. So a checkpoint has all generators as they were when its epoch began. A
+# resume in the middle of an epoch sets them back, lets the sampler draw the same order again, and only then restores
+# those of the moment of the save. At the end of an epoch the next one draws from generators as they are by then: the
+# global ones are in Trainer's files, and those of samplers are here.
+#
+# What draws from the global generators later, with every batch (a collator that masks tokens, say), does so in turns
+# with the model. A resume does not repeat that, and the run says so at its second step.
+
+
+DRAWS_LATE = (
+    "The sampler, the data set or the collator draws from the global random generators with every batch, in turns with "
+    "the model. If this run is resumed in the middle of an epoch, its first batches will be others. A sampler that "
+    "draws the whole order when an epoch begins, or from a generator of its own, resumes to the same bits."
+)
+
+
+class DataOrder(Part):
+    """
+    Keeps the generators that order the data in checkpoints.
+
+    Args:
+        place (`torch.device`): The device that computes, whose generator is one of them.
+        tells (`Callable[[], bool]`): Whether this process writes to the log.
+    """
+
+    name = "order"
+
+    def __init__(self, place: torch.device, tells: Callable[[], bool] = lambda: True):
+        self.place, self.tells = place, tells
+        self.epoch: int | None = None
+        """The one under way."""
+        self._began: dict[str, Any] = {}
+        self._generators: dict[str, RandomGenerator] = {}
+        self._restored: dict[str, Any] | None = None
+        self._windows, self._draws_late = 0, False
+
+    def begin(self, run: Run) -> None:
+        self.epoch, self._began, self._generators, self._restored = None, {}, {}, None
+
+    def enter(self, epoch: int, dataloader: Any) -> None:
+        """
+        Note the state of all generators before an epoch is read, or restore it where a resumed run goes on inside this
+        epoch. After a resume it may be called again until the first batch is read.
+        """
+        self.epoch, self._generators, self._windows = epoch, generators_of(dataloader), 0
+        if (restored := self._restored) is not None:
+            inside = restored["epoch"] == epoch
+            for name, state in restored["began" if inside else "now"]["generators"].items():
+                if name in self._generators:
+                    restore_generator(self._generators[name], state)
+            if inside:
+                RandomStates.from_state_dict(restored["began"]["random"], self.place).restore()
+        self._began = {"random": RandomStates.now(self.place).state_dict(), "generators": self._states()}
+
+    @contextlib.contextmanager
+    def reading(self) -> Generator[None]:
+        """Context in which the batches of a step are read. Those of an epoch's second step should draw nothing more."""
+        self._restored, self._windows = None, self._windows + 1  # what was restored holds for one epoch alone
+        if self._windows != 2 or self._draws_late:
+            yield
+            return
+        before = RandomStates.now(self.place)
+        yield
+        self._draws_late = not before.same_as(RandomStates.now(self.place))
+        if self._draws_late and self.tells():
+            logger.warning(DRAWS_LATE)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.epoch is None:
+            return {}
+        return {"own": {"epoch": self.epoch, "began": self._began, "now": {"generators": self._states()}}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = state.get("own")  # none if the run had fewer processes
+
+
+_LOADERS = ("base_dataloader", "dataloader", "batch_sampler", "sampler", "synchronized_generator", "generator")
+
+
+def generators_of(dataloader: Any) -> dict[str, RandomGenerator]:
+    """
+    Return the generators that a loader, its samplers and its stream hold, each by the attributes that lead to it.
+
+    A data set that is no stream is left out: a resume skips its first rows without reading them.
+    """
+    found: dict[str, RandomGenerator] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, at: str) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, RandomGenerator) and not isinstance(value, random.SystemRandom):
+            found[at] = value
+            return
+        for name, held in list(getattr(value, "__dict__", {}).items()):
+            if name in _LOADERS or isinstance(held, (RandomGenerator, Sampler, IterableDataset)):
+                visit(held, f"{at}.{name}" if at else name)
+
+    visit(dataloader, "")
+    return found
 
 
 def tokens_of(inputs: dict) -> int:

@@ -134,7 +134,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
         for start in range(0, len(targets), chunk_tokens):
             add(slice(start, start + chunk_tokens))
-        ctx.grads = grads
+        ctx.grads, ctx.has_labels = grads, targets.ne(IGNORE_INDEX).any()
         return total
 
     @staticmethod
@@ -143,7 +143,9 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("The gradients of the chunked loss are used up: `retain_graph=True` does not work here.")
         grads, ctx.grads = ctx.grads, None  # scaled in place: a copy of the weight's gradient would cost as much again
-        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), *5 * [None])
+        # Without a label the loss is divided by zero. Its gradient is zero, as with torch's cross-entropy, and not NaN.
+        factor = grad_outputs[0].where(ctx.has_labels, 0)
+        return (*(None if grad is None else grad.mul_(factor) for grad in grads), *5 * [None])
 
 
 class _HeadOutput(NamedTuple):

@@ -62,7 +62,7 @@ class StepSignals:
     """Training loss; `None` in a skipped step, like the two below."""
     gradient_norm: float | None = None
     statistics: dict[str, float] | None = None
-    """Of the optimizer, see [`Trajectory.gradient_statistics`]; `None` where it was not measured."""
+    """Of the optimizer, see `gradient_statistics` in observer.py; `None` where it was not measured."""
     steps_in_phase: int = 0
     steps_since_leap: int = 0
     consecutive_leaps: int = 0

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from transformers.trainer_jit_checkpoint import CheckpointManager
-
 from chaos import Result, generator, kills, trainings
 from chaos.children import Ended, Moment, run
 
@@ -23,7 +21,7 @@ BEGUN = 8
 
 
 def interrupted_by_signal(case: str, seed: int, folder: Path, expected: Ended) -> Result:
-    """SIGINT, SIGTERM, or SIGTERM with `enable_jit_checkpoint`, which saves at once, wherever the step is."""
+    """SIGINT, SIGTERM, or SIGTERM with `enable_jit_checkpoint`, which saves at the end of the step."""
     mode, chance = case.split("/")[1], generator(seed, case)
     out, log, sent = folder / "out", folder / "log", 0
     saves = chance.random() < 0.5
@@ -43,8 +41,6 @@ def interrupted_by_signal(case: str, seed: int, folder: Path, expected: Ended) -
 
 
 def _train_and_save_on_sigterm(mode: str, out: Path, resume: bool) -> dict:
-    # transformers waits three seconds for a SIGKILL, longer than these runs take.
-    CheckpointManager.__init__.__defaults__ = (0.005,)
     return trainings.train(mode, out, resume, enable_jit_checkpoint=True)
 
 

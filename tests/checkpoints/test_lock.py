@@ -1,9 +1,12 @@
 """One training per folder: who comes second waits, or is told who is there."""
 
+import errno
+import functools
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -134,3 +137,75 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_all_the_same(tmp_path, mon
     trainer = build(tmp_path)
     trainer.train()
     assert trainer.state.global_step == 3 and "cannot be locked" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_said_and_locks_nobody_out(tmp_path, monkeypatch, caplog, number):
+    """Not either when the process was killed and the job goes on elsewhere."""
+    import fcntl
+
+    def refuses(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    hosts = iter(("one", "another"))
+    for _ in range(2):
+        monkeypatch.setattr(socket, "gethostname", functools.partial(next, hosts))
+        caplog.clear()
+        FolderLock(wait=0).take(tmp_path)  # and it is not released
+        assert "cannot be locked" in caplog.text
+    assert not (tmp_path / HOLDER_NAME).exists()
+
+
+READ_ONLY = [errno.EROFS, errno.EACCES, errno.EPERM]
+
+
+@pytest.mark.parametrize("number", READ_ONLY)
+def test_a_folder_that_cannot_be_written_ends_a_run_that_saves_before_its_first_step(tmp_path, monkeypatch, number):
+    def refuses(path, flags, *args, opened=os.open, **kwargs):
+        if flags & (os.O_CREAT | getattr(os, "O_TMPFILE", 0)) and str(path).startswith(str(tmp_path)):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuses)
+    for options in ({}, {"save_strategy": "no", "enable_jit_checkpoint": True}):
+        trainer = build(tmp_path, **{"save_strategy": "steps", "enable_predict": False, **options})
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.+\): `.+` belongs to `.+` and has mode \d+"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+    trainer = build(tmp_path, save_strategy="no", enable_predict=False)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_lock_of_another_user_does_not_end_a_run_in_a_folder_that_can_be_written(tmp_path, monkeypatch, caplog):
+    import filelock
+
+    def refuses(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
+    FolderLock().take(tmp_path)
+    assert "cannot be locked" in caplog.text and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link to a file"])
+def test_an_output_that_is_no_folder_is_refused_before_anything_is_made(tmp_path, kind):
+    place = tmp_path / "out"
+    place.symlink_to("nowhere") if kind == "dangling link" else (tmp_path / "notes").write_text("notes")
+    if kind != "dangling link":
+        place.symlink_to("notes") if kind == "link to a file" else (tmp_path / "notes").rename(place)
+    what = "a link to `nowhere`, which is not there" if kind == "dangling link" else "a file"
+    with pytest.raises(ValueError, match=rf"`output_dir=.*out` is {what}\. .*another `output_dir`"):
+        build(place)
+
+
+def test_files_that_a_kill_left_half_written_are_deleted(tmp_path):
+    ours = [f"_{name}.{'0f' * 8}" for name in (HOLDER_NAME, "hybrid_run.json", "hybrid_summary.json")]
+    others = ["_notes.json.0f0f0f0f0f0f0f0f", "hybrid_run.json", "_hybrid_run.json.0f", "_hybrid_command.json"]
+    for name in ours + others:
+        (tmp_path / name).write_text("{")
+    lock = FolderLock()
+    lock.take(tmp_path)
+    lock.release()
+    assert sorted(os.listdir(tmp_path)) == sorted(others)

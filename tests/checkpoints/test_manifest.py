@@ -5,13 +5,17 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
+from rig.processes import together
+from rig.run_folders import reseal
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
@@ -160,13 +164,14 @@ def test_what_trainer_would_start_anew_without_a_word_is_said(folder):
 
 
 NEW = {"trainer_state.json", "model.safetensors", "optimizer.pt", "a", "z"}
+OF_NEW = '{"global_step": 6}'
 
 
 def save(checkpoint):
     """Save a checkpoint of small files, as Trainer would."""
     with manifest.saving(checkpoint):
         for name in NEW:
-            (manifest.temporary(checkpoint) / name).write_text("of the new save")
+            (manifest.temporary(checkpoint) / name).write_text(OF_NEW)
         there = manifest.read_manifest(checkpoint) if is_sealed(checkpoint) else None
         start = manifest.new_run(None) if there is None else manifest.Start(None, there.run, "")
         manifest.seal(checkpoint, 6, start, in_step=False)
@@ -246,7 +251,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_pa
         taken, said = found(out)
         files = {path.name for path in (out / taken).iterdir() if path.name != LOG_NAME}
         if files == {MANIFEST_NAME, *NEW}:
-            assert taken == "checkpoint-6" and (out / taken / "trainer_state.json").read_text() == "of the new save"
+            assert taken == "checkpoint-6" and (out / taken / "trainer_state.json").read_text() == OF_NEW
             outcomes.append("new")
         else:
             assert taken == kept and files == old
@@ -255,6 +260,41 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder, tmp_pa
         if not killed:
             break
     assert moment > 15 and sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"old", "new"}
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_kill_at_any_moment_of_a_rotation_leaves_nothing_behind(folder, tmp_path, monkeypatch, renames):
+    """Nor does it take a checkpoint that stays, however often the job is killed."""
+    run = manifest.read_manifest(folder / "checkpoint-6").run
+    kept = {path: files_in(folder / path) for path in ("checkpoint-4", "checkpoint-6")}
+
+    def rotate(out):
+        manifest.rotate(out, 2, run=run, newest=out / "checkpoint-6", best=None)
+
+    for moment in itertools.count(1):
+        out, left, killed = tmp_path / str(moment), [moment], False
+        shutil.copytree(folder, out)
+        with monkeypatch.context() as patched:
+            if not renames:
+                patched.setattr(os, "replace", renames_no_folders(os.replace))
+            for name in ("mkdir", "open", "rename", "replace", "rmdir", "unlink"):
+                patched.setattr(os, name, kill_after(getattr(os, name), left))
+            try:
+                rotate(out)
+            except Killed:
+                killed = True
+        assert found(out)[0] == "checkpoint-6"  # the next start
+        if renames:
+            assert not (out / "checkpoint-2").exists() or is_sealed(out / "checkpoint-2")
+        rotate(out)
+        names = {path.name for path in out.iterdir() if path.name.startswith(("checkpoint-", "_"))}
+        empty = out / "checkpoint-2"  # where folders are not renamed; buckets have no empty ones
+        assert names == set(kept) or (not renames and names == {*kept, empty.name} and not list(empty.iterdir()))
+        assert {name: files_in(out / name) for name in kept} == kept
+        shutil.rmtree(out)
+        if not killed:
+            break
+    assert moment > 10
 
 
 def test_a_named_checkpoint_whose_save_was_killed_before_the_rename_is_taken(folder, tmp_path, monkeypatch):
@@ -380,6 +420,100 @@ def test_what_a_callback_saves_beside_a_checkpoint_belongs_to_it(tmp_path):
         found(tmp_path)
 
 
+# Checkpoints that may not be read, or hold other values.
+
+
+def as_another_user(function, *args):
+    """Return what a function returns or raises where files of this user are closed to it, as a text."""
+    receives, sends = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            text = str(function(*args))
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(sends, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(sends)
+    with os.fdopen(receives, encoding="utf-8") as said:
+        return said.read()
+
+
+@pytest.fixture
+def reachable(folder):
+    """The folder of a finished run, which other users may enter: `tmp_path` is closed to them."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(shutil.copytree(folder, Path(place, "out")))
+        for path in (out.parent, out, *out.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield out
+        out.chmod(0o755)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name, mode", [("model.safetensors", 0o600), (MANIFEST_NAME, 0o600), ("", 0o700)])
+def test_a_checkpoint_that_may_not_be_read_is_told_with_owner_and_mode(reachable, name, mode):
+    closed = reachable / "checkpoint-6" / name
+    closed.chmod(mode if os.getuid() == 0 else 0)
+    said = rf"`{closed.name}` may not be read: it belongs to `.+` and has mode \d+\. .*`chmod -R a\+rX .*checkpoint-6`"
+
+    def outcome(resume):
+        return as_another_user(manifest.find, resume, reachable, None)
+
+    assert re.match(rf"CheckpointError: Can't find a valid checkpoint at .*{said}", outcome(reachable / "checkpoint-6"))
+    for resume in ("auto", True):
+        assert re.match(rf"Start\(folder='.*checkpoint-4'.*checkpoint-6` is passed over: {said}", outcome(resume))
+    for step in (2, 4):
+        shutil.rmtree(reachable / f"checkpoint-{step}")
+    for resume in ("auto", True):
+        assert re.match(rf"CheckpointError: No valid checkpoint.*{said}", outcome(resume))
+    reachable.chmod(0)
+    assert re.match(r"CheckpointError: `output_dir=.* may not be read", outcome("auto"))
+
+
+def test_values_that_trainer_cannot_go_on_from_are_named(folder):
+    """Where a manifest fits, because it was changed too, or another version of transformers wrote them."""
+    checkpoint = folder / "checkpoint-6"
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    wrong = {
+        "global_step": ["6", 1e30, -5, 7, [], True, None],
+        "max_steps": ["x"],
+        "epoch": [{}],
+        "best_metric": ["good"],
+    }
+    wrong |= {"log_history": [[1, 2], {}, "none"], "stateful_callbacks": [[]], "of_the_future": [1]}
+    for name, values in wrong.items():
+        said = rf"`trainer_state.json` holds what .* \(`{name}=.*another checkpoint"
+        for value in values:
+            path.write_text(json.dumps({**state, name: value}))
+            reseal(checkpoint)
+            for resume in (True, checkpoint):
+                with pytest.raises(CheckpointError, match=said):
+                    found(folder, resume)
+    path.write_text("[" * 100_000)
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="`trainer_state.json` is damaged"):
+        found(folder)
+
+
+def test_files_of_another_kind_are_told_in_one_sentence(folder, tmp_path):
+    contents = {"optimizer.pt": [1, 2], "scheduler.pt": 3, "rng_state.pth": {"python": 1}, "scaler.pt": {"scale": 1.0}}
+    for name, content in {**contents, "hybrid_state.json": "[]"}.items():
+        checkpoint = Path(shutil.copytree(folder, tmp_path / name)) / "checkpoint-6"
+        if isinstance(content, str):
+            (checkpoint / name).write_text(content)
+        else:
+            torch.save(content, checkpoint / name)
+        (checkpoint / MANIFEST_NAME).unlink()
+        with pytest.raises(CheckpointError, match="cannot go on from `.*checkpoint-6`: its files are of another"):
+            build(checkpoint.parent, max_steps=8).train(resume_from_checkpoint=str(checkpoint))
+
+
 # Disks that are full.
 
 
@@ -418,6 +552,58 @@ def test_a_full_disk_is_told_as_one_and_leaves_whole_checkpoints(tmp_path, size_
     resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert_same_weights(weights(resumed.model), finished[1])
+
+
+class Sees(TrainerCallback):
+    """Notes which checkpoints there are before the first step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.names = getattr(self, "names", None) or sorted(p.name for p in Path(args.output_dir).glob("checkpoint-*"))
+
+
+def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_save(folder):
+    """
+    As the error of a full disk advises. Checkpoints that a run abandons stay until it has saved one, and a run that
+    saves none deletes none.
+    """
+    every, names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"], []
+    for resume, options in [
+        ("auto", {"save_total_limit": 1, "save_strategy": "no"}),
+        ("checkpoint-2", {"save_total_limit": 1, "save_steps": 9, "max_steps": 3}),
+        ("auto", {"save_total_limit": 2}),
+    ]:
+        out, sees = Path(shutil.copytree(folder, folder.parent / str(len(names)))), Sees()
+        resume = resume if resume == "auto" else str(out / resume)
+        build(out, callbacks=[sees], **{"max_steps": 7, **options}).train(resume_from_checkpoint=resume)
+        names.append(sees.names)
+    assert names == [every, every, ["checkpoint-4", "checkpoint-6"]]
+
+
+def test_the_best_checkpoint_stays_when_a_resumed_run_makes_room(folder):
+    state = folder / "checkpoint-6" / "trainer_state.json"
+    best = {"best_global_step": 2, "best_model_checkpoint": str(folder / "checkpoint-2"), "best_metric": 1.0}
+    state.write_text(json.dumps(json.loads(state.read_text()) | best))
+    reseal(folder / "checkpoint-6")
+    sees = Sees()
+    build(folder, callbacks=[sees], max_steps=7, save_total_limit=1).train(resume_from_checkpoint="auto")
+    assert sees.names == ["checkpoint-2", "checkpoint-6"]
+
+
+@pytest.mark.processes
+def test_the_full_disk_of_another_process_is_told_as_one(tmp_path):
+    def train():
+        rank = int(os.environ["RANK"])
+        trainer = build(tmp_path, ddp_find_unused_parameters=False, callbacks=[FullDisk("on_step_end", 100)] * rank)
+        try:
+            trainer.train()
+        except OSError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            (tmp_path.parent / f"error-{rank}").write_text(str(error))
+            os._exit(1)
+
+    assert together(2, train, timeout=60)[1] == 1
+    told = (tmp_path.parent / "error-1").read_text()
+    assert re.search(r"disk is full, .*`.*checkpoint-4` could not be.*MiB are free.*resume from `.*checkpoint-2`", told)
 
 
 def test_a_full_disk_at_the_end_does_not_fail_a_finished_run(tmp_path, size_limit, caplog):

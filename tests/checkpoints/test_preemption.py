@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,14 +123,33 @@ def test_processes_that_are_asked_at_any_skew_go_on_to_the_same_bits(tmp_path, p
         assert_same(tmp_path / str(number), expected, processes)
 
 
-def test_one_process_ends_with_a_checkpoint_at_sigusr1_and_keeps_transformers_callback(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_process_saves_at_the_end_of_the_step_in_which_the_signal_arrives(tmp_path, number):
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    trainer = trainer_of(tmp_path, [Asked([0.0], signal.SIGUSR1)])
-    assert [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
-    trainer.train()
-    step = trainer.state.global_step
-    assert 5 <= step < STEPS and is_sealed(tmp_path / f"checkpoint-{step}") and trainer.preemption.ended
+
+    class Asks(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                os.kill(os.getpid(), number)
+
+    trainer = trainer_of(tmp_path, [Asks()], gradient_accumulation_steps=2)
+    assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
     assert {number: signal.getsignal(number) for number in before} == before
+    trainer.train()
+    assert trainer.state.global_step == 6 and is_sealed(tmp_path / "checkpoint-6") and trainer.preemption.ended
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_outside_of_the_main_thread_it_is_said_that_no_signal_is_handled(tmp_path, caplog):
+    def in_thread(function):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    with pytest.raises(ValueError, match="`enable_jit_checkpoint=True` needs the main thread, .* leave the option out"):
+        in_thread(lambda: trainer_of(tmp_path))
+    trainer = trainer_of(tmp_path)
+    in_thread(trainer.train)
+    assert trainer.state.global_step == STEPS and "Call `train` in the main thread" in caplog.text
 
 
 def test_without_the_option_nothing_is_added(tmp_path):

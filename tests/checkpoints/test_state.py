@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import multiprocessing
+import random
 import re
 import shutil
 import signal
@@ -11,17 +12,31 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
+from rig.run_folders import reseal
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from transformers import AutoModelForCausalLM, TrainerCallback, default_data_collator
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.manifest import is_sealed
+from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, is_sealed
 from hf_hybrid.checkpoints.sharded import load_weights
-from hf_hybrid.checkpoints.state import VALUES_NAME, load_state, save_state
+from hf_hybrid.checkpoints.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
+from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Phase
+from hf_hybrid.run.run import DataOrder
 
 STEPS = 60
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;
@@ -47,12 +62,13 @@ PLAIN = {"enable_predict": False}
 QUICK = [("on_step_begin", False, {}), ("on_pre_optimizer_step", True, {}), ("on_substep_end", False, PLAIN)]
 
 
-def build(folder, **overrides):
+def build(folder, callbacks=(), **overrides):
     torch.manual_seed(0)
     return HybridTrainer(
         tiny_model(attention_dropout=0.1),
         hybrid_config(folder, **{**OPTIONS, **overrides}),
         train_dataset=ByteText(SAMPLES),
+        callbacks=list(callbacks),
     )
 
 
@@ -166,8 +182,128 @@ def test_resume_without_hybrid_state_says_so_and_trains(uninterrupted, tmp_path,
 def test_options_that_changed_since_the_checkpoint_are_named(uninterrupted, tmp_path, caplog):
     trainer = build(tmp_path, save_strategy="no", leap_gain=1.0)
     trainer.train(resume_from_checkpoint=str(uninterrupted[0] / "checkpoint-50"))
-    assert "the new ones hold from here on: `leap_gain=1.0`" in caplog.text
+    assert re.search(r"the new ones hold from here on:\n.*\n  `leap_gain`  None  1.0", caplog.text)
     assert trainer.state.global_step == STEPS
+
+
+class Drawn(Sampler):
+    """A sampler of a user's own, which asks a function for its order."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(self.draw())
+
+
+class Mine(Drawn):
+    """The same with a generator of its own."""
+
+    def __init__(self, rng, draw):
+        super().__init__(lambda: draw(rng))
+        self.rng = rng
+
+
+ROWS = 12
+WEIGHTS = torch.arange(1.0, ROWS + 1)
+OWN = {
+    "in order": lambda: SequentialSampler(range(ROWS)),
+    "random": lambda: RandomSampler(range(ROWS)),
+    "random, replaced": lambda: RandomSampler(range(ROWS), replacement=True, num_samples=ROWS, generator=seeded()),
+    "by length": lambda: LengthGroupedSampler(4, lengths=list(range(ROWS))),
+    "balanced": lambda: BatchRebalanceSampler(list(range(1, ROWS + 1)), 4, 1, 2),
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS, ROWS),
+    "weighted, generator": lambda: WeightedRandomSampler(WEIGHTS, ROWS, generator=seeded()),
+    "subset": lambda: SubsetRandomSampler(range(ROWS)),
+    "subset, generator": lambda: SubsetRandomSampler(range(ROWS), generator=seeded()),
+    "torch": lambda: Drawn(lambda: torch.randperm(ROWS).tolist()),
+    "numpy": lambda: Drawn(lambda: numpy.random.permutation(ROWS).tolist()),
+    "python": lambda: Drawn(lambda: random.sample(range(ROWS), ROWS)),
+    "own python": lambda: Mine(random.Random(3), lambda rng: rng.sample(range(ROWS), ROWS)),
+    "own numpy": lambda: Mine(numpy.random.default_rng(3), lambda rng: rng.permutation(ROWS).tolist()),
+    "own old numpy": lambda: Mine(numpy.random.RandomState(3), lambda rng: rng.permutation(ROWS).tolist()),
+    "own, one by one": lambda: Mine(
+        seeded(), lambda rng: (int(torch.randint(ROWS, (1,), generator=rng)) for _ in range(ROWS))
+    ),
+}
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_every_sampler_goes_on_with_the_order_of_its_epoch(tmp_path, seedable):
+    """In a new process, whose generators have no past, in any epoch; the model draws from the global ones as well."""
+    place = torch.device("cpu")
+
+    def start(make):
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+        sampler = make()
+        batches = {"batch_sampler": sampler} if name == "balanced" else {"sampler": sampler, "batch_size": 2}
+        return DataOrder(place), prepare_data_loader(DataLoader(range(ROWS), **batches), use_seedable_sampler=seedable)
+
+    for name, make in OWN.items():
+        order, loader = start(make)
+        orders, saved = [], []
+        for epoch in range(3):
+            order.enter(epoch, loader)
+            orders.append([])
+            for batch in loader:
+                orders[-1].append(batch.tolist())
+                torch.rand(3), numpy.random.rand(), random.random()  # dropout
+                save_state(tmp_path / f"{epoch}-{len(orders[-1])}", {"order": order.state_dict()}, {})
+            saved.append(RandomStates.now(place))
+        batches = len(orders[0])
+        for epoch, step in ((0, 2), (1, 1), (1, batches), (2, 3)):
+            order, loader = start(make)
+            state, _ = load_state(tmp_path / f"{epoch}-{step}")
+            order.load_state_dict(state["order"])
+            if step == batches:  # as Trainer does at the end of an epoch
+                epoch, step = epoch + 1, 0
+                saved[epoch - 1].restore()
+            order.enter(epoch, loader)
+            loader.set_epoch(epoch)
+            rest = [batch.tolist() for batch in skip_first_batches(loader, step)]
+            assert rest == orders[epoch][step:], f"{name}, epoch {epoch}, step {step}"
+
+
+@pytest.mark.parametrize("options", [{}, PLAIN], ids=["leaps", "plain"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["by length", "weighted, generator", "own numpy"], ["weighted, generator"])
+)
+def test_a_run_with_any_sampler_resumes_to_the_same_bits(name, options, tmp_path):
+    class Sampled(HybridTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return OWN[name]()
+
+    def run(folder, **values):
+        values = {"save_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no", **options, **values}
+        config = hybrid_config(folder, max_steps=14, warmup_phase_steps=3, **values)
+        trainer = Sampled(tiny_model(attention_dropout=0.1), config, train_dataset=ByteText(ROWS))
+        trainer.train(resume_from_checkpoint=values.get("resume_from_checkpoint"))
+        return weights(trainer.model)
+
+    whole = run(tmp_path, save_strategy="steps")
+    for step in (2, 6, 9):
+        folder = str(tmp_path / f"checkpoint-{step}")
+        assert_same_weights(whole, run(tmp_path / "again", resume_from_checkpoint=folder))
+
+
+def test_draws_with_every_batch_are_said(tmp_path, caplog):
+    for draw, says in ((lambda batch: torch.rand(1), True), (lambda batch: None, False)):
+        caplog.clear()
+
+        def collate(batch, draw=draw):
+            draw(batch)
+            return default_data_collator(batch)
+
+        config = hybrid_config(tmp_path, max_steps=6, per_device_train_batch_size=2)
+        HybridTrainer(tiny_model(), config, collate, ByteText(20)).train()
+        assert (caplog.text.count("draws from the global random generators with every batch") == 1) is says
 
 
 def test_data_order_of_real_steps_survives_a_resume(tmp_path):
@@ -332,7 +468,8 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
     report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
-    assert report["warnings"] == [message for message in warnings if not message.startswith("Options differ")]
+    (table,) = [message for message in warnings if message.startswith("Options differ")]  # with all that differs
+    assert all(warning in table or warning in warnings for warning in report["warnings"])
     for part in (
         "`learning_rate=0.001` is not taken up: optimizer and schedule go on with the checkpoint's `0.0005`",
         "What the planner has learned is not restored: it was `schedule` and is `bandit`",
@@ -343,7 +480,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
         "nothing tells whether its files are whole",
     ):
         assert sum(part in warning for warning in report["warnings"]) == 1, part
-    assert len(report["warnings"]) == 7
+    assert len(report["warnings"]) == 7 and "`max_grad_norm`  1.0" in table and len(table.splitlines()) == 2 + 4 + 5
     assert trainer.lr_scheduler.base_lrs == [5e-4] * len(trainer.lr_scheduler.base_lrs)  # as the warning says
     assert trainer.args.max_grad_norm == 0.5 and report["changed_options"]["max_grad_norm"] == [1.0, 0.5]
     assert set(report["changed_options"]) == set(changed)
@@ -371,25 +508,74 @@ def test_a_run_that_begins_anew_was_not_resumed(uninterrupted):
 # What a checkpoint holds.
 
 
-@pytest.mark.parametrize("version, said", [(None, "missing"), (99, "`99`")])
-def test_hybrid_state_of_another_version_is_refused(tmp_path, version, said):
+@pytest.mark.parametrize("version, said", [(None, "missing"), (4, "`4`"), (99, "`99`")])
+def test_hybrid_state_of_another_version_is_not_read(tmp_path, version, said):
     save_state(tmp_path, {"part": {"a": [torch.ones(2)], "b": 1}}, {"options": {}})
     state, about = load_state(tmp_path)
     assert torch.equal(state["part"]["a"][0], torch.ones(2)) and state["part"]["b"] == 1 and about == {"options": {}}
     written = json.loads((tmp_path / VALUES_NAME).read_text())
     changed = {**written, "schema_version": version} if version else {"parts": written["parts"]}
     (tmp_path / VALUES_NAME).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match=f"another version of hf_hybrid: its `schema_version` is {said}.*reads `5`"):
+    with pytest.raises(OtherVersionError, match=f"its `schema_version` is {said}.*reads `5`"):
         load_state(tmp_path)
 
 
-@pytest.mark.parametrize("name", [VALUES_NAME, "hybrid_state.safetensors"])
-def test_a_damaged_hybrid_state_is_named(tmp_path, name):
-    """Where a manifest does not do it before, because the user deleted it."""
-    save_state(tmp_path, {"part": {"a": torch.ones(2)}}, {})
-    (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match=f"`{tmp_path}/{name}` is damaged: .* Delete .*`{VALUES_NAME}`"):
-        load_state(tmp_path)
+@pytest.mark.parametrize("options", [{}, PLAIN])
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_weights_and_optimizer(tmp_path, caplog, options):
+    """Also where it is not named: a job that is restarted after an upgrade goes on."""
+    options = {"max_steps": 8, "save_steps": 4, **options}
+    build(tmp_path, **options).train()
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    saved = json.loads((checkpoint / VALUES_NAME).read_text())
+    saved |= {"schema_version": saved["schema_version"] - 1, "parts": {"of": "another form"}}
+    (checkpoint / VALUES_NAME).write_text(json.dumps(saved))
+    reseal(checkpoint)
+    trainer = build(tmp_path, callbacks=[First()], **options)
+    trainer.train(resume_from_checkpoint="auto")
+    (warning,) = ours(caplog, logging.WARNING)
+    assert re.search(r"checkpoint-4/hybrid_state.json` is not restored: its `schema_version` is `4`, and", warning)
+    assert ("Phases" in warning) is trainer.has_phases and trainer.state.global_step == 8
+    (first,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, First))
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert first.step == 4 and first.steps == {4.0} and is_sealed(tmp_path / "checkpoint-8")
+    assert_same_weights(first.weights, weights(expected))
+
+
+class First(TrainerCallback):
+    """Notes the state that a run begins with."""
+
+    step = None
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.step is None:
+            self.step, self.weights = state.global_step, weights(model)
+            self.steps = {float(found["step"]) for found in optimizer.state.values()}
+
+
+def test_the_advice_for_a_damaged_hybrid_state_works(tmp_path):
+    """With a manifest the damage is told first. Each message leads to the next, and the last to a run that goes on."""
+    options = {"max_steps": 8, "save_steps": 4}
+    build(tmp_path, **options).train()
+    for name in (VALUES_NAME, TENSORS_NAME):
+        checkpoint = Path(shutil.copytree(tmp_path / "checkpoint-8", tmp_path / name / "checkpoint-8"))
+        (checkpoint / name).write_text("{")
+        state = (
+            f"Delete `{MANIFEST_NAME}`, `{VALUES_NAME}` and `{TENSORS_NAME}` in .*`resume_from_checkpoint={checkpoint}`"
+        )
+        for resume, advice, files in [
+            ("auto", "set it to the folder of one of them", []),
+            (checkpoint, f"delete its `{MANIFEST_NAME}`", [MANIFEST_NAME]),
+            (checkpoint, state, [VALUES_NAME, TENSORS_NAME]),
+        ]:
+            trainer = build(checkpoint.parent, **options)
+            with pytest.raises(ValueError, match=advice):
+                trainer.train(resume_from_checkpoint=resume if resume == "auto" else str(resume))
+            for file in files:
+                (checkpoint / file).unlink()
+        trainer = build(checkpoint.parent, **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 8
 
 
 def test_evaluate_and_save_see_the_weights_of_the_moment(tmp_path):

@@ -496,7 +496,10 @@ def test_two_processes_are_launched(folder, monkeypatch):
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):
         monkeypatch.setenv(name, value)
     arguments = ["--config", "run.yaml", "--max_steps", "4", "--cpu", "--num_processes", "2", "--output_dir", "two"]
-    assert main(["train", *arguments, "--eval_share", "0"]) == 0
+    written = ["--learning_rate", "5e-5", "--logging_steps", "1"]  # which is the default, and is kept
+    assert main(["train", *arguments, "--eval_share", "0", *written]) == 0
+    state = json.loads((folder / "two" / "trainer_state.json").read_text())
+    assert 0 < max(entry.get("learning_rate", 0) for entry in state["log_history"]) <= 5e-5
     assert (folder / "two" / "checkpoint-3" / "rng_state_1.pth").is_file()
     assert not (folder / "two" / "eval_results.json").exists()
     assert "ACCELERATE_USE_CPU" not in os.environ

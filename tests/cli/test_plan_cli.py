@@ -274,6 +274,15 @@ def test_what_cannot_be_planned_says_why(tmp_path, capsys, content, message):
     assert shown.err.startswith("hf-hybrid plan: error: `model`") and message in shown.err and not shown.out
 
 
+def test_code_that_a_config_brings_is_neither_run_nor_asked_about(config_file, tmp_path, capsys, monkeypatch):
+    config = json.loads(Path(config_file).read_text()) | {"auto_map": {"AutoConfig": "other.Other"}, "model_type": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "other.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Other: pass\n")
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"a question: {prompt}"))
+    assert main(["plan", str(tmp_path)]) == 2 and not (tmp_path / "ran").exists()
+    assert "brings code of its own (`auto_map`), and a plan runs none" in capsys.readouterr().err
+
+
 def test_a_hub_id_without_a_network(capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert plan("nobody/no-such-model") == 2

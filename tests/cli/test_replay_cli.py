@@ -79,12 +79,71 @@ def test_a_folder_of_another_script_says_what_to_use(tmp_path, capsys):
     assert "Replay other runs with `hf_hybrid.prints.replay.replay`" in capsys.readouterr().err
 
 
-def test_secrets_are_left_out_of_the_command():
+def test_secrets_are_left_out_of_the_command(tmp_path):
     words = ["--seed", "3", "--hub_token", "one", "--hub-token=two", "--max_steps", "4"]
-    line = CommandLine.again({"arguments": words, "config": {"hub_token": "three", "env": {"API_KEY": "4", "A": "b"}}})
-    saved = line.to_dict()
-    assert saved == {"arguments": ["--seed", "3", "--max_steps", "4"], "config": {"env": {"A": "b"}}}
-    assert CommandLine.again(json.loads(json.dumps(saved)), ["--seed=5"]).values.seed == 5
+    words += ["--run_name", "hf_abcdefghijklmnopqrst", "--lr_scheduler_kwargs", '{"min_lr": 0.1}']
+    environment = {
+        "API_KEY": 4,
+        "A": "hf_abcdefghijklmnopqrst",
+        "OMP_NUM_THREADS": 2,
+        "MKL_CBWR": "sk-abcdefghijklmnopqr",
+    }
+    file = {"hub_token": "three", "run_name": "https://me:1234@host/x", "seed": 7, "env": environment}
+    (tmp_path / "run.yaml").write_text(json.dumps(file))
+    saved = CommandLine(["--config", str(tmp_path / "run.yaml"), *words]).to_dict()
+    assert saved == {
+        "arguments": ["--seed", "3", "--max_steps", "4", "--lr_scheduler_kwargs", '{"min_lr": 0.1}'],
+        "config": {"seed": 7},
+        "variables": {"API_KEY": None, "A": None, "OMP_NUM_THREADS": "2", "MKL_CBWR": None},
+    }
+    again = CommandLine.again(json.loads(json.dumps(saved)), ["--seed=5"])
+    assert again.values.seed == 5 and again.from_file() == {"seed": 7, "env": {"OMP_NUM_THREADS": "2"}}
+
+
+def test_a_folder_makes_no_code_run(place, monkeypatch, capsys, tmp_path):
+    """Whatever stands in `_hybrid_command.json`, and whatever lies beside it."""
+    out, ran = trained("--save_steps", "3"), tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\n"
+    saved = json.loads((out / COMMAND_NAME).read_text())
+    evil = place / "evil"
+    shutil.copytree(place / "model", evil)
+    (evil / "other.py").write_text(code + "class Other: pass\n")
+    config = json.loads((evil / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "other.Other", "AutoModelForCausalLM": "other.Other"}
+    (evil / "config.json").write_text(json.dumps({**config, "model_type": "other"}))
+    (evil / "accelerate.yaml").write_text("compute_environment: AMAZON_SAGEMAKER\n")
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"a question: {prompt}"))
+    for name in ("TORCH_LIBRARY_OF_A_FOLDER", "LD_PRELOAD", "PYTHONSTARTUP", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def replayed(*words, arguments=(), **changed):
+        changed = {"arguments": [*saved["arguments"], *arguments], **changed}
+        (out / COMMAND_NAME).write_text(json.dumps({**saved, **changed}))
+        status = main(["replay", str(out), "--from", "3", "--to", "6", *words])
+        return status, capsys.readouterr().err
+
+    trusting = ["--model", str(evil), "--trust_remote_code", "true"]
+    in_file = {**saved["config"], "model": str(evil), "trust_remote_code": True}
+    for change in ({"arguments": trusting}, {"config": in_file}):
+        status, told = replayed(**change)
+        assert status == 2 and "custom code" in told and not ran.exists()
+    variables = dict.fromkeys(("LD_PRELOAD", "PYTHONSTARTUP", "HF_ENDPOINT", "TORCH_LIBRARY_OF_A_FOLDER"), "x")
+    for change in ({"variables": variables}, {"config": {**saved["config"], "env": variables}, "variables": {}}):
+        status, told = replayed(**change)
+        assert status == 0 and not set(variables) & set(os.environ)
+        assert ("`env`, whose values are not kept: LD_PRELOAD, PYTHONSTARTUP" in told) is bool(change["variables"])
+    for name in (str(evil / "accelerate.yaml"), "../../evil"):
+        status, told = replayed(arguments=["--accelerate_config", name])
+        assert status == 2 and "which a folder cannot name" in told
+    assert replayed("--trust_remote_code", arguments=trusting)[0] == 2 and ran.exists()  # the user asked for it
+
+
+@pytest.mark.parametrize("changed", [{"arguments": "x"}, {"variables": None}, {"folder": 3}, {"processes": "2"}])
+def test_a_command_of_another_kind_is_refused(tmp_path, capsys, changed):
+    saved = {"arguments": [], "config": {}, "variables": {}, "processes": 1, "folder": str(tmp_path), **changed}
+    (tmp_path / COMMAND_NAME).write_text(json.dumps(saved))
+    assert main(["replay", str(tmp_path), "--from", "0", "--to", "3"]) == 2
+    assert f"`{next(iter(changed))}` is of another kind" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -93,5 +152,8 @@ def test_a_run_on_two_processes_is_replayed_on_two(place, monkeypatch, capsys):
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):
         monkeypatch.setenv(name, value)
     out = trained("--num_processes", "2", "--cpu")
+    for name in ("torch", "accelerate"):
+        (place / f"{name}.py").write_text("raise SystemExit('a module of the folder was imported')\n")
+    monkeypatch.chdir(place.parent / "elsewhere")
     assert main(["replay", str(out), "--from", "3", "--to", "6"]) == 0
     assert "made these 3 steps right" in capsys.readouterr().out

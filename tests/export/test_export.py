@@ -545,6 +545,33 @@ def test_the_command_evaluates_on_one_sequence_or_more(run, tmp_path, capsys, nu
     assert f"`--eval_sequences {number}` must be 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["model", "tokenizer", "base", "base tokenizer"])
+def test_code_that_a_folder_brings_is_neither_run_nor_asked_about(tmp_path, capsys, monkeypatch, where):
+    peft = pytest.importorskip("peft")
+    base, run = tmp_path / "base", tmp_path / "run"
+    tiny_model(vocab_size=264, hidden_size=64).save_pretrained(base)
+    bpe_tokenizer().save_pretrained(base)
+    if "base" in where:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(run)
+    else:
+        shutil.copytree(base, run)
+    brings = base if "base" in where else run
+    file = brings / ("tokenizer_config.json" if "tokenizer" in where else "config.json")
+    (brings / "other.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Other: pass\n")
+    classes = {"AutoTokenizer": ["other.Other", None]} if "tokenizer" in where else {"AutoConfig": "other.Other"}
+    unknown = {"tokenizer_class": "Other"} if "tokenizer" in where else {"model_type": "other"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": classes, **unknown}))
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"a question: {prompt}"))
+    status = main(["export", str(run), "--format", "merged"])
+    assert not (tmp_path / "ran").exists()
+    told = capsys.readouterr().err
+    if where in ("model", "base"):
+        assert status == 2 and "brings code of its own (`auto_map`), and an export runs none" in told
+    elif where == "tokenizer":
+        assert status == 2 and "The tokenizer in" in told
+
+
 def test_a_link_in_the_place_of_an_export_is_refused(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for target in ("empty", "nowhere"):

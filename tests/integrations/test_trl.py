@@ -278,7 +278,7 @@ def test_dpo_leaps_that_cost_accuracy_are_undone(tmp_path):
 def test_dpo_has_a_rate_for_adapters_in_place_of_its_default(tmp_path):
     """TRL's 1e-6 is for full fine-tuning. A quarter of the rate of supervised training is that of preferences."""
     losses, first = {}, {}
-    options = {"max_steps": 30, "logging_steps": 1, "learning_rate": 1e-6, "lr_scheduler_type": "constant"}
+    options = {"max_steps": 30, "logging_steps": 1, "learning_rate": None, "lr_scheduler_type": "constant"}
     for rescue in ("auto", "off"):
         trainer = dpo(
             HybridDPOTrainer, HybridDPOConfig, tmp_path / rescue, peft_config=lora(lora_alpha=64), lr_rescue=rescue,
@@ -296,7 +296,7 @@ def test_dpo_has_a_rate_for_adapters_in_place_of_its_default(tmp_path):
 def test_supervised_fine_tuning_of_adapters_has_a_rate_in_place_of_its_default(tmp_path):
     trainer = sft(
         HybridSFTTrainer, HybridSFTConfig, tmp_path, peft_config=lora(lora_alpha=128), max_steps=2, logging_steps=1,
-        learning_rate=2e-5, lr_scheduler_type="constant",
+        learning_rate=None, lr_scheduler_type="constant",
     )  # fmt: skip
     trainer.train()
     width = trainer.model.config.hidden_size

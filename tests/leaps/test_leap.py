@@ -107,12 +107,15 @@ def test_a_leap_that_pays_is_kept():
 
 
 def test_sequences_without_labels_cannot_tell_and_cost_what_they_cost():
-    """Else every leap would be probed, as if it were the first."""
-    world = World(minimum=1.2)
-    world.probe.evaluate = lambda batch: Losses([0.0] * 4)
-    leap = world.leap()
-    assert (leap.verdict, leap.gain, leap.loss_before) == ("unprobed", 1.0, None)
-    assert world.leaps.trust.probes_made == 1 and leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
+    """No leap is made where there has to be a probe. Else every leap would be probed, as if it were the first."""
+    for losses, verdict, made in ((0, "rejected", 0), (32, "unprobed", 1)):
+        world = World(minimum=1.2)
+        world.leaps.monitor.losses.extend([1.0] * losses)
+        world.probe.evaluate = lambda batch: Losses([0.0] * 4)
+        leap = world.leap()
+        assert (leap.verdict, leap.gain, leap.loss_before) == (verdict, float(made), None)
+        assert world.leaps.trust.probes_made == made
+        assert leap.probe_cost_steps == world.run.record.probe_cost_steps > 0
 
 
 def test_a_leap_that_goes_too_far_is_shortened():

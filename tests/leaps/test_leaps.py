@@ -18,7 +18,7 @@ from conftest import (
     weights,
 )
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.leaps.directions import Orthogonal
@@ -529,30 +529,65 @@ def test_runs_without_leaps_have_no_words_of_them(tmp_path):
     assert trainer.hybrid_summary()["backward_passes"] == 6
 
 
-def fp16(folder, kind, model, **options):
+def fp16(folder, kind, model, *, init_scale=2.0**10, **options):
     """A training with a gradient scaler, as on a GPU: accelerate makes none on a CPU."""
     make = (
         hybrid_config
         if kind is HybridTrainer
         else lambda folder, **more: TrainingArguments(**config_values(folder, **more))
     )
-    trainer = kind(model, make(folder, fp16=True, max_steps=8, **options), train_dataset=ByteText(60))
+    options = {"fp16": True, "max_steps": 24, "remove_unused_columns": False, **options}
+    trainer = kind(model, make(folder, **options), train_dataset=ByteText(96))
     trainer.accelerator.native_amp = True
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     trainer.train()
     return trainer
 
 
-def test_fp16_trains_as_plain_trainer_and_is_refused_if_leaps_are_asked_for(tmp_path, caplog):
+def test_fp16_makes_no_leaps_and_steps_as_plain_trainer(tmp_path, caplog):
+    """
+    Steps that the scaler leaves out, because it multiplied the loss by too much, are no divergence: here more than
+    `max_bad_steps` in a row.
+    """
     model = tiny_model()
-    hybrid = fp16(tmp_path / "hybrid", HybridTrainer, copy.deepcopy(model), direction="auto", lr_rescue="on")
-    plain = fp16(tmp_path / "plain", Trainer, copy.deepcopy(model))
-    assert losses(hybrid) == losses(plain)
+    options = {"direction": "auto", "lr_rescue": "off", "share_rows": "off", "max_bad_steps": 3}
+    hybrid = fp16(tmp_path / "hybrid", HybridTrainer, copy.deepcopy(model), init_scale=2.0**24, **options)
+    plain = fp16(tmp_path / "plain", Trainer, copy.deepcopy(model), init_scale=2.0**24)
+    skipped = sum(not math.isfinite(entry.get("grad_norm", 0.0)) for entry in plain.state.log_history)
+    assert 3 < skipped < 20 and losses(hybrid) == losses(plain)
     assert_same_weights(weights(hybrid.model), weights(plain.model))
+    assert hybrid.accelerator.scaler.get_scale() == plain.accelerator.scaler.get_scale()
     told = [r.getMessage() for r in caplog.records if "makes no leaps" in r.getMessage()]
-    assert len(told) == 1 and "`fp16=True`" in told[0]
-    assert "`fp16=True`" in hybrid.hybrid_summary()["no_leaps"] and "fp16" in str(hybrid.hybrid_summary())
+    assert len(told) == 1 and "`fp16=True`" in told[0] and "No leaps are made" not in caplog.text
+    summary = hybrid.hybrid_summary()
+    assert "`fp16=True`" in summary["no_leaps"] and summary["leaps_made"] == 0
+    assert summary["divergence_events"] == [] and summary["skipped_batches"] == 0
+    # Monitor, forecast and the record of the run are there.
+    assert len(hybrid.run.summary()["steps_by_phase"]) == 4 and summary["real_steps"] == 24
+    assert any("hybrid/forecast_loss" in entry for entry in hybrid.state.log_history)
 
+
+def test_fp16_keeps_the_monitor_and_the_rule_of_adapters(tmp_path):
+    """A batch that the monitor drops leaves the scaler ready for the next one."""
+
+    class Poisoned(LlamaForCausalLM):
+        calls = 0
+
+        def forward(self, *args, **kwargs):
+            output, self.calls = super().forward(*args, **kwargs), self.calls + 1
+            output.loss = output.loss * {3: math.nan, 24: 1e5}.get(self.calls, 1.0)
+            return output
+
+    model, options = Poisoned(tiny_model().config), {"direction": "auto", "share_rows": "off"}
+    trainer = fp16(tmp_path, HybridTrainer, model, init_scale=1.0, **options)
+    assert trainer.hybrid_summary()["skipped_batches"] == 2 and finite(trainer.model)
+
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = fp16(tmp_path, HybridTrainer, adapted, direction="auto", learning_rate=5e-5)
+    assert trainer.hybrid_summary()["learning_rate_scale"] > 1.0
+
+
+def test_fp16_is_refused_if_leaps_are_asked_for(tmp_path):
     own = {"direction": lambda context: None}
     args = hybrid_config(tmp_path, fp16=True, direction="auto")
     with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):

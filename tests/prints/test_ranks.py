@@ -170,7 +170,7 @@ def test_data_that_one_process_alone_has_otherwise_is_refused_by_all(tmp_path):
     def work():
         train(tmp_path, max_steps=3)
         rank = HybridTrainer(tiny_model(), hybrid_config(tmp_path / "x")).args.process_index
-        train(tmp_path, resume=True, name="again", data=ByteText(50) if rank else None)
+        train(tmp_path, resume="auto", name="again", data=ByteText(50) if rank else None)
 
     assert together(2, work) == [0, 0]
     for process in (0, 1):

@@ -1,16 +1,48 @@
 """Texts that people share: no secret, no folder of the machine, and nothing else changed."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from hf_hybrid.records.redaction import clean, is_secret_name, redact, shareable
+from hf_hybrid import HybridConfig, HybridDPOConfig, HybridSFTConfig
+from hf_hybrid.integrations.grpo import HybridGRPOConfig
+from hf_hybrid.records.redaction import clean, has_secret, is_secret_name, redact, shareable
+
+SECRETS = """
+hub_token api-key db.password --hub-token HF_TOKEN WANDB_API_KEY WANDB_KEY AWS_SECRET_ACCESS_KEY AZURE_OPENAI_KEY
+AZURE_STORAGE_KEY AZURE_STORAGE_CONNECTION_STRING MLFLOW_TRACKING_PASSWORD PGPASSWORD MYSQL_PWD DB_PASS DATABASE_URL
+SLACK_WEBHOOK_URL GITHUB_PAT SSH_KEY SIGNING_KEY PASSPHRASE SENTRY_DSN
+""".split()
+HARMLESS = """
+pad_token max_tokens keyboard key PWD OLDPWD num_key_value_heads linear_key_head_dim public_key keys monkeys pattern
+passes dataset_url OMP_NUM_THREADS CUDA_VISIBLE_DEVICES HF_HOME
+""".split()
 
 
-@pytest.mark.parametrize("name, secret", [("hub_token", True), ("pad_token", False), ("max_tokens", False),
-                                          ("api-key", True), ("keyboard", False), ("db.password", True)])  # fmt: skip
-def test_names_of_secrets(name, secret):
-    assert is_secret_name(name) is secret
+def test_names_of_secrets():
+    assert [name for name in SECRETS if not is_secret_name(name)] == []
+    assert [name for name in HARMLESS if is_secret_name(name)] == []
+
+
+@pytest.mark.parametrize("config", [HybridConfig, HybridSFTConfig, HybridDPOConfig, HybridGRPOConfig])
+def test_no_option_but_a_token_of_the_hub_is_a_secret(config):
+    names = [field.name for field in dataclasses.fields(config)]
+    assert [name for name in names if is_secret_name(name)] == ["hub_token"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "AIza" + "x" * 35,
+        "nvapi-" + "x" * 30,
+        "r8_" + "x" * 30,
+        "AccountKey=abcdefgh==;",
+        "hooks.slack.com/services/T0/B1/xyzw",
+    ],
+)
+def test_formats_of_secrets(value):
+    assert has_secret(f"a {value}") and redact(f"a {value}, b").startswith("a REMOVED") and not has_secret("AIza")
 
 
 def test_secrets_that_are_named_and_folders_of_the_user(monkeypatch, tmp_path):

@@ -62,7 +62,7 @@ RUNS = {
     "unseen": {"hurts_at": 18, "probe_budget": 0.0, "divergence_threshold": 3.0, "max_steps": 28, **HARMFUL},
     "world_model": {"planner": "dynamics"},
     "iterable": {"iterable": True},
-    "rescued_lora": {**SHORT, "lora": True, "learning_rate": 5e-5, "direction": "auto"},
+    "rescued_lora": {**SHORT, "lora": True, "learning_rate": None, "direction": "auto"},
 }
 for name in ("base", "accumulated", "offloaded", "memory", "lora", "bf16"):
     RUNS[f"plain_{name}"] = {**RUNS[name], "enable_predict": False, "max_steps": 12}

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from hf_hybrid.checkpoints import manifest
+
 GIB = 1 << 30
 NASTY = '<script>alert("1")</script> & $x_1$'
 
@@ -144,3 +146,12 @@ def profile(folder: Path, records: list[dict], logs: list[dict] = (), **run) -> 
     for name, lines in (("steps", records), ("logs", logs)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "profile" / f"{name}.jsonl").write_text(text)
+
+
+def reseal(checkpoint):
+    """Write a manifest that fits to the files of a checkpoint."""
+    path = checkpoint / manifest.MANIFEST_NAME
+    values = json.loads(path.read_text())
+    del values["xxh3_128"]
+    values["files"] = manifest._facts(checkpoint, [checkpoint / name for name in values["files"]])
+    path.write_text(json.dumps({**values, "xxh3_128": manifest._digest_of(values)}))

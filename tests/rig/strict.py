@@ -1,6 +1,6 @@
-"""Fall-backs of the second kind (hf_hybrid/fallbacks.py) as errors: a test must not pass with a saving switched off."""
+"""Fall-backs of the second kind (hf_hybrid/run/fallbacks.py) as errors: no test may pass with a saving switched off."""
 
-from hf_hybrid import fallbacks
+from hf_hybrid.run import fallbacks
 
 
 class SavingIsOffError(AssertionError):

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from conftest import ByteText, finite, hybrid_config, tiny_model
+from conftest import ByteText, config_values, finite, hybrid_config, losses, tiny_model
 from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridTrainer
 from hf_hybrid.run.monitor import (
@@ -205,6 +206,83 @@ def test_a_poisoned_gradient_does_not_reach_weights_or_optimizer(tmp_path, facto
     assert finite(trainer.model) and summary["skipped_batches"] == 1
     largest = max(s["exp_avg_sq"].max().item() for s in trainer.optimizer.state_dict()["state"].values())
     assert largest < 10.0
+
+
+class Masked(ByteText):
+    """Rows of which some have no label."""
+
+    def __init__(self, masked):
+        super().__init__(64)
+        self.masked = masked
+
+    def __getitem__(self, index):
+        ids = self.blocks[index]
+        return {"input_ids": ids, "labels": torch.full_like(ids, -100) if index in self.masked else ids}
+
+
+class Means(tiny_model().__class__):
+    """A model whose loss is the mean over its own batch, whatever the window holds."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class Divides(Means):
+    """A model that sums over what has labels and divides by their number: 0 / 0 has a gradient of NaN."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        output = super().forward(input_ids, attention_mask, labels)
+        kept = labels[:, 1:].ne(-100)
+        output.loss = (output.logits[:, :-1].logsumexp(-1) * kept).sum() / kept.sum()
+        return output
+
+
+WINDOWS = {"one row": range(1, 2), "a micro-batch": range(2, 4), "first": range(4), "many": range(4, 60)}
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [(None, {}), (None, {"share_rows": "on"}), (None, {"chunked_loss": "on"}), (Means, {})],
+    ids=["plain", "shared", "chunked", "means"],
+)
+def test_a_step_without_labels_is_that_of_trainer(tmp_path, caplog, kind, options):
+    """A step of the optimizer with a gradient of zero, said once: no divergence, however many follow each other."""
+
+    def trained(trainer_class, config, masked):
+        torch.manual_seed(0)
+        model = tiny_model() if kind is None else kind(tiny_model().config)
+        model.load_state_dict(tiny_model().state_dict())
+        trainer = trainer_class(model, config, train_dataset=Masked(masked))
+        trainer.train()
+        return trainer
+
+    values = {
+        "max_steps": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "sequential", "remove_unused_columns": False,
+    }  # fmt: skip
+    for name, masked in WINDOWS.items():
+        caplog.clear()
+        plain = trained(Trainer, TrainingArguments(**config_values(tmp_path, **values)), masked)
+        config = hybrid_config(
+            tmp_path, **values, **{"leap_gain": 0, "lr_rescue": "off", "share_rows": "off", **options}
+        )
+        ours = trained(HybridTrainer, config, masked)
+        for first, second in zip(plain.model.parameters(), ours.model.parameters()):
+            torch.testing.assert_close(first, second, rtol=0, atol=1e-4 if options else 0)
+        assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
+        assert ours.hybrid_summary()["divergence_events"] == []
+        assert caplog.text.count("no token of the batch has a label") == (name in ("first", "many"))
+
+
+def test_a_step_without_labels_whose_gradient_is_nan_changes_nothing(tmp_path):
+    """`Trainer` itself ends with weights of NaN."""
+    model = Divides(tiny_model().config)
+    config = hybrid_config(
+        tmp_path, max_steps=16, per_device_train_batch_size=4, remove_unused_columns=False, share_rows="off",
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    HybridTrainer(model, config, train_dataset=Masked(range(8, 64))).train()
+    assert finite(model)
 
 
 def test_endless_nan_aborts_and_names_the_last_good_checkpoint(tmp_path):

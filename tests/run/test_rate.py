@@ -116,8 +116,8 @@ def run(tmp_path, **overrides):
 
 
 def test_the_default_learning_rate_is_rescued(tmp_path):
-    rescued, loss = run(tmp_path / "a", learning_rate=5e-5)
-    _, left = run(tmp_path / "b", learning_rate=5e-5, lr_rescue="off")
+    rescued, loss = run(tmp_path / "a", learning_rate=None)
+    _, left = run(tmp_path / "b", learning_rate=None, lr_rescue="off")
     summary = rescued.hybrid_summary()
     assert summary["learning_rate_scale"] > 5
     assert summary["learning_rate_scales"][0]["scale"] < summary["learning_rate_scale"]
@@ -128,7 +128,7 @@ def test_the_default_learning_rate_is_rescued(tmp_path):
 
 
 def test_the_scheduler_never_sees_the_scale(tmp_path):
-    trainer, _ = run(tmp_path, learning_rate=5e-5, lr_scheduler_type="cosine")
+    trainer, _ = run(tmp_path, learning_rate=None, lr_scheduler_type="cosine")
     assert trainer.lr_scheduler.base_lrs == [5e-5, 5e-5]
     assert all(group["lr"] <= 5e-5 for group in trainer.optimizer.param_groups)
 
@@ -155,7 +155,7 @@ def adapters(model=None, **options):
 
 
 def adapted(tmp_path, model=None, kind=HybridTrainer, keywords=None, **options):
-    values = config_values(tmp_path, **{"max_steps": 12, "logging_steps": 1, "learning_rate": 5e-5, **options})
+    values = config_values(tmp_path, **{"max_steps": 12, "logging_steps": 1, "learning_rate": None, **options})
     args = (HybridConfig if kind is HybridTrainer else TrainingArguments)(**values)
     data = {"train_dataset": ByteText(200), "eval_dataset": ByteText(64, offset=900)}
     trainer = kind(model or adapters(), args, **data, **(keywords or {}))
@@ -262,7 +262,7 @@ def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
 
     whole = HybridTrainer(
         adapters(),
-        HybridConfig(**config_values(tmp_path, max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        HybridConfig(**config_values(tmp_path, max_steps=12, logging_steps=1, learning_rate=None, **options)),
         train_dataset=ByteText(200),
         callbacks=[Alarm()],
     )
@@ -270,7 +270,7 @@ def test_a_resumed_run_keeps_the_rate_of_its_adapters(tmp_path):
     assert rates(whole)[4] == pytest.approx(RATE / 4 * (8 / 12))
     resumed = HybridTrainer(
         adapters(),
-        HybridConfig(**config_values(tmp_path / "b", max_steps=12, logging_steps=1, learning_rate=5e-5, **options)),
+        HybridConfig(**config_values(tmp_path / "b", max_steps=12, logging_steps=1, learning_rate=None, **options)),
         train_dataset=ByteText(200),
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))

@@ -162,6 +162,13 @@ def test_weight_is_not_read_after_the_forward():
         loss.backward()
 
 
+def test_a_batch_without_labels_has_gradients_of_zero():
+    hidden, weight, targets, _ = head()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100)) / torch.tensor(0)
+    found = torch.autograd.grad(loss, [hidden, weight])
+    assert loss.isnan() and not any(gradient.any() for gradient in found)
+
+
 def test_only_asked_for_gradients_are_computed():
     hidden, weight, targets, _ = head()
     assert not linear_cross_entropy(hidden.detach(), weight.detach(), targets).requires_grad
