@@ -561,6 +561,7 @@ class Decoding(Part):
     def begin(self, run: Run) -> None:
         self.rows_decoded = self.rows_decoded_saved = self.prompt_tokens_shared = 0
         self.fallbacks.because = self._before = None
+        self.fallbacks.failed.clear()
 
     def begin_step(self, step: Step) -> None:
         self._before = self._state()
