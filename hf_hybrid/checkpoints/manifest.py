@@ -87,6 +87,13 @@ Run = list[list]
 """`[[id, first step], ...]`, the newest last."""
 
 
+DELETABLE = "hybrid_state.json"
+"""
+The file that a user may delete from a checkpoint, as the refusal of another version's says. What is left is whole: a
+run goes on with weights, optimizer and schedule.
+"""
+
+
 class CheckpointError(ValueError):
     """There is no checkpoint to resume from, or the one that was named is damaged; the message names the files."""
 
@@ -473,14 +480,16 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
     ]
     for name, known in manifest.files.items():
         path = folder / name
+        if name == DELETABLE and not path.exists():
+            continue
         if not path.is_file():
             found.append(f"`{name}` is missing")
         elif path.stat().st_size != known["bytes"]:
             found.append(f"`{name}` has {path.stat().st_size:,} bytes instead of {known['bytes']:,}")
     if found:
         return found
-    facts = _facts(folder, [folder / name for name in manifest.files])
-    changed = [name for name, known in manifest.files.items() if facts[name] != known]
+    facts = _facts(folder, [path for name in manifest.files if (path := folder / name).exists()])
+    changed = [name for name, known in manifest.files.items() if name in facts and facts[name] != known]
     return [f"`{name}` is not what was saved (its checksum differs)" for name in changed]
 
 

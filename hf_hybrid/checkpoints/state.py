@@ -29,7 +29,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.arguments import hybrid_values
 from hf_hybrid.checkpoints.behind import Saves
-from hf_hybrid.checkpoints.manifest import MANIFEST_NAME
+from hf_hybrid.checkpoints.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
 from hf_hybrid.checkpoints.preemption import evaluation_is_due
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
@@ -38,7 +38,7 @@ from hf_hybrid.run.typing import TrainerLike
 logger = logging.getLogger(__name__)
 
 TENSORS_NAME = "hybrid_state.safetensors"
-VALUES_NAME = "hybrid_state.json"
+VALUES_NAME = DELETABLE
 SCHEMA_VERSION = 5
 OWN = "own"
 """Key in the state of a part: below it stands what each process keeps for itself."""
@@ -192,6 +192,13 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     try:
         found = load_state(checkpoint, process=trainer.args.process_index)
     except OtherVersionError as error:
+        if trainer._start.is_same:
+            raise CheckpointError(
+                f"`{Path(checkpoint) / VALUES_NAME}` was written by another version of hf_hybrid: {error}. "
+                '`resume_from_checkpoint="auto"` promises the same run, which needs that file. Resume with the version '
+                f"that saved it. Or delete the file, or name the checkpoint (`resume_from_checkpoint={checkpoint}`): "
+                "weights, optimizer, schedule and random generators go on, and phases start anew."
+            ) from None
         found = None
         anew = (
             "Phases, leaps, the planner and the scale of the learning rate start anew; an open leap is never judged. "
@@ -204,8 +211,8 @@ def restore(trainer: TrainerLike, checkpoint: str) -> Report:
     if found is None:
         if trainer.run.has_phases and not report["warnings"]:
             report["warnings"].append(
-                f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model`, or by another trainer), "
-                "so that phases and predictor start anew."
+                f"`{checkpoint}` holds no hybrid state (it was saved with `save_only_model` or by another trainer, or "
+                f"`{VALUES_NAME}` was deleted), so that phases and predictor start anew."
             )
         trainer.run.load_state_dict({})
         return report

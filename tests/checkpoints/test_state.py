@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, default_data_col
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, is_sealed
+from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, CheckpointError, is_sealed
 from hf_hybrid.checkpoints.sharded import load_weights
 from hf_hybrid.checkpoints.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
 from hf_hybrid.machine import RandomStates
@@ -521,8 +521,8 @@ def test_hybrid_state_of_another_version_is_not_read(tmp_path, version, said):
 
 
 @pytest.mark.parametrize("options", [{}, PLAIN])
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_weights_and_optimizer(tmp_path, caplog, options):
-    """Also where it is not named: a job that is restarted after an upgrade goes on."""
+def test_a_checkpoint_of_an_earlier_version_goes_on_where_the_user_says_so(tmp_path, caplog, options):
+    """`auto` promises the same run, and refuses it. Both ways out that the refusal names work."""
     options = {"max_steps": 8, "save_steps": 4, **options}
     build(tmp_path, **options).train()
     checkpoint = tmp_path / "checkpoint-4"
@@ -531,8 +531,17 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_weights_and_optimizer(t
     saved |= {"schema_version": saved["schema_version"] - 1, "parts": {"of": "another form"}}
     (checkpoint / VALUES_NAME).write_text(json.dumps(saved))
     reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="hybrid_state.json` was written by another version.*delete the file"):
+        build(tmp_path, **options).train(resume_from_checkpoint="auto")
+    assert (checkpoint / VALUES_NAME).is_file()
+    shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-deleted"))
+    (tmp_path.with_name(f"{tmp_path.name}-deleted") / "checkpoint-4" / VALUES_NAME).unlink()
+    deleted = build(tmp_path.with_name(f"{tmp_path.name}-deleted"), **options)
+    deleted.train(resume_from_checkpoint="auto")
+    assert deleted.state.global_step == 8
+    caplog.clear()
     trainer = build(tmp_path, callbacks=[First()], **options)
-    trainer.train(resume_from_checkpoint="auto")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     (warning,) = ours(caplog, logging.WARNING)
     assert re.search(r"checkpoint-4/hybrid_state.json` is not restored: its `schema_version` is `4`, and", warning)
     assert ("Phases" in warning) is trainer.has_phases and trainer.state.global_step == 8
