@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.checkpoints.manifest import last_checkpoint
+from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.config import was_given
 from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import RandomStates
@@ -553,6 +555,9 @@ class OutOfMemoryRecovery(Part):
     def _can_checkpoint(self) -> bool:
         if self.trainer.memory.streams or not has_room("phase_memory.activations"):
             return False  # streamed layers always are
+        args, name = self.trainer.args, checkpointing_option()
+        if was_given(args, name) and getattr(args, name) is False:
+            return False  # the user wrote that nothing is recomputed
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         return bool(getattr(model, "supports_gradient_checkpointing", False)) and not on

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.checkpoints.state import VALUES_NAME
+from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions.orthogonal import Orthogonal
 from hf_hybrid.machine import RandomStates
@@ -205,6 +206,15 @@ def test_activations_are_checkpointed_when_one_sequence_does_not_fit(tmp_path, s
     resumed.train(resume_from_checkpoint=str(tmp_path / "big" / "checkpoint-6"))
     assert len(events(resumed)) == 3
     assert_same_weights(weights(resumed.model), weights(trainer.model))
+
+
+def test_nothing_is_recomputed_where_the_user_wrote_that(tmp_path):
+    model = tiny_model()
+    NeedsCheckpointing(model)
+    trainer = build(tmp_path, model=model, enable_predict=False, max_steps=2, **{checkpointing_option(): False})
+    with pytest.raises(UnrecoveredMemoryError):
+        trainer.train()
+    assert [event["action"] for event in events(trainer)] == ["split micro-batches"] * 2
 
 
 def test_checkpointing_by_phase_is_widened(tmp_path):

@@ -24,6 +24,7 @@ from hf_hybrid.hub import origins
 from hf_hybrid.hub.card import WIDTH, code, folded, rewards_of, text
 from hf_hybrid.hub.origins import data_facts, is_repo_id, license_of
 from hf_hybrid.hub.provenance import command, hardware, tracker_links
+from hf_hybrid.part import Part
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.summary import format_seconds
 
@@ -243,10 +244,11 @@ def test_savings_that_did_not_work_are_named(tmp_path):
     trainer = new_trainer(tmp_path / "out", enable_predict=False, max_steps=1)
     trainer.train()
     assert "did not work" not in card_of(trainer)
-    trainer.parts[0].failed = [f"no tree (KeyError: '{Path.home()}/private/a|b')", "no <b>window</b>"]
+    failed = [f"no tree (KeyError: '{Path.home()}/private/a|b')", "no <b>window</b>"]
+    trainer.parts.append(type("Failing", (Part,), {"failed": failed})())
     (row,) = [line for line in card_of(trainer).splitlines() if "did not work" in line]
     assert "no tree (KeyError: '" in row and "; no \\<b\\>window" in row and str(Path.home()) not in row
-    assert trainer.hybrid_summary()["failed_savings"] == trainer.parts[0].failed
+    assert trainer.hybrid_summary()["failed_savings"] == failed
 
 
 def test_memory_is_that_of_the_profiler_where_there_is_one(tmp_path):

@@ -11,7 +11,7 @@ from conftest import ByteText, config_values, hybrid_config, tiny_model
 from rig.run_folders import GIB, NASTY, hybrid_run, leap, log, phases, plain_run, profile, step_record, write
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_hybrid import HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.records.log import load_log
 from hf_hybrid.records.profiler import MemoryProfilerCallback
@@ -268,7 +268,7 @@ def test_steps_in_the_profile_are_those_of_its_lines(tmp_path):
 @pytest.mark.parametrize("options", [{"enable_predict": False}, {"enable_predict": True, "leap_gain": 0.0}])
 def test_options_are_those_of_the_newer_run(tmp_path, undrawn, options):
     train_and_save_state(tmp_path, "leaps", 12, [])
-    config = hybrid_config(tmp_path, max_steps=12, **options, **dict.fromkeys(("leap_worth", "max_predict_steps")))
+    config = HybridConfig(**config_values(tmp_path, max_steps=12, direction="orthogonal", **options))
     HybridTrainer(tiny_model(), config, train_dataset=ByteText(64)).train()
     found = findings(load_run(tmp_path))
     assert found["leaps"] is None and "leap_worth" not in found["options"]
