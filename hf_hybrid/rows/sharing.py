@@ -361,7 +361,7 @@ class SharedRows(Part):
         self._opened: list[tuple[nn.Module, contextlib.ExitStack]] = []
         self._backward_follows = False
         self._under_way = _UnderWay()
-        self._counts = True
+        self._counts, self._said_drawn = True, False
 
     @property
     def plain_because(self) -> str | None:
@@ -426,6 +426,7 @@ class SharedRows(Part):
         self.count_from(dict.fromkeys(self.counts(), 0))
         for known in self._known.values():
             known.drawn.clear()  # rates may have changed since the last training
+        self._said_drawn = False
 
     def begin_step(self, step: Step) -> None:
         self._counts_before = self.counts()
@@ -596,16 +597,17 @@ class SharedRows(Part):
 
     def _note_drawn(self, model: nn.Module, drawn: Drawn, rows: Sequence[Row]) -> None:
         """Say once what random numbers of these rows cost: the share of their tokens that is not saved."""
-        if self.plain_because is not None:
+        if self._said_drawn:
             return
         saved = 1 - len(Tree.of(rows).ids) / max(sum(len(row.fed) for row in rows), 1)
         rate = dropout_of(model)
         numbers = f"dropout ({rate:g})" if rate else "the random numbers of a forward pass"
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
+        self._said_drawn = drawn == "by batch" or saved > 1 - WORTH
         if drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
-        elif saved > 1 - WORTH:
+        elif self._said_drawn:
             self.shares_nothing.cannot_be_exact(f"{numbers} would be drawn once for all rows that share", advice=cost)
 
     def _tree_if_worth(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Tree | None:

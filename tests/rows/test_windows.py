@@ -488,6 +488,16 @@ def test_under_dropout_gradients_have_the_distribution_of_padded_rows(case):
     assert 0.8 < ratio.median() < 1.25
 
 
+def test_dropout_is_said_where_the_first_rows_share_nothing(tmp_path, caplog):
+    alone = [row((list(range(10 + n, 30 + n)), 1)) for n in range(4)]
+    alike = [row((list(range(40, 60)), 0), ([5 + n], 1)) for n in range(4)]
+    config = HybridConfig(**config_values(tmp_path, max_steps=2, train_sampling_strategy="sequential", leap_gain=0))
+    model = build(attention_dropout=0.1)
+    trainer = HybridTrainer(model, config, data_collator=pad, train_dataset=alone + alike)
+    trainer.train()
+    assert any("would be drawn once" in record.getMessage() for record in caplog.records)
+
+
 def test_layer_drop_keeps_padded_rows(tmp_path):
     """One random number belongs to all rows of a micro-batch: fewer micro-batches would draw fewer."""
     model, options = lambda: build("opt", layerdrop=0.3), {"max_steps": 2}
