@@ -597,6 +597,11 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, model:
             start.warnings.append(f"`{folder}` is of another model: the names of its parameters differ.")
         later = [other for _, other in _manifests(output_dir) if other.step > manifest.step]
         abandoned = any(is_on_course(other.run, other.step, manifest.run) for other in later)
+        if DELETABLE in manifest.files and not (folder / DELETABLE).exists():
+            start.warnings.append(
+                f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "
+                "order of the data is the one that `Trainer` finds. Weights, optimizer and schedule are whole."
+            )
         start.in_step = manifest.in_step
         start.run = manifest.run + ([[start.run[0][0], manifest.step]] if abandoned else [])
     _check_values(folder, manifest)

@@ -539,6 +539,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_where_the_user_says_so(tmp_p
     deleted = build(tmp_path.with_name(f"{tmp_path.name}-deleted"), **options)
     deleted.train(resume_from_checkpoint="auto")
     assert deleted.state.global_step == 8
+    assert any("`hybrid_state.json` is gone from" in message for message in ours(caplog, logging.WARNING))
     caplog.clear()
     trainer = build(tmp_path, callbacks=[First()], **options)
     trainer.train(resume_from_checkpoint=str(checkpoint))
