@@ -73,14 +73,6 @@ from transformers import ProcessorMixin
 from hf_hybrid.arguments import HybridArguments, as_declared, option
 from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
-from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
-from hf_hybrid.integrations.trl import (
-    TRLTrainerMixin,
-    check_config,
-    choose_bf16,
-    default_folder,
-    options_of_rows,
-)
 from hf_hybrid.machine import RandomStates, sharding_of
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
@@ -89,6 +81,14 @@ from hf_hybrid.rows.randomness import Drawn, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.trl.decoding import Decoding, indices, why_plain_model
+from hf_hybrid.trl.sft_dpo import (
+    TRLTrainerMixin,
+    check_config,
+    choose_bf16,
+    default_folder,
+    options_of_rows,
+)
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
