@@ -37,7 +37,7 @@ from hf_hybrid import (  # noqa: E402
     UnrecoveredMemoryError,
 )
 from hf_hybrid.machine import RandomStates  # noqa: E402
-from hf_hybrid.trl.rl import (  # noqa: E402
+from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
     rebin,
     rewarded_alike,
