@@ -26,7 +26,6 @@ from transformers.training_args import OptimizerNames
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
-from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
 from hf_hybrid.leaps.leap import (
@@ -154,11 +153,12 @@ def build_run(trainer: TrainerLike) -> Run:
 
 
 def _forecast(trainer: TrainerLike) -> list[Part]:
-    """Return the forecast of the final loss. It is on by default, so that a lack of its room is no error."""
-    if not trainer.hybrid_args.forecast or not has_room("world_model.forecast"):
+    """Return the forecast of the final loss."""
+    if not trainer.hybrid_args.forecast:
         return []
-    room = load_room("world_model.forecast", "forecast=True")
-    return [room.Forecast(trainer.lr_scheduler, trainer.state.log_history)]
+    from hf_hybrid.world_model.forecast import Forecast
+
+    return [Forecast(trainer.lr_scheduler, trainer.state.log_history)]
 
 
 def _weights(trainer: TrainerLike) -> TrainedWeights:
@@ -205,7 +205,9 @@ def _leap_parts(
         rate.cosine.average = trajectory.direction
     before: list[Part] = []
     if options.correct_gain:
-        before.append(load_room("world_model.residuals", "correct_gain=True").LeapResiduals(correct_gain=True))
+        from hf_hybrid.world_model.residuals import LeapResiduals
+
+        before.append(LeapResiduals(correct_gain=True))
     gains, after = _planner(trainer, trajectory)
     observers = [part for part in (*before, *after, *trainer.parts) if isinstance(part, LeapObserver)]
     leaps = Leaps(
@@ -229,12 +231,15 @@ def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner,
     values = (options.final_gain(direction.gain), direction.gain_power, options.preset_value("leap_worth"))
     if options.planner == "schedule":
         return GainPlanner(*values), []
-    asked = f"planner={options.planner}"
     stride = max(STRETCH_STEPS, max_steps // MOST_STRETCHES)
     if options.planner == "bandit":
-        planner = load_room("world_model.bandit", asked).BanditGain(*values)
+        from hf_hybrid.world_model.bandit import BanditGain
+
+        planner = BanditGain(*values)
     else:
-        planner = load_room("world_model.imagination", asked).imagined_gain(
+        from hf_hybrid.world_model.imagination import imagined_gain
+
+        planner = imagined_gain(
             values,
             device=trainer.args.device,
             seed=trainer.args.seed,
@@ -242,8 +247,9 @@ def _planner(trainer: TrainerLike, trajectory: Trajectory) -> tuple[GainPlanner,
             max_steps=max_steps,
             stride=stride,
         )
-    observer = load_room("world_model.observer", asked).PlannerObserver
-    return planner, [observer(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
+    from hf_hybrid.world_model.observer import PlannerObserver
+
+    return planner, [PlannerObserver(planner, stride=stride, max_grad_norm=trainer.args.max_grad_norm)]
 
 
 def _cost_of_step(trainer: TrainerLike, tokens: int) -> tuple[float, float]:
@@ -344,8 +350,9 @@ def _rate(trainer: TrainerLike, weights: TrainedWeights) -> RateScale | None:
     if not _trains_adapters(trainer):
         cosine = StepCosine(weights)
         return LearningRateRescue(max_scale=MAX_RATE_SCALE, max_steps=trainer.state.max_steps, cosine=cosine)
-    room = "integrations.adapters"
-    return load_room(room, "lr_rescue").adapter_rate_scale(trainer) if has_room(room) else None
+    from hf_hybrid.integrations.adapters import adapter_rate_scale
+
+    return adapter_rate_scale(trainer)
 
 
 # Whether there are leaps. They are made where they were measured to pay (docs/results.md): with an optimizer like
@@ -837,29 +844,32 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
 
 def adapter_parts(trainer: TrainerLike) -> list[Part]:
     """Return the parts that leave out casts of adapters and of the weights below them, idle under bf16 autocast."""
-    room = "integrations.adapters"
     idle = trainer.hybrid_args.enable_predict and trainer.accelerator.mixed_precision == "bf16"
-    if not idle or not has_adapters(trainer.model) or not has_room(room):
+    if not idle or not has_adapters(trainer.model):
         return []
-    return load_room(room, "bf16=True").cast_parts(trainer)
+    from hf_hybrid.integrations.adapters import cast_parts
+
+    return cast_parts(trainer)
 
 
 def print_parts(trainer: TrainerLike) -> list[Part]:
     """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    if not has_room("prints.fingerprint"):
-        return []
+    from hf_hybrid.prints.digests import Digests
+    from hf_hybrid.prints.fingerprint import Fingerprint
+
     every = trainer.hybrid_args.digest_steps
-    digests = [] if every == 0 else [load_room("prints.digests", "digest_steps").Digests(trainer, every)]
-    return [load_room("prints.fingerprint", "resume_from_checkpoint").Fingerprint(trainer), *digests]
+    digests = [] if every == 0 else [Digests(trainer, every)]
+    return [Fingerprint(trainer), *digests]
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:
     """Return the part that computes windows as trees, if the options ask for it."""
-    options, room = trainer.hybrid_args, "rows.windows"
-    automatic = options.share_rows == "auto"
-    if options.share_rows == "off" or (automatic and not (options.enable_predict and has_room(room))):
+    options = trainer.hybrid_args
+    if options.share_rows == "off" or (options.share_rows == "auto" and not options.enable_predict):
         return None
-    return load_room(room, "share_rows=on").SharedWindows(trainer, why_plain_rows(trainer))
+    from hf_hybrid.rows.windows import SharedWindows
+
+    return SharedWindows(trainer, why_plain_rows(trainer))
 
 
 def why_plain_rows(trainer: TrainerLike) -> str | None:
@@ -890,16 +900,18 @@ def phase_memory_parts(trainer: TrainerLike) -> list[Part]:
     automatic = _checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
     if options.checkpoint_phases is not None or options.offload_activations or automatic:
         phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
-        asked = "offload_activations" if options.offload_activations else "activation_checkpointing=auto"
-        room = load_room("phase_memory.activations", "checkpoint_phases" if options.checkpoint_phases else asked)
+        from hf_hybrid.phase_memory.activations import ActivationCheckpointing
+
         layers = fewest_recomputed_layers(trainer) if automatic else None
         if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
-            parts.append(room.ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
+            parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None:
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
-        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
-        parts += room.precision_parts(options.weight_precision, trainer.model, autocast=autocast)
+        from hf_hybrid.phase_memory.precision import precision_parts
+
+        parts += precision_parts(options.weight_precision, trainer.model, autocast=autocast)
     if options.predict_states != "stay":
-        room = load_room("phase_memory.states", f"predict_states={options.predict_states}")
-        parts.append(room.OptimizerStatePlacement(options.predict_states))
+        from hf_hybrid.phase_memory.states import OptimizerStatePlacement
+
+        parts.append(OptimizerStatePlacement(options.predict_states))
     return parts

@@ -15,7 +15,6 @@ from transformers.training_args import OptimizerNames
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.files import load_room
 from hf_hybrid.machine import LeapObstacleError, computes_on_cpu, mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 
@@ -362,8 +361,9 @@ def _check_memory_options(args: TrainingArguments, optim: str, options: HybridAr
             "streamed layers are always checkpointed, and travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
-        room = load_room("phase_memory.precision", f"weight_precision={options.weight_precision}")
-        room.parse_precision(options.weight_precision)
+        from hf_hybrid.phase_memory.precision import parse_precision
+
+        parse_precision(options.weight_precision)
     own = checkpointing_option()
     details = getattr(args, f"{own}_kwargs", None) or {}
     extra = [name for name, value in details.items() if (name, value) != ("use_reentrant", False)]

@@ -58,7 +58,7 @@ from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
 from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
-from hf_hybrid.files import load_room, note_base, write_note
+from hf_hybrid.files import note_base, write_note
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
@@ -258,7 +258,9 @@ class HybridTrainerMixin(PublishingMixin):
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:
-            load_room("integrations.samples", f"sample_prompts={options.sample_prompts}").install(self)
+            from hf_hybrid.integrations import samples
+
+            samples.install(self)
         if options.enable_predict:
             self._prepare_leaps()
 
@@ -411,7 +413,8 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
-        exporter = load_room("export.exporter", "trainer.export()")
+        from hf_hybrid.export import exporter
+
         folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
         exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)

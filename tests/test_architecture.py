@@ -33,7 +33,7 @@ FLOORS = {
 # Rooms of the arithmetic floor that must not know each other.
 STRANGERS = ({"leaps", "streaming"}, {"leaps", "phase_memory"}, {"world_model", "streaming"}, {"leaps", "plan"})
 
-# Rooms that can be deleted: the core works without them (tests/test_core_alone.py), and loads them if an option asks.
+# Rooms that the others import inside functions alone, where an option or a call asks for them.
 OPTIONAL = {"report", "export", "trl", "integrations", "cli", "world_model", "phase_memory", "prints", "rows"}
 
 
@@ -54,11 +54,15 @@ def statements(tree: ast.AST):
 
 
 def imported_rooms(path: Path) -> set[str]:
+    """Return what a file imports, but for optional rooms that it imports inside functions."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
     found = set()
-    for node in statements(ast.parse(path.read_text())):
+    for node in statements(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hf_hybrid":
             names = [node.module] if node.module != "hf_hybrid" else [f"hf_hybrid.{a.name}" for a in node.names]
-            found |= {room(name) for name in names}
+            found |= {room(name) for name in names if id(node) not in inside or room(name) not in OPTIONAL}
     return found - {"__version__"}
 
 
@@ -95,7 +99,7 @@ def test_rooms_of_a_floor_form_no_cycle():
 @pytest.mark.parametrize("path", [p for p in FILES if not p.name.startswith("__")], ids=module_name)
 def test_the_core_never_imports_optional_rooms(path):
     if room(module_name(path)) not in OPTIONAL:
-        assert not imported_rooms(path) & OPTIONAL, "load it with `load_room` where an option asks for it"
+        assert not imported_rooms(path) & OPTIONAL, "import it inside the function that needs it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -33,16 +33,13 @@ sends nothing again. Stacks of experts are sharded between experts, so the matri
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hf_hybrid.files import has_room, load_room
 from hf_hybrid.leaps.directions.base import Direction, DirectionContext
 from hf_hybrid.optimizers import is_adam, orthogonalisation_flops
 from hf_hybrid.run.weights import Shards, sum_of_squares
@@ -77,20 +74,20 @@ def preconditioner_of(
     second_moment = state.get("exp_avg_sq")
     if torch.is_tensor(second_moment) and "step" in state and "betas" in group:
         return adam if second_moment.shape == shape and second_moment.is_floating_point() else None
-    others = None if is_adam(optimizer) else _other_rules()
-    return None if others is None else others.rule_of(optimizer, state, group, shape)
+    if is_adam(optimizer):
+        return None
+    from hf_hybrid.integrations.other_optimizers import rule_of
+
+    return rule_of(optimizer, state, group, shape)
 
 
 def _orthogonalises(rule: Preconditioner | None) -> bool:
     """Whether a rule orthogonalises matrices, for which it needs them whole."""
-    others = None if rule in (None, adam) else _other_rules()
-    return others is not None and rule is others.muon
+    if rule in (None, adam):
+        return False
+    from hf_hybrid.integrations.other_optimizers import muon
 
-
-@functools.cache
-def _other_rules() -> ModuleType | None:
-    name = "integrations.other_optimizers"
-    return load_room(name, "direction") if has_room(name) else None
+    return rule is muon
 
 
 def as_number(value: Any) -> float:
