@@ -69,6 +69,8 @@ from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_a
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
+from hf_hybrid.saving.drift import Digests
+from hf_hybrid.saving.run_identity import Fingerprint
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import (
     NoLayerListError,
@@ -846,11 +848,9 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
 
 def print_parts(trainer: TrainerLike) -> list[Part]:
     """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    if not has_room("prints.fingerprint"):
-        return []
     every = trainer.hybrid_args.digest_steps
-    digests = [] if every == 0 else [load_room("prints.digests", "digest_steps").Digests(trainer, every)]
-    return [load_room("prints.fingerprint", "resume_from_checkpoint").Fingerprint(trainer), *digests]
+    digests = [] if every == 0 else [Digests(trainer, every)]
+    return [Fingerprint(trainer), *digests]
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:

@@ -35,11 +35,6 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoints import manifest, state
-from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock, check_output
-from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
-from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import load_room, note_base, write_note
@@ -65,6 +60,11 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run
+from hf_hybrid.saving import manifest, state
+from hf_hybrid.saving.async_save import Saves, why_at_once
+from hf_hybrid.saving.lock import FolderLock, check_output
+from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.setup import (
     adapter_parts,
     build_memory,
