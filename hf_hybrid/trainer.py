@@ -51,11 +51,6 @@ from hf_hybrid.build import (
     tell_of_kept_defaults,
     tell_of_no_leaps,
 )
-from hf_hybrid.checkpoints import manifest, state
-from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock, check_output
-from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
-from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import note_base, write_note
@@ -81,6 +76,11 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run
+from hf_hybrid.saving import manifest, state
+from hf_hybrid.saving.async_save import Saves, why_at_once
+from hf_hybrid.saving.lock import FolderLock, check_output
+from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 

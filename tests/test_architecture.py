@@ -20,13 +20,12 @@ FLOORS = {
         "config",
         "recovery",
         "rows",
-        "checkpoints",
+        "saving",
         "build",
         "records",
         "hub",
         "report",
         "export",
-        "prints",
     },
     "Trainer": {"trainer", "trl", "integrations", "cli"},
 }
@@ -34,7 +33,7 @@ FLOORS = {
 STRANGERS = ({"leaps", "streaming"}, {"leaps", "phase_memory"}, {"world_model", "streaming"}, {"leaps", "plan"})
 
 # Rooms that the others import inside functions alone, where an option or a call asks for them.
-OPTIONAL = {"report", "export", "trl", "integrations", "cli", "world_model", "phase_memory", "prints", "rows"}
+OPTIONAL = {"report", "export", "trl", "integrations", "cli", "world_model", "phase_memory", "rows"}
 
 
 def room(name: str) -> str:

@@ -245,8 +245,8 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
-    "prints/fingerprint.py: continue": "weights on the disk",
-    "prints/fingerprint.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
+    "saving/run_identity.py: continue": "weights on the disk",
+    "saving/run_identity.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
     "torch.get_num_threads()}": "a CPU",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }
