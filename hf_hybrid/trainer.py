@@ -40,12 +40,11 @@ from hf_hybrid.build import (
     build_memory,
     build_optimizer,
     build_run,
-    check_streamable,
-    leaps_are_automatic,
     leave_adapters_to_adamw,
     makes_muon,
     phase_memory_parts,
     print_parts,
+    refuse_other_optimizers,
     rows_part,
     share_optimizer,
     tell_of_kept_defaults,
@@ -55,6 +54,7 @@ from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import note_base, write_note
 from hf_hybrid.hub.publishing import PublishingMixin
+from hf_hybrid.leaps.automatic import leaps_are_automatic
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
@@ -68,6 +68,7 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -284,6 +285,7 @@ class HybridTrainerMixin(PublishingMixin):
             )
         try:
             check_leaps(self.args)
+            refuse_other_optimizers(self)
             if self.train_dataset is not None:  # otherwise the trainer may only evaluate
                 self._check_trainable()
         except LeapObstacleError as error:

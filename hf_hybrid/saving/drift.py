@@ -62,7 +62,7 @@ from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.records.readings import read_lines
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import Gathered, canonical
 from hf_hybrid.saving.courses import WIDTH, Course, differing
 from hf_hybrid.saving.manifest import last_checkpoint, step_of

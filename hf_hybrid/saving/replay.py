@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 
 from hf_hybrid.records.log import read_log
 from hf_hybrid.records.readings import numbered
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.saving.courses import Course, first_difference
 from hf_hybrid.saving.drift import Digests
 from hf_hybrid.saving.run_identity import environment, saved_environment

@@ -208,7 +208,7 @@ def test_planned_buffers_are_those_that_a_run_holds(direction, tmp_path):
     assert planned.table.get("drift", "host") == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}, {"optim": "muon"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"buffers_device": "cpu"}], ids=str)
 def test_planned_buffers_of_streamed_weights(options, tmp_path):
     held, planned = run(tmp_path, memory="stream", **options)
     scratch = 4 * EMBEDDING  # one per place; here both places are the same
