@@ -4,7 +4,7 @@
 This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
 forwards Trainer's hooks to three objects:
 
-- `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
+- `self.run`: the list of the run's parts (run/run.py), which build.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
 - `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
@@ -35,11 +35,22 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_hybrid.arguments import HybridArguments
-from hf_hybrid.checkpoints import manifest, state
-from hf_hybrid.checkpoints.behind import Saves, why_at_once
-from hf_hybrid.checkpoints.lock import FolderLock, check_output
-from hf_hybrid.checkpoints.preemption import agree_on_preemption, check_thread
-from hf_hybrid.checkpoints.sharded import load_optimizer, load_weights
+from hf_hybrid.build import (
+    adapter_parts,
+    build_memory,
+    build_optimizer,
+    build_run,
+    check_streamable,
+    leaps_are_automatic,
+    leave_adapters_to_adamw,
+    makes_muon,
+    phase_memory_parts,
+    print_parts,
+    rows_part,
+    share_optimizer,
+    tell_of_kept_defaults,
+    tell_of_no_leaps,
+)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
 from hf_hybrid.files import note_base, write_note
@@ -65,22 +76,11 @@ from hf_hybrid.records.summary import HybridSummary, RunPosition
 from hf_hybrid.recovery import MemoryGuard, OutOfMemoryRecovery, SmallerProbes, device_probe
 from hf_hybrid.run.monitor import TrainingDivergedError
 from hf_hybrid.run.run import DataOrder, Run
-from hf_hybrid.setup import (
-    adapter_parts,
-    build_memory,
-    build_optimizer,
-    build_run,
-    check_streamable,
-    leaps_are_automatic,
-    leave_adapters_to_adamw,
-    makes_muon,
-    phase_memory_parts,
-    print_parts,
-    rows_part,
-    share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
-)
+from hf_hybrid.saving import manifest, state
+from hf_hybrid.saving.async_save import Saves, why_at_once
+from hf_hybrid.saving.lock import FolderLock, check_output
+from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 

@@ -593,7 +593,7 @@ def test_planned_states_are_those_that_are_held(tmp_path, train_set):
 
 
 def plan_of(trainer):
-    from hf_hybrid.setup import make_plan
+    from hf_hybrid.build import make_plan
 
     return make_plan(trainer, None)
 

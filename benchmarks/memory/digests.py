@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.results import Results, command_line, provenance
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.prints import digests
+from hf_hybrid.saving import drift
 
 
-class Timed(digests.Digests):
+class Timed(drift.Digests):
     """Adds up the seconds in its hooks."""
 
     def __init__(self, trainer, *, hashes: bool):
@@ -85,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     results, used = Results(args.results, "digests", ("parameters",)), []
-    on_host = digests.hash_on_host
+    on_host = drift.hash_on_host
 
     def watched(tensor):
         started = time.thread_time()
@@ -95,9 +95,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         one = measure(Path(folder, "one"), args.saves, hashes=False)
-        digests.hash_on_host = watched
+        drift.hash_on_host = watched
         several = measure(Path(folder, "several"), args.saves, hashes=True)
-        digests.hash_on_host = on_host
+        drift.hash_on_host = on_host
     row = {
         "parameters": 27_700_000,
         "step_seconds": one["step"][0],

@@ -28,8 +28,8 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.skips.rows import Seconds, Text, build, full
 from benchmarks.speedup.pretrained import FOLDER
 from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+from hf_hybrid.build import _estimator
 from hf_hybrid.plan.setups import MARGIN
-from hf_hybrid.setup import _estimator
 
 ROWS, TOKENS = 4, 256
 SHARES = (0.25, 0.5, 0.75)

@@ -2,7 +2,7 @@
 `hf-hybrid replay`: make steps of a run that `hf-hybrid train` started again, and say where the run differs from them.
 
 `train` writes its command into the folder of the run, so nothing has to be repeated. Runs of other scripts are replayed
-by `hf_hybrid.prints.replay.replay`.
+by `hf_hybrid.saving.replay.replay`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _tell(found: dict[str, Any]) -> int:
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from hf_hybrid.cli.run import make_trainer
-    from hf_hybrid.prints.replay import replay
+    from hf_hybrid.saving.replay import replay
 
     def make(output_dir: str):
         return make_trainer(command_of(args, output_dir=output_dir).options())
@@ -166,7 +166,7 @@ def _saved(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             f"`{path}` cannot be read ({error}), so nothing tells how the run was started. It is there if `hf-hybrid "
-            "train` started the run. Replay other runs with `hf_hybrid.prints.replay.replay`."
+            "train` started the run. Replay other runs with `hf_hybrid.saving.replay.replay`."
         ) from None
 
 

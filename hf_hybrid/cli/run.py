@@ -91,9 +91,9 @@ def _train(line: CommandLine) -> int:
     from transformers import TrainerCallback
 
     from hf_hybrid.files import is_disk_full
-    from hf_hybrid.prints.digests import RanksDriftedError
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.run.monitor import TrainingDivergedError
+    from hf_hybrid.saving.drift import RanksDriftedError
 
     class FirstStep(TrainerCallback):
         begun = False

@@ -23,12 +23,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid.build import optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
 from hf_hybrid.machine import sharding_of
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.rate import AdapterRate
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.typing import TrainerLike
-from hf_hybrid.setup import optimizer_unlike_adam, unknown_loss, unwrapped_optimizer
 from hf_hybrid.streaming.layers import NoLayerListError, find_layers
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ none.
 
 Leaps did not pay on pretrained models and with adapters (docs/results.md). No probe can find that out, because even in
 runs that leaps improve they do not lower the loss at once, on average. So, unless a direction is named, none are made
-there, nor with optimizers and losses that they were not measured with (setup.py, `why_no_leaps`). The first training
+there, nor with optimizers and losses that they were not measured with (build.py, `why_no_leaps`). The first training
 loss shows whether a language model is pretrained. Until then the run has [`FirstLoss`] in place of the leaps. A run
 without leaps has no part of this module.
 

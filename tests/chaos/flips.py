@@ -28,10 +28,10 @@ from transformers import TrainerCallback
 from chaos import Result, generator, trainings
 from chaos.children import Ended, run
 from hf_hybrid.part import Phase
-from hf_hybrid.prints.fingerprint import inner_optimizer
-from hf_hybrid.prints.replay import replay
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.records.readings import read_lines
+from hf_hybrid.saving.replay import replay
+from hf_hybrid.saving.run_identity import inner_optimizer
 
 PATIENCE = 600.0
 WHO = ("its process at once", "its process by the next start", "no process")

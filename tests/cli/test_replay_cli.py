@@ -76,7 +76,7 @@ def test_what_cannot_be_replayed_is_a_message(place, capsys, words, message):
 
 def test_a_folder_of_another_script_says_what_to_use(tmp_path, capsys):
     assert main(["replay", str(tmp_path), "--from", "0", "--to", "3"]) == 2
-    assert "Replay other runs with `hf_hybrid.prints.replay.replay`" in capsys.readouterr().err
+    assert "Replay other runs with `hf_hybrid.saving.replay.replay`" in capsys.readouterr().err
 
 
 def test_secrets_are_left_out_of_the_command(tmp_path):

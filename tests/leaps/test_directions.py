@@ -12,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.optimization import Adafactor
 
 from hf_hybrid import Direction, HybridTrainer, optimizers
+from hf_hybrid.build import build_run, direction_of, make_plan
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, NoDirection, Orthogonal
 from hf_hybrid.leaps.directions.base import direction_class
 from hf_hybrid.leaps.directions.gradient_memory import preconditioner_of
@@ -20,7 +21,6 @@ from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.optimizers import MuonAdamW, orthogonalisation_flops, split_parameters
 from hf_hybrid.run.record import Leap
 from hf_hybrid.run.weights import TrainedWeights
-from hf_hybrid.setup import build_run, direction_of, make_plan
 
 EVERY = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=str)
 

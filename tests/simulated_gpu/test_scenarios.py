@@ -233,7 +233,7 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
-    "integrations/rollouts.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
+    "trl/decoding.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
     "slow scenario `grpo_rewards_first`",
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",
@@ -245,8 +245,8 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
-    "prints/fingerprint.py: continue": "weights on the disk",
-    "prints/fingerprint.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
+    "saving/run_identity.py: continue": "weights on the disk",
+    "saving/run_identity.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
     "torch.get_num_threads()}": "a CPU",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }

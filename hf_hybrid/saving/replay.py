@@ -4,7 +4,7 @@ Make steps of a run again, and say where the run differs from them.
 A resumed run computes the same bits. So if steps are made again from a checkpoint and something comes out otherwise,
 the run or the repetition is wrong, and which of them it is can be told:
 
-1. The steps agree with the digests in the log (digests.py). Then the run is sound between these steps.
+1. The steps agree with the digests in the log (drift.py). Then the run is sound between these steps.
 2. They differ. They are made once more. If the two repetitions differ from each other, the machine, or an operation
    that the training uses, is not deterministic.
 3. Both repetitions agree with each other and differ from the run. If the batches are the first that differ, the data
@@ -30,12 +30,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_hybrid.prints.courses import Course, first_difference
-from hf_hybrid.prints.digests import Digests
-from hf_hybrid.prints.fingerprint import environment, saved_environment
 from hf_hybrid.records.log import read_log
 from hf_hybrid.records.readings import numbered
 from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.saving.courses import Course, first_difference
+from hf_hybrid.saving.drift import Digests
+from hf_hybrid.saving.run_identity import environment, saved_environment
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def replay(
     Example:
 
     ```python
-    from hf_hybrid.prints.replay import replay
+    from hf_hybrid.saving.replay import replay
 
 
     def make_trainer(output_dir):

@@ -1,4 +1,4 @@
-"""`hf_hybrid/prints/digests.py` on several processes: whose memory changed, and what the run does about it."""
+"""`hf_hybrid/saving/drift.py` on several processes: whose memory changed, and what the run does about it."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from rig.processes import together
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.manifest import is_sealed
-from hf_hybrid.prints.fingerprint import inner_optimizer
+from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.run_identity import inner_optimizer
 
 pytestmark = pytest.mark.processes
 SAVES, FAULT = 3, 4
@@ -58,7 +58,7 @@ def train(folder, fault=None, resume=None, name="first", data=None, **options):
             said.append(f"{record.levelname} {record.getMessage()}")
 
     logging.getLogger("hf_hybrid").addHandler(handler := Listens())
-    logging.getLogger("hf_hybrid.prints").setLevel(logging.INFO)
+    logging.getLogger("hf_hybrid.saving").setLevel(logging.INFO)
     torch.manual_seed(0)
     config = hybrid_config(folder, **{**OPTIONS, **options})
     data = ByteText(60) if data is None else data
@@ -198,7 +198,7 @@ def test_shards_have_digests_of_their_own_and_what_is_not_compared_is_said(tmp_p
 
 
 def test_a_replay_on_two_processes_names_the_one_whose_batch_was_another(tmp_path):
-    from hf_hybrid.prints.replay import replay
+    from hf_hybrid.saving.replay import replay
 
     def make(output):
         torch.manual_seed(0)

@@ -58,15 +58,15 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint, step_of
 from hf_hybrid.part import Part, Phase, Step
-from hf_hybrid.prints.courses import WIDTH, Course, differing
-from hf_hybrid.prints.fingerprint import inner_optimizer, stored_tensors
 from hf_hybrid.records.log import LOG_NAME
 from hf_hybrid.records.readings import read_lines
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, canonical
+from hf_hybrid.saving.courses import WIDTH, Course, differing
+from hf_hybrid.saving.manifest import last_checkpoint, step_of
+from hf_hybrid.saving.run_identity import inner_optimizer, stored_tensors
 
 logger = logging.getLogger(__name__)
 

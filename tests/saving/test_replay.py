@@ -1,4 +1,4 @@
-"""`hf_hybrid/prints/replay.py`: which step of a run differs from the same steps made again, and why."""
+"""`hf_hybrid/saving/replay.py`: which step of a run differs from the same steps made again, and why."""
 
 import random
 
@@ -9,8 +9,8 @@ from rig.bit_flips import flip
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.prints.replay import Replay, replay
 from hf_hybrid.records.log import read_log
+from hf_hybrid.saving.replay import Replay, replay
 
 STEPS, START, END = 12, 4, 10
 OPTIONS = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}

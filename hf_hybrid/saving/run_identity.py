@@ -40,8 +40,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_hybrid.arguments import HybridArguments, hybrid_values
-from hf_hybrid.checkpoints.manifest import CheckpointError
-from hf_hybrid.checkpoints.state import SCHEMA_VERSION, VALUES_NAME
 from hf_hybrid.files import plain
 from hf_hybrid.leaps.leap import Leaps
 from hf_hybrid.machine import describe_device
@@ -50,6 +48,8 @@ from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import canonical
+from hf_hybrid.saving.manifest import CheckpointError
+from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
 """Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""

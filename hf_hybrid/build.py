@@ -68,6 +68,8 @@ from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_a
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
+from hf_hybrid.saving.drift import Digests
+from hf_hybrid.saving.run_identity import Fingerprint
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import (
     NoLayerListError,
@@ -854,9 +856,6 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
 
 def print_parts(trainer: TrainerLike) -> list[Part]:
     """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    from hf_hybrid.prints.digests import Digests
-    from hf_hybrid.prints.fingerprint import Fingerprint
-
     every = trainer.hybrid_args.digest_steps
     digests = [] if every == 0 else [Digests(trainer, every)]
     return [Fingerprint(trainer), *digests]
