@@ -33,7 +33,7 @@ for name, options in {"leaps": {}, "plain": {"enable_predict": False}, "streamed
     resumed = train(f"{name}-again", resume=f"{sys.argv[1]}/{name}/checkpoint-12", **options)
     assert_same_weights(weights(resumed.model), weights(whole.model))
     assert whole.evaluate()["eval_loss"] == resumed.evaluate()["eval_loss"]
-ASKS = {"planner": "bandit", "correct_gain": True, "weight_precision": "bf16", "checkpoint_phases": "full"}
+ASKS = {"planner": "bandit", "weight_precision": "bf16", "checkpoint_phases": "full"}
 for option, value in ASKS.items():
     try:
         train("refused", direction="orthogonal", **{option: value})
