@@ -4,7 +4,7 @@ What digests cost a step and a save: seconds in the hooks that make them, beside
     python -m benchmarks.memory.digests              # 27.7 million parameters with AdamW's states; a minute
 
 `step_seconds` and `step_hooks` are of steps of 4 x 128 tokens, `save_seconds` and `save_hooks` of whole saves of one
-process, which are written at once (`save_behind="off"`): behind the steps a save would seem shorter than it is.
+process, which are written at once (`async_save=False`): behind the steps a save would seem shorter than it is.
 `hashing` are saves that hash weights and states in memory too, as each of several processes does: `hashing_hooks` is
 how long the save waits for it, `hashing_cpu_seconds` what the thread takes.
 """
@@ -60,7 +60,7 @@ def measure(folder: Path, saves: int, *, hashes: bool) -> dict[str, list[float]]
     config = HybridConfig(
         str(folder), enable_predict=False, max_steps=saves + 1, per_device_train_batch_size=4, save_steps=1,
         save_total_limit=1, report_to=[], disable_tqdm=True, logging_steps=1000, use_cpu=True, digest_steps=0,
-        save_behind="off",
+        async_save=False,
     )  # fmt: skip
     trainer = HybridTrainer(model, config, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     timed, save, seconds = Timed(trainer, hashes=hashes), trainer._save_checkpoint, []

@@ -480,7 +480,7 @@ def _samples(samples: Sequence[dict]) -> str:
         for sample in sorted(samples, key=lambda sample: -sample["step"])
     ]
     table = _table(("step", "prompt", "completion"), rows, "Samples", words=True)
-    told = "Written greedily at evaluations; … where the completion reached <code>sample_tokens</code>."
+    told = "Written greedily at evaluations; … where the completion reached the most tokens of a sample."
     many = len(rows) > 12
     title = f"{len(rows):,} samples, the newest first"
     return _section("Samples", table and f'<p class="muted">{told}</p>', _folded(title, table) if many else table)

@@ -259,8 +259,8 @@ def why_at_once(trainer: TrainerLike, base: type) -> str | None:
         trainer (`HybridTrainerMixin`): Is about to save.
         base (`type`): The class whose way of saving is known.
     """
-    if trainer.hybrid_args.save_behind == "off":
-        return "`save_behind=off`"
+    if not trainer.hybrid_args.async_save:
+        return "`async_save=False`"
     if not trainer.args.should_save:
         return "another process writes them"
     state, control = trainer.state, trainer.control

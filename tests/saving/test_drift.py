@@ -12,6 +12,7 @@ from rig.processes import together
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
+from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.saving.manifest import is_sealed
 from hf_hybrid.saving.run_identity import inner_optimizer
 
@@ -131,10 +132,10 @@ def test_weights_that_are_not_saved_on_one_process_end_all(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_steps", [1, 10])
-def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps):
+def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps, monkeypatch):
     """At the next save, or when the run ends because it diverged. A 1 becomes infinite."""
-    train_both = lambda: train(tmp_path, Fault("norm", process=1, bit=30), max_bad_steps=bad_steps)  # noqa: E731
-    assert together(2, train_both) == [0, 0]
+    monkeypatch.setattr(DivergenceMonitor, "MAX_BAD_STEPS", bad_steps)  # processes are forked
+    assert together(2, lambda: train(tmp_path, Fault("norm", process=1, bit=30))) == [0, 0]
     assert corrupted(tmp_path)[0] == 1
     assert "RanksDriftedError" in of(tmp_path, "first")["error"]
 
