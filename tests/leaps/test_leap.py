@@ -34,7 +34,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, r
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=rate)
     weights = TrainedWeights(named, optimizer)
     observers = options.pop("observers", ())
-    monitor = DivergenceMonitor(1e9, 10)
+    monitor = DivergenceMonitor(1e9)
     leaps = Leaps(
         controller=PhaseController(PhaseLengths(1, 2, 2, max_predict)),
         trajectory=Trajectory(weights, direction=direction, memory_steps=2, max_relative_norm=math.inf),
