@@ -3,7 +3,7 @@ Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
 of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+(recovery, shared rows, rollouts) take the trainer. Optional folders are imported inside
 functions, when an option needs them.
 """
 
@@ -69,8 +69,6 @@ from hf_hybrid.run.rate import LearningRateRescue, RateScale, StepCosine, rate_a
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.typing import TrainerLike
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
-from hf_hybrid.saving.drift import Digests
-from hf_hybrid.saving.run_identity import Fingerprint
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import (
     NoLayerListError,
@@ -844,13 +842,6 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     if not idle or not has_adapters(trainer.model) or not has_room(room):
         return []
     return load_room(room, "bf16=True").cast_parts(trainer)
-
-
-def print_parts(trainer: TrainerLike) -> list[Part]:
-    """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    every = trainer.hybrid_args.digest_steps
-    digests = [] if every == 0 else [Digests(trainer, every)]
-    return [Fingerprint(trainer), *digests]
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:
