@@ -65,8 +65,6 @@ from hf_hybrid.run.trainer_view import (
     unwrapped_optimizer,
 )
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
-from hf_hybrid.saving.drift import Digests
-from hf_hybrid.saving.run_identity import Fingerprint
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, layers_on_host, rounded_by_autocast
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
@@ -506,13 +504,6 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     from hf_hybrid.phase_memory.adapter_casts import cast_parts
 
     return cast_parts(trainer)
-
-
-def print_parts(trainer: TrainerLike) -> list[Part]:
-    """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    every = trainer.hybrid_args.digest_steps
-    digests = [] if every == 0 else [Digests(trainer, every)]
-    return [Fingerprint(trainer), *digests]
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:

@@ -215,6 +215,11 @@ def test_the_guard_asks_for_a_checkpoint(results):
     assert "memory" in results.of("guarded")["log"]
 
 
+@needs("hashed")
+def test_a_flipped_bit_changes_one_hash(results):
+    assert results.of("hashed")["facts"]["hashes"] == {"of one flip": [1], "without": True}
+
+
 @needs("measured")
 def test_the_machine_is_measured(results):
     facts = results.of("measured")["facts"]
