@@ -29,10 +29,10 @@ from hf_hybrid.leaps.automatic import (
 )
 from hf_hybrid.leaps.directions import DIRECTIONS, GradientMemory, Orthogonal
 from hf_hybrid.leaps.directions.base import DirectionFactory, direction_class
-from hf_hybrid.leaps.leap import GainPlanner, LeapObserver, Leaps
+from hf_hybrid.leaps.leap import LeapObserver, Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import MIN_SEQUENCES, HeldOutBatches, NextBatches, Probe, held_out_batches
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.optimizers import (
     MuonAdamW,
     has_adapters,
@@ -139,7 +139,8 @@ def _forecast(trainer: TrainerLike) -> list[Part]:
 def _weights(trainer: TrainerLike) -> TrainedWeights:
     memory, model = trainer.memory, trainer.accelerator.unwrap_model(trainer.model)
     named = [(canonical(name), memory.parameter(p)) for name, p in model.named_parameters() if p.requires_grad]
-    return TrainedWeights(named, unwrapped_optimizer(trainer), Gathered(model) if trainer.is_fsdp_enabled else memory)
+    store = Gathered(model) if trainer.is_fsdp_enabled else memory if memory.streams else None
+    return TrainedWeights(named, unwrapped_optimizer(trainer), store)
 
 
 def _on_host_if_out_of_memory(trainer: TrainerLike, build: Callable[[bool], list[Part]]) -> list[Part]:

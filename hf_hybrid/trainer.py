@@ -694,12 +694,14 @@ class HybridTrainerMixin(PublishingMixin):
     def _compute(self, step: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch, or of a part of one after memory ran out."""
         laid_out = self.run.step.window is not None
+        if isinstance(self.memory, Streamed):
+            step = functools.partial(self.memory.compute, step)
         with self._changing_weights(), self.rows.around() if laid_out else contextlib.nullcontext():
             if not self._around_forward:
-                return self.memory.compute(step, inputs)
+                return step(inputs)
             try:
                 self.run.call("before_forward", self.run.phase)
-                return self.memory.compute(step, inputs)
+                return step(inputs)
             finally:
                 self.run.call("after_backward", self.run.phase)
 

@@ -38,7 +38,7 @@ OPTIONAL = {"report", "export", "trl", "integrations", "cli", "world_model", "ph
 
 # Files that import each other. No new ones.
 CIRCLES = [
-    ["cli/fine_tune.py", "cli/run.py", "cli/train.py"],
+    ["cli/fine_tune.py", "cli/run.py"],
 ]
 
 

@@ -72,10 +72,6 @@ class Resident:
     def begin_window(self, parts: list) -> None:
         """Begin an accumulation window of these micro-batches, or parts of them."""
 
-    def compute(self, step: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """Run forward and backward of one micro-batch or a part of one, and return its loss."""
-        return step(inputs)
-
     def walk_by_micro_batch(self) -> bool:
         """Compute micro-batches one by one to save memory, and return whether this changes anything."""
         return False

@@ -10,10 +10,10 @@ from conftest import weights
 
 from hf_hybrid.leaps.directions.base import Direction
 from hf_hybrid.leaps.directions.gradient_memory import GradientMemory
-from hf_hybrid.leaps.leap import GainPlanner, Leaps
+from hf_hybrid.leaps.leap import Leaps, PhaseController, PhaseLengths
 from hf_hybrid.leaps.probe import HeldOutBatches, Losses, Probe, ProbeBatch
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import PhaseController, PhaseLengths, Trust
+from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.part import Phase
 from hf_hybrid.run.monitor import DivergenceMonitor, Level
 from hf_hybrid.run.run import Run
