@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import was_given
 from hf_hybrid.files import has_room, load_room
@@ -44,6 +43,7 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.saving.manifest import last_checkpoint
 
 logger = logging.getLogger(__name__)
 

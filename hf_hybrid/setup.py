@@ -3,7 +3,7 @@ Build the parts of a run from its options.
 
 `build_memory` decides where weights are kept, `build_optimizer` makes the optimizer, and `build_run` the run: the list
 of its parts, in order. Most parts take plain values. Those that compute windows in another way or compare runs
-(recovery, shared rows, rollouts, digests, the fingerprint) take the trainer. Optional folders are imported inside
+(recovery, shared rows, rollouts) take the trainer. Optional folders are imported inside
 functions, when an option needs them.
 """
 
@@ -842,15 +842,6 @@ def adapter_parts(trainer: TrainerLike) -> list[Part]:
     if not idle or not has_adapters(trainer.model) or not has_room(room):
         return []
     return load_room(room, "bf16=True").cast_parts(trainer)
-
-
-def print_parts(trainer: TrainerLike) -> list[Part]:
-    """Return the part that compares a resumed run with its checkpoint, and the one that makes digests of the run."""
-    if not has_room("prints.fingerprint"):
-        return []
-    every = trainer.hybrid_args.digest_steps
-    digests = [] if every == 0 else [load_room("prints.digests", "digest_steps").Digests(trainer, every)]
-    return [load_room("prints.fingerprint", "resume_from_checkpoint").Fingerprint(trainer), *digests]
 
 
 def rows_part(trainer: TrainerLike) -> Part | None:

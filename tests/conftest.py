@@ -50,7 +50,7 @@ SLOWEST_FIRST = (
     "integrations/test_grpo.py",
     "cli/test_plan_cli.py",
     "rows/test_windows.py",
-    "checkpoints/test_state.py",
+    "saving/test_state.py",
     "test_recovery.py",
     "simulated_gpu/test_commands.py",
     "test_machine.py",

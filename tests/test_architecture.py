@@ -20,13 +20,12 @@ FLOORS = {
         "config",
         "recovery",
         "rows",
-        "checkpoints",
+        "saving",
         "setup",
         "records",
         "hub",
         "report",
         "export",
-        "prints",
     },
     "Trainer": {"trainer", "integrations", "cli"},
 }
@@ -34,7 +33,7 @@ FLOORS = {
 STRANGERS = ({"leaps", "streaming"}, {"leaps", "phase_memory"}, {"world_model", "streaming"}, {"leaps", "plan"})
 
 # Rooms that can be deleted: the core works without them (tests/test_core_alone.py), and loads them if an option asks.
-OPTIONAL = {"report", "export", "integrations", "cli", "world_model", "phase_memory", "prints", "rows"}
+OPTIONAL = {"report", "export", "integrations", "cli", "world_model", "phase_memory", "rows"}
 
 
 def room(name: str) -> str:

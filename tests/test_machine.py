@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.machine import warn_of_lone_process
+from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -517,7 +517,7 @@ def _saving(trainer: Any) -> str:
 
 def tell_of_interruption(trainer: Any) -> None:
     """Say what an interrupted run has saved, and how to go on."""
-    from hf_hybrid.checkpoints import manifest
+    from hf_hybrid.saving import manifest
 
     if not first_process():
         return

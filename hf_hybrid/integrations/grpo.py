@@ -71,7 +71,6 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, option
-from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.config import HybridConfigBase
 from hf_hybrid.integrations.rollouts import Decoding, indices, why_plain_model
 from hf_hybrid.integrations.trl import (
@@ -89,6 +88,7 @@ from hf_hybrid.rows.randomness import Drawn, drawn_in_training
 from hf_hybrid.rows.sharing import SharedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.saving.state import OWN
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run

@@ -81,12 +81,12 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hybrid.checkpoints.state import OWN
 from hf_hybrid.compat import cache_name
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.run.fallbacks import Fallbacks
+from hf_hybrid.saving.state import OWN
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run

@@ -14,11 +14,11 @@ from rig.live_bytes import LiveBytes
 from transformers import Trainer
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.state import VALUES_NAME
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.config import config_values
 from hf_hybrid.plan.setups import MARGIN
+from hf_hybrid.saving.state import VALUES_NAME
 from hf_hybrid.setup import _estimator
 
 LAYERS = 8

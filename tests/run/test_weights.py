@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_hybrid.checkpoints.manifest import last_checkpoint
 from hf_hybrid.integrations.adapters import MAX_ADAPTER_RATE
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
+from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parents[1]
 RUNS = ("base", "accumulated", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")

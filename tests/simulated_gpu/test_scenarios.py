@@ -215,6 +215,11 @@ def test_the_guard_asks_for_a_checkpoint(results):
     assert "memory" in results.of("guarded")["log"]
 
 
+@needs("hashed")
+def test_a_flipped_bit_changes_one_hash(results):
+    assert results.of("hashed")["facts"]["hashes"] == {"of one flip": [1], "without": True}
+
+
 @needs("measured")
 def test_the_machine_is_measured(results):
     facts = results.of("measured")["facts"]
@@ -245,8 +250,8 @@ ONLY_ELSEWHERE = {
     "recovery.py: return None": "a CPU, which nothing watches",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: found = {'Accelerator': f'{devices} x {device}', **found}": "MPS",
-    "prints/fingerprint.py: continue": "weights on the disk",
-    "prints/fingerprint.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
+    "saving/run_identity.py: continue": "weights on the disk",
+    "saving/run_identity.py: return {**found, 'device': torch.backends.cpu.get_cpu_capability(), 'threads': "
     "torch.get_num_threads()}": "a CPU",
     "streaming/streamer.py: self.transfers.bytes_out += gradient.numel() * gradient.element_size()": "a CPU",
 }

@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.manifest import is_sealed
-from hf_hybrid.checkpoints.preemption import Preemption
+from hf_hybrid.saving.manifest import is_sealed
+from hf_hybrid.saving.preemption import Preemption
 
 STEPS = 24
 

@@ -1,4 +1,4 @@
-"""`hf_hybrid/checkpoints/state.py`: `kill -9` in each phase and resume, what a checkpoint holds and a resume tells."""
+"""`hf_hybrid/saving/state.py`: `kill -9` in each phase and resume, what a checkpoint holds and a resume tells."""
 
 import json
 import logging
@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback, default_data_col
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, CheckpointError, is_sealed
-from hf_hybrid.checkpoints.sharded import load_weights
-from hf_hybrid.checkpoints.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
 from hf_hybrid.machine import RandomStates
 from hf_hybrid.part import Phase
 from hf_hybrid.run.run import DataOrder
+from hf_hybrid.saving.manifest import MANIFEST_NAME, CheckpointError, is_sealed
+from hf_hybrid.saving.sharded import load_weights
+from hf_hybrid.saving.state import TENSORS_NAME, VALUES_NAME, OtherVersionError, load_state, save_state
 
 STEPS = 60
 # Two epochs and a bit, so that a resume has to find its place in a shuffled epoch behind steps that took no data;

@@ -1,4 +1,4 @@
-"""`hf_hybrid/prints/fingerprint.py`: what a resume compares, refuses and says, with leaps and without."""
+"""`hf_hybrid/saving/run_identity.py`: what a resume compares, refuses and says, with leaps and without."""
 
 import json
 import logging
@@ -16,8 +16,8 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, CheckpointError
-from hf_hybrid.prints import fingerprint
+from hf_hybrid.saving import run_identity
+from hf_hybrid.saving.manifest import MANIFEST_NAME, CheckpointError
 
 STEPS = 8
 OPTIONS = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 5}
@@ -180,7 +180,7 @@ def test_a_streamed_base_is_the_same_base(saved, go_on):
 def test_packed_values_that_differ_are_said():
     now = {"options": {}, "config": {}, "dropout": [], "processes": 1, "optimizer": "a", "trained": None}
     frozen = [{"parts": [], "values": {"w": {"packed": [value]}}} for value in (1, 2)]
-    found = fingerprint.compare({**now, "frozen": frozen[0]}, {**now, "frozen": frozen[1]})
+    found = run_identity.compare({**now, "frozen": frozen[0]}, {**now, "frozen": frozen[1]})
     assert not found.refused and "are quantised" in found.told[0]
 
 
@@ -281,7 +281,7 @@ def test_any_data_has_a_fingerprint_and_is_left_alone(tmp_path, data):
     trainer.train_dataset = data
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    first, second = fingerprint.of(trainer), fingerprint.of(trainer)
+    first, second = run_identity.of(trainer), run_identity.of(trainer)
     assert first == second and json.loads(json.dumps(first)) == first
     assert before[:2] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert torch.equal(before[2], torch.get_rng_state())
@@ -295,9 +295,9 @@ def test_any_data_has_a_fingerprint_and_is_left_alone(tmp_path, data):
 def test_rows_inside_a_data_set_count(tmp_path, one, other):
     trainer = build(tmp_path, enable_predict=False)
     trainer.train_dataset = one
-    first = fingerprint.of(trainer)["data"]
+    first = run_identity.of(trainer)["data"]
     trainer.train_dataset = other
-    assert first["rows"] is not None and first["rows"] != fingerprint.of(trainer)["data"]["rows"]
+    assert first["rows"] is not None and first["rows"] != run_identity.of(trainer)["data"]["rows"]
 
 
 def test_another_stream_is_said(saved, go_on):

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hf_hybrid.checkpoints.manifest import CheckpointError, whose
 from hf_hybrid.files import write_note
+from hf_hybrid.saving.manifest import CheckpointError, whose
 
 logger = logging.getLogger(__name__)
 

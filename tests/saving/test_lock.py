@@ -15,8 +15,8 @@ from conftest import ByteText, hybrid_config, tiny_model
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints.lock import HOLDER_NAME, LOCK_NAME, FolderInUseError, FolderLock
-from hf_hybrid.checkpoints.manifest import CheckpointError
+from hf_hybrid.saving.lock import HOLDER_NAME, LOCK_NAME, FolderInUseError, FolderLock
+from hf_hybrid.saving.manifest import CheckpointError
 
 
 def hold(folder, ready, seconds):

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints import manifest
-from hf_hybrid.checkpoints.behind import CannotStageError, Saves, Staging
-from hf_hybrid.checkpoints.manifest import is_sealed
+from hf_hybrid.saving import manifest
+from hf_hybrid.saving.async_save import CannotStageError, Saves, Staging
+from hf_hybrid.saving.manifest import is_sealed
 
 
 def build(folder, model=None, callbacks=None, **overrides):

@@ -1,4 +1,4 @@
-"""`hf_hybrid/checkpoints/manifest.py`: checkpoints that are whole or refused, which one a resume takes or deletes."""
+"""`hf_hybrid/saving/manifest.py`: checkpoints that are whole or refused, which one a resume takes or deletes."""
 
 import contextlib
 import errno
@@ -19,9 +19,9 @@ from rig.run_folders import reseal
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.checkpoints import manifest
-from hf_hybrid.checkpoints.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
 from hf_hybrid.records.log import LOG_NAME
+from hf_hybrid.saving import manifest
+from hf_hybrid.saving.manifest import MANIFEST_NAME, RUN_NAME, CheckpointError, is_sealed, last_checkpoint
 from hf_hybrid.trainer import HybridTrainerMixin
 
 OPTIONS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
