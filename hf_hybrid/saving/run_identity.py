@@ -46,7 +46,7 @@ from hf_hybrid.machine import describe_device
 from hf_hybrid.part import Part
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME

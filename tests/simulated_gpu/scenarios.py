@@ -30,12 +30,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machine, optimizers
+from hf_hybrid.build import estimator_for
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.saving.drift import hashes_of, words
 from hf_hybrid.saving.run_identity import inner_optimizer
-from hf_hybrid.setup import _estimator
 from hf_hybrid.streaming.transfers import Transfers
 from simulated_gpu import marks
 from simulated_gpu.real import RealDevice
@@ -419,7 +419,7 @@ A_STRETCH = {"stops": 7}  # a world model learns from ten steps at once, which i
 training("leaps_planned", **STREAM, **LEAPS, planner="dynamics", expect=A_STRETCH)
 training("leaps_gradient_memory", **STREAM, **LEAPS, **ALONG_GRADIENTS)
 training("rescued_rate", **STREAM, **LEAPS, lr_rescue="on")
-training("rescued_rate_without_leaps", **A_LEAP, lr_rescue="on", direction="auto", optim="sgd")
+training("rescued_rate_without_leaps", **A_LEAP, lr_rescue="on", direction="auto")
 training("resident_leaps", **A_LEAP)
 training("resident_leaps_gradient_memory", **LEAPS, **ALONG_GRADIENTS)
 training("resident_leaps_host_buffers", **LEAPS, buffers_device="cpu")
@@ -814,7 +814,7 @@ def within(place: Place, known: bool) -> dict[str, Tensor]:
     if place.on_device:
         options = {"activation_checkpointing": "auto", "vram_budget_gib": 15.0}
         asked = trainer_of(place, model(layers=6, width=32), data, **options)
-        estimator, setup = _estimator(asked, None)
+        estimator, setup = estimator_for(asked, None)
         asked.model.cpu()
         needed = estimator.resident(replace(setup, memory="off", recomputed_layers=3)).peak_device_bytes
         limit = needed - setup.workspaces(False)  # which the simulated device does not have

@@ -238,7 +238,7 @@ def test_profiler_and_card_speak_of_the_device(results):
 # What no scenario entered.
 
 ONLY_ELSEWHERE = {
-    "integrations/rollouts.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
+    "trl/decoding.py: return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)": "the "
     "slow scenario `grpo_rewards_first`",
     "machine.py: if torch.cuda.device_count() > 1": "the command line, before it trains",
     "machine.py: visible = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0]": "several devices",

@@ -36,14 +36,14 @@ from hf_hybrid import (  # noqa: E402
     HybridRLOOTrainer,
     UnrecoveredMemoryError,
 )
-from hf_hybrid.integrations.grpo import (  # noqa: E402
+from hf_hybrid.machine import RandomStates  # noqa: E402
+from hf_hybrid.trl.groups import (  # noqa: E402
     MEAN_OF_LOSS,
     rebin,
     rewarded_alike,
     rows_that_count,
     total_rewards,
 )
-from hf_hybrid.machine import RandomStates  # noqa: E402
 
 LOSSES = sorted(MEAN_OF_LOSS)
 SHARES = (0.0, 0.3, 0.7, 1.0)

@@ -14,7 +14,7 @@ from rig.rollouts import TOKENIZER, build, reward  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
-from hf_hybrid.integrations.grpo import MEAN_OF_LOSS, Sampled, log_probs_of_sampler  # noqa: E402
+from hf_hybrid.trl.groups import MEAN_OF_LOSS, Sampled, log_probs_of_sampler  # noqa: E402
 
 NEEDED = {"steps_per_generation": 4}
 """Makes TRL compute log-probabilities before the update: a generation batch is trained on in two steps."""

@@ -33,10 +33,10 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
+from hf_hybrid.build import estimator_for  # noqa: E402
 from hf_hybrid.leaps.leap import Leaps  # noqa: E402
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
-from hf_hybrid.setup import _estimator  # noqa: E402
 
 NAMES = sorted(topics.topics)
 CHATS = Dataset.from_list(
@@ -517,7 +517,7 @@ def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     trainer, peak = trained("auto", gradient_checkpointing="auto", **budget)
     assert least < peak <= 1.05 * (least + most) / 2 and 0 < trainer.hybrid_summary()["recomputed_layers"] < 6
     assert_same_weights(weights(trainer.model), weights(every.model))
-    estimator, setup = _estimator(trainer, None)
+    estimator, setup = estimator_for(trainer, None)
     assert estimator.resident(setup).traced
 
 
@@ -566,7 +566,7 @@ def test_configs_keep_trls_defaults_and_have_ours(config, plain, tmp_path):
     ids=["cpu", "new gpu", "old gpu", "mps", "other"],
 )
 def test_bf16_is_chosen_by_the_hardware(config, plain, hardware, expected, tmp_path, monkeypatch):
-    found, name = [], "hf_hybrid.integrations.trl.is_torch_bf16_gpu_available"
+    found, name = [], "hf_hybrid.trl.sft_dpo.is_torch_bf16_gpu_available"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: hardware.get("cuda", False))
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or hardware["native"]
@@ -692,7 +692,7 @@ def test_without_trl_the_way_to_install_it_is_told(has, monkeypatch):
         monkeypatch.setitem(sys.modules, "trl", None)
     else:
         monkeypatch.delattr(trl.trainer.utils, "FusedCausalLMOutput")
-    spec = importlib.util.find_spec("hf_hybrid.integrations.trl")
+    spec = importlib.util.find_spec("hf_hybrid.trl.sft_dpo")
     with pytest.raises(
         ImportError, match=re.escape("need TRL 1.15 or newer") + ".*" + re.escape('`pip install "hf-hybrid[trl]"`')
     ):

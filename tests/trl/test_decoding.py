@@ -34,7 +34,7 @@ from transformers.generation.utils import DeferredStopCheck  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOTrainer  # noqa: E402
-from hf_hybrid.integrations.rollouts import (  # noqa: E402
+from hf_hybrid.trl.decoding import (  # noqa: E402
     Decoding,
     Prompts,
     chunks_of_similar_length,

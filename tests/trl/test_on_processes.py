@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 from rig import rollouts  # noqa: E402
-from test_trl import PHASES, dpo, sft  # noqa: E402
+from test_sft_dpo import PHASES, dpo, sft  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
