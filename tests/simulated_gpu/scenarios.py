@@ -1112,12 +1112,10 @@ def measured(place: Place) -> dict[str, Tensor]:
     """What commands, planner and TRL's options ask of a device."""
     from hf_hybrid import HybridSFTConfig
     from hf_hybrid.cli import env
-    from hf_hybrid.cli.rates import measure_machine
     from hf_hybrid.machine import device_memory
 
     with place.driver():
         place.facts["environment"] = env.report()
-    place.facts["rates"] = sorted(measure_machine(0.001, 256))
     place.facts["free"] = device_memory()
     place.facts["bf16"] = place.config(HybridSFTConfig).bf16
     return {}
