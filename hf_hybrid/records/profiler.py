@@ -25,7 +25,6 @@ import functools
 import logging
 import os
 import platform
-import statistics
 import time
 import weakref
 from collections import deque
@@ -44,7 +43,8 @@ from hf_hybrid import machine
 from hf_hybrid.machine import DeviceMemory, DriverMemory
 from hf_hybrid.plan.accounting import ByteTable, measure_held, storage_address
 from hf_hybrid.records.log import PROFILE, RunLog
-from hf_hybrid.records.readings import peak_of, reading
+from hf_hybrid.records.readings import peak_of
+from hf_hybrid.records.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -129,91 +129,6 @@ def held_bytes(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer 
     host = None if host is None else {storage_address(tensor) for tensor in host}
     extra = memory.tensors_held({"drift": buffers})
     return measure_held(model, optimizer, extra=extra, host_storages=host)
-
-
-# The sum over the records.
-
-READINGS = {
-    "step_seconds": "step_seconds",
-    "measured": "measured",
-    "allocated": "device.allocated",
-    "peak_allocated": "device.peak_allocated",
-    "reserved": "device.reserved",
-    "peak_reserved": "device.peak_reserved",
-    "nvml_used": "nvml.used",
-    "rss": "host.rss",
-    "peak_rss": "host.peak_rss",
-    "pinned": "host.pinned",
-}
-"""Where a record has them. Mean, max and min of each are kept by phase."""
-
-
-class Totals:
-    """
-    The sum over the records of a run, as the summary has it: by phase the spread of every reading and the mean bytes
-    by category; the highest peak; the spikes.
-
-    A spike is a record whose peak is `threshold`, as a fraction, above the median of the last `WINDOW` of its phase
-    (`LEAST` at least). Several high records in a row are one spike.
-    """
-
-    WINDOW, LEAST, SPIKES_KEPT = 20, 5, 1000
-
-    def __init__(self, threshold: float = 0.1):
-        self.threshold = threshold
-        self.phases: dict[str, dict[str, Any]] = {}
-        self.peak: dict | None = None
-        self.most_measured = 0
-        self.spikes: list[dict] = []
-        self._last_peaks: dict[str, deque[float]] = {}
-        self._high: set[str] = set()
-        """Phases whose last record stands out."""
-
-    def rises(self, phase: str, peak: float | None) -> bool:
-        """Whether this peak would begin a spike."""
-        return phase not in self._high and self._stands_out(phase, peak)
-
-    def _stands_out(self, phase: str, peak: float | None) -> bool:
-        peaks = self._last_peaks.get(phase, ())
-        return len(peaks) >= self.LEAST and peak is not None and peak > (1 + self.threshold) * statistics.median(peaks)
-
-    def add(self, record: dict) -> None:
-        """Count one more record."""
-        name, (peak, where) = record["phase"], peak_of(record)
-        phase = self.phases.setdefault(name, {"records": 0, "accounted": None})
-        phase["records"] += 1
-        for label, place in READINGS.items():
-            if (value := reading(record, place)) is not None:
-                spread = phase.setdefault(label, {"count": 0, "mean": 0.0, "max": value, "min": value})
-                spread["count"] += 1
-                spread["mean"] += (value - spread["mean"]) / spread["count"]
-                spread["max"], spread["min"] = max(spread["max"], value), min(spread["min"], value)
-        if record.get("held") is not None:
-            self._add_held(phase, record)
-        self.most_measured = max(self.most_measured, record["measured"])
-        found = {"step": record["step"], "phase": name, "where": where, "bytes": peak}
-        if self.rises(name, peak) and len(self.spikes) < self.SPIKES_KEPT:
-            self.spikes.append({**found, "usual": statistics.median(self._last_peaks[name])})
-        (self._high.add if self._stands_out(name, peak) else self._high.discard)(name)
-        if peak is not None:
-            self._last_peaks.setdefault(name, deque(maxlen=self.WINDOW)).append(peak)
-            if self.peak is None or peak > self.peak["bytes"]:
-                self.peak = found
-
-    @staticmethod
-    def _add_held(phase: dict, record: dict) -> None:
-        """Take a record with counted tensors into the means of its phase."""
-        accounted = phase["accounted"] = phase["accounted"] or {"records": 0}
-        accounted["records"] += 1
-
-        def take_in(means: dict, values: dict) -> None:
-            for key, value in values.items():
-                if isinstance(value, dict):
-                    take_in(means.setdefault(key, {}), value)
-                else:
-                    means[key] = means.get(key, 0.0) + (value - means.get(key, 0.0)) / accounted["records"]
-
-        take_in(accounted, {key: record[key] for key in ("measured", "held", "unexplained")})
 
 
 # The callback.
@@ -328,8 +243,7 @@ class MemoryProfilerCallback(TrainerCallback):
         self._probes = MemoryProbes(args.device)
         self._totals = Totals(self.spike_threshold)
         for record in self._log.records() if resumed else ():  # of the earlier parts of the run
-            if {"phase", "host", "measured"} <= record.keys():
-                self._totals.add(record)
+            self._totals.add(record)
         self._recent: deque[dict] = deque(maxlen=self.RECORDS_KEPT)
         self._floor, self._events, self._snapshots = None, [], 0
         self._evaluating, self._steps, self._step = False, 0, state.global_step
@@ -490,10 +404,6 @@ class MemoryProfilerCallback(TrainerCallback):
             logs.update(values)
             if state.log_history and state.log_history[-1].get("step") == state.global_step:
                 state.log_history[-1].update(values)
-        phase = "evaluate" if self._evaluating else self._phase
-        seconds = time.perf_counter() - self._begun
-        entry = {"step": state.global_step, "phase": phase, "seconds": seconds, "time": time.time()}
-        self._log.add_log({**entry, "logs": dict(logs)})
 
     def _log_values(self) -> dict[str, float]:
         """For `Trainer.log`, in GiB: the last record, and the peaks since the last log."""
@@ -558,6 +468,6 @@ class MemoryProfilerCallback(TrainerCallback):
         values = {**event, **self._probes.read(), "records": list(self._recent)}
         with_snapshot = self.memory_history and self._probes.device is not None
         dump = machine.dump_allocations if with_snapshot and self._snapshots < self.SNAPSHOTS_KEPT else None
-        self._snapshots += self._log.write_out_of_memory(self._step, values, dump) is not None
+        self._snapshots += self._log.write_out_of_memory(self._step, values, dump)
         self._log.write("summary.json", self.summary())
         return folder

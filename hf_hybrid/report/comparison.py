@@ -6,35 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from hf_hybrid.records.readings import reading
 from hf_hybrid.records.redaction import shareable
-from hf_hybrid.records.summary import format_bytes, format_number, format_seconds
 from hf_hybrid.report.findings import findings
-from hf_hybrid.report.page import can_plot, figure, format_loss, note_list, output_folder, section, table, write_files
+from hf_hybrid.report.page import NUMBERS, at, can_plot, figure, note_list, output_folder, section, table, write_files
 from hf_hybrid.report.plots import Plot, comparison_plots
 from hf_hybrid.report.run_folder import Run, load_run
-from hf_hybrid.report.series import SCORES
-
-_COMPARED = (
-    ("eval loss, last", "headline", "final_loss.held_out", format_loss),
-    ("eval loss, best", "headline", "final_loss.best_held_out", format_loss),
-    ("training loss, last logged", "headline", "final_loss.training", format_loss),
-    *(
-        (f"{name.lower()}, {kind}", key, place, format_loss)
-        for key, name in SCORES
-        for kind, place in (
-            ("eval, last", "held_out.last"), ("eval, best", "held_out.best"), ("training, last", "training.last")
-        )
-    ),
-    ("steps", "headline", "steps.total", format_number),
-    ("real steps", "headline", "steps.real", format_number),
-    ("predicted steps", "headline", "steps.predicted", format_number),
-    ("backward passes", "headline", "backward_passes.done", format_number),
-    ("wall time", "headline", "seconds.value", format_seconds),
-    ("tokens/s", "headline", "tokens_per_second.value", format_number),
-    ("peak memory", "headline", "peak_memory.bytes", format_bytes),
-)  # fmt: skip
-"""Rows of the table: name, key of the findings, place under it, and how a value is shown."""
 
 
 def write_comparison(*folders: str | Path, output: str | Path | None = None, refresh: int | None = None) -> list[Path]:
@@ -75,12 +51,7 @@ def compare(*runs: Run) -> dict:
     """
     by_letter = {letter: shareable(findings(run)) for letter, run in zip(letters(len(runs)), runs)}
     each = list(by_letter.values())
-    leaps = any(values["leaps"] for values in each)
-    rows = [
-        _row(label, show, [reading(values.get(key) or values["scores"].get(key, {}), place) for values in each])
-        for label, key, place, show in _COMPARED
-        if leaps or label not in ("real steps", "predicted steps")
-    ]
+    rows = [_row(label, show, [at(values, place) for values in each]) for label, place, show, *_ in NUMBERS]
     kept = ("name", "folder", "finished", "status", "headline", "scores")
     return {
         "schema_version": 2,
@@ -123,20 +94,16 @@ def _different_options(each: Sequence[dict]) -> list[list[str]]:
 
 def _notes(runs: dict[str, dict]) -> list[str]:
     notes = [f"{key} did not finish. Its numbers are of its last record." for key in runs if not runs[key]["finished"]]
-    heads = {key: values["headline"] for key, values in runs.items()}
-    sources = {key: head["seconds"]["source"] for key, head in heads.items()}
-    if None not in sources.values() and len(set(sources.values())) > 1:
-        kinds = "; ".join(f"{key} {source}" for key, source in sources.items())
-        notes.append(f"Wall times are of different kinds: {kinds}.")
-    places = {(head["peak_memory"] or {}).get("where") for head in heads.values()}
+    heads = [values["headline"] for values in runs.values()]
+    if len({head["seconds"]["source"] for head in heads} - {None}) > 1:
+        notes.append("Wall times are of different kinds: each page of a run says which.")
+    places = {at(head, "peak_memory.where") for head in heads}
     if len(places - {None}) > 1:
         notes.append("Peak memory is of the device in some runs and of the process on the host in others.")
     if None in places:
         notes.append("Memory is compared only if all runs had `profile_memory=True` or `MemoryProfilerCallback`.")
-    steps = {key: head["final_loss"]["held_out_step"] for key, head in heads.items()}
-    if None not in steps.values() and len(set(steps.values())) > 1:
-        evaluations = ", ".join(f"{key} {step}" for key, step in steps.items())
-        notes.append(f"The last eval losses are of different steps: {evaluations}.")
+    if len({head["final_loss"]["held_out_step"] for head in heads} - {None}) > 1:
+        notes.append("The last eval losses are of different steps.")
     return notes
 
 

@@ -9,10 +9,10 @@ from hf_hybrid.records.readings import (
     dicts_of,
     evenly,
     number,
-    peak_of,
     reading,
     texts_of,
 )
+from hf_hybrid.records.totals import Totals
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, phases_of_steps, verdicts_of
 from hf_hybrid.report.samples import samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
@@ -23,7 +23,6 @@ OPTIONS_OF_LEAPS = frozenset((
     "probe_batch_size", "probe_budget", "predict_states", "checkpoint_phases",
 ))  # fmt: skip
 """Options that do nothing in a run without leaps."""
-PLACES = ("device", "host")
 MOST_RECORDS = 1000
 """Leaps, events and points of a series in `report.json`. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
@@ -49,13 +48,13 @@ def findings(run: Run) -> dict:
             "steps": _steps(run),
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
-            "peak_memory": _highest(run.profile.steps),
+            "peak_memory": _totals(run.profile.steps).peak,
             "tokens_per_second": speed(run),
         },
         "scores": _scores(run),
         "samples": sorted(samples_of(run.folder), key=lambda sample: -sample["step"]),
         "savings": _savings(run),
-        "phases": _phase_rows(run),
+        "phases": _phases(run),
         "phases_of_steps": evenly(phases_of_steps(run), MOST_RECORDS),
         "series": [
             {"figure": row.figure, "panel": row.panel, "name": row.name, "points": evenly(row.points, MOST_RECORDS)}
@@ -200,8 +199,6 @@ def _seconds(run: Run) -> dict:
     """Return the wall time of all starts of the run; for one that was killed, up to its last record."""
     logged, starts = run.log.wall_time()
     trained = [seconds for step, seconds in run.series("train_runtime") if step == run.last_step]
-    if run.profile.seconds > 0:
-        return {"value": run.profile.seconds, "source": "profile, to the last recorded step"}
     if logged and starts > 1:
         return {"value": logged, "source": f"log, over {starts} starts"}
     if trained:
@@ -214,94 +211,36 @@ def _seconds(run: Run) -> dict:
     return {"value": None, "source": None}
 
 
-# Memory.
-
-
-def _highest(steps: list[dict]) -> dict | None:
-    """The highest peak: bytes, step, phase, and whether it is of the device or of the process on the host."""
-    peaks = [(*peak_of(entry), entry) for entry in steps if peak_of(entry)[0] is not None]
-    if not peaks:
-        return None
-    peak, where, entry = max(peaks, key=lambda peak: peak[0])
-    return {"bytes": peak, "where": where, "step": entry["step"], "phase": entry.get("phase")}
+def _totals(steps: list[dict]) -> Totals:
+    totals = Totals()
+    for entry in steps:
+        totals.add(entry)
+    return totals
 
 
 def _memory(run: Run) -> dict | None:
-    """Peak, floor, categories and accidents. Without a profile, what the trainer held at its end."""
-    profile, held = run.profile, _categories(as_dict(as_dict(run.record.get("memory")).get("held")))
+    """The sum over the profile, the floor and accidents. Without a profile, what the trainer held at its end."""
+    profile, held = run.profile, as_dict(as_dict(run.record.get("memory")).get("held"))
     if not profile.steps and not profile.run:
         return {"held_at_the_end": held} if held else None
-    fullest: dict[str, tuple[float, dict, dict]] = {}
-    for entry in profile.steps:
-        categories = _categories(as_dict(entry.get("held")))
-        total, phase = sum(sum(places.values()) for places in categories.values()), str(entry.get("phase"))
-        if categories and (phase not in fullest or total >= fullest[phase][0]):
-            fullest[phase] = (total, entry, categories)
+    totals = _totals(profile.steps)
     return {
-        "peak": _highest(profile.steps),
+        "peak": totals.peak,
+        "by_phase": totals.phases,
         "floor_bytes": reading(profile.run, "floor.bytes") or reading(profile.summary, "floor.bytes"),
         "achieved_over_floor": number(profile.summary.get("achieved_over_floor")),
-        "held": [
-            {"place": place, "phase": phase, "step": entry["step"], **_held_at(place, entry, categories)}
-            for place in PLACES
-            for phase, (_, entry, categories) in sorted(fullest.items(), key=lambda item: _rank(item[0]))
-            if any(places[place] for places in categories.values())
-        ],
         "held_at_the_end": held,
         "spikes": dicts_of(profile.summary.get("spikes")),
         "out_of_memory": profile.out_of_memory,
-        "peak_by_rank": {str(rank): _highest(steps) for rank, steps in profile.ranks.items()},
+        "peak_by_rank": {str(rank): _totals(steps).peak for rank, steps in profile.ranks.items()},
     }
 
 
-def _categories(held: dict) -> dict[str, dict[str, float]]:
-    """Bytes by category and place, without the total and without categories that hold nothing."""
-    table = {name: {at: number(as_dict(places).get(at)) or 0 for at in PLACES} for name, places in held.items()}
-    return {name: places for name, places in table.items() if name != "total" and any(places.values())}
-
-
-def _held_at(place: str, entry: dict, categories: dict) -> dict[str, float | None]:
-    """Bytes by category in one place, and those that are in none."""
-    held = {name: places[place] for name, places in categories.items() if places[place]}
-    measured = "host" if entry.get("device") is None else "device"
-    return {**held, "unexplained": number(entry.get("unexplained"))} if place == measured else held
-
-
-def _rank(phase: str) -> tuple[int, str]:
-    """Return a sort key: hybrid phases in their order, then others."""
-    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
-
-
-def _phase_rows(run: Run) -> list[dict]:
-    """
-    Steps and time of each phase, and the peaks of its steps where they were profiled.
-
-    Counts are from the record, or from the profile where that goes farther, as it does after a kill.
-    """
-    record = run.record if leaps_made(run) else {}  # without leaps nobody needs to know of phases
-    counts, seconds = (as_dict(record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
-    profiled: dict[str, list[dict]] = {}
-    for entry in run.profile.steps:
-        profiled.setdefault(str(entry.get("phase")), []).append(entry)
-    if sum(len(entries) for phase, entries in profiled.items() if phase in PHASES) > run.record_steps:
-        counts = seconds = {}
-    rows = []
-    for phase in sorted({*counts, *profiled}, key=_rank):
-        entries = profiled.get(phase, [])
-        peaks = [peak for peak, _ in map(peak_of, entries) if peak is not None]
-        timed = [value for entry in entries if (value := reading(entry, "step_seconds")) is not None]
-        steps = len(entries) if (count := count_of(counts.get(phase))) is None else count
-        time = (sum(timed) or None) if (known := number(seconds.get(phase))) is None else known
-        rows.append({
-            "phase": phase,
-            "steps": steps,
-            "seconds": time,
-            "step_seconds": time / steps if time is not None and steps else None,
-            "peak_mean": sum(peaks) / len(peaks) if peaks else None,
-            "peak_min": min(peaks, default=None),
-            "peak": _highest(entries),
-        })  # fmt: skip
-    return rows
+def _phases(run: Run) -> dict[str, dict]:
+    """Steps and seconds of each phase, of a run with leaps."""
+    steps, seconds = (as_dict(run.record.get(f"{name}_by_phase")) for name in ("steps", "seconds"))
+    rows = {phase: {"steps": number(steps.get(phase)), "seconds": number(seconds.get(phase))} for phase in PHASES}
+    return rows if leaps_made(run) and any(row["steps"] for row in rows.values()) else {}
 
 
 def _leap_summary(run: Run) -> dict | None:

@@ -22,6 +22,7 @@ from hf_hybrid.records.summary import format_bytes, format_number, format_second
 from hf_hybrid.report.findings import findings
 from hf_hybrid.report.plots import Plot, plots_available, run_plots
 from hf_hybrid.report.run_folder import load_run
+from hf_hybrid.report.series import SCORES
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
     return [
         f"<header><h1>{escape(values['name'])}</h1>",
         f'<p>{escape(values["status"])}</p><p class="muted"><code>{escape(values["folder"])}</code></p></header>',
-        _headline(values["headline"], values["leaps"], values["scores"]),
+        _headline(values),
         note_list(values["notes"]),
         *map(figure, plots),
         *(
@@ -170,52 +171,39 @@ def format_loss(loss: float | None) -> str:
 # Parts of the page of a run.
 
 
-def _headline(numbers: dict, leaps: dict | None, scores: dict) -> str:
-    """Show the most important numbers, each with its meaning; before them the score, if the run has one."""
-    loss, steps, passes = numbers["final_loss"], numbers["steps"], numbers["backward_passes"]
-    seconds, peak, speed = numbers["seconds"], numbers["peak_memory"], numbers["tokens_per_second"]
-    cards = [_score_card(score) for score in list(scores.values())[:1]]
-    if loss["held_out"] is None:
-        about = "not recorded" if loss["training"] is None else f"training, step {loss['training_step']:,}; no eval"
-        cards.append(("Final loss", format_loss(loss["training"]), about))
-    else:
-        about = f"eval, step {loss['held_out_step']:,}; training {format_loss(loss['training'])}"
-        cards.append(("Final loss", format_loss(loss["held_out"]), about))
-    about = f"of {steps['planned']:,} planned" if steps["planned"] else ""
-    if leaps:
-        about = f"{steps['real']:,} real, {steps['predicted']:,} predicted"
-    cards.append(("Steps", f"{steps['total']:,}", about))
-    if passes["done"] is None:
-        cards.append(("Backward passes", "–", "plain Trainer does not count them"))
-    else:
-        avoided = f"{format_number(int(passes['avoided']))} avoided" if leaps and passes["avoided"] is not None else ""
-        until = f"to step {passes['step']:,}" if passes["step"] < steps["total"] else ""
-        about = "; ".join(filter(None, (avoided, until)))
-        cards.append(("Backward passes", format_number(int(passes["done"])), about))
-    cards.append(("Wall time", format_seconds(seconds["value"]), seconds["source"] or "not recorded"))
-    if peak is None:
-        cards.append(("Peak memory", "–", "not profiled"))
-    else:
-        place = "device, allocated" if peak["where"] == "device" else "host, process"
-        cards.append(("Peak memory", format_bytes(peak["bytes"]), f"{place}; step {peak['step']:,}, {peak['phase']}"))
-    if speed:
-        tokens = "" if speed["tokens"] is None else f"{int(speed['tokens']):,} tokens"
-        cards.append(("Tokens/s", format_number(speed["value"]), "; ".join(filter(None, (tokens, speed["source"])))))
-    items = "".join(
-        f'<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
-        for label, value, detail in cards
-    )
-    return f'<dl class="headline">{items}</dl>'
+NUMBERS = (
+    ("Eval loss", "headline.final_loss.held_out", format_loss, "step", "headline.final_loss.held_out_step"),
+    ("Best eval loss", "headline.final_loss.best_held_out", format_loss, "", ""),
+    ("Training loss", "headline.final_loss.training", format_loss, "step", "headline.final_loss.training_step"),
+    *(
+        (f"{kind}{name}", f"scores.{key}.{place}", format_loss, about, f"scores.{key}.{detail}")
+        for key, name in SCORES
+        for kind, place, about, detail in (
+            ("Eval: ", "held_out.last", "best", "held_out.best"),
+            ("", "training.last", "at first", "training.first"),
+        )
+    ),
+    ("Steps", "headline.steps.total", format_number, "planned", "headline.steps.planned"),
+    ("Predicted steps", "headline.steps.predicted", format_number, "", ""),
+    ("Backward passes", "headline.backward_passes.done", format_number, "to step", "headline.backward_passes.step"),
+    ("Wall time", "headline.seconds.value", format_seconds, "", "headline.seconds.source"),
+    ("Tokens/s", "headline.tokens_per_second.value", format_number, "", "headline.tokens_per_second.source"),
+    ("Peak memory", "headline.peak_memory.bytes", format_bytes, "", "headline.peak_memory.where"),
+)
+"""The numbers of a run: label, place in the findings, how a value is shown, and a detail with its place."""
 
 
-def _score_card(score: dict) -> tuple[str, str, str]:
-    """The card of an accuracy or a reward: the last of evaluations, or else of the training."""
-    evaluated, trained = score.get("held_out"), score.get("training")
-    about = [f"eval, step {evaluated['step']:,}"] if evaluated else []
-    if trained:
-        value = f" {format_loss(trained['last'])}" if evaluated else f", step {trained['step']:,}"
-        about.append(f"training{value}, at first {format_loss(trained['first'])}")
-    return score["name"], format_loss((evaluated or trained or {}).get("last")), "; ".join(about)
+def _headline(values: dict) -> str:
+    """The numbers that the run has, as cards."""
+    cards = ""
+    for label, place, show, about, detail_place in NUMBERS:
+        if (value := at(values, place)) is None or (label == "Predicted steps" and not values["leaps"]):
+            continue
+        detail = at(values, detail_place)
+        detail = "" if detail is None else f"{about} {_cell('', detail)}".strip()
+        cards += f"<div><dt>{escape(label)}</dt><dd>{escape(show(value))}</dd>"
+        cards += f'<dd class="detail">{escape(detail)}</dd></div>'
+    return f'<dl class="headline">{cards}</dl>'
 
 
 def _leaps(summary: dict | None) -> str:
@@ -242,21 +230,29 @@ def _floor(memory: dict) -> str:
 # Tables of the page of a run.
 
 _CATEGORIES = ("weights", "gradients", "states", "activations", "drift", "buffers")
-_BYTES = {*_CATEGORIES, "unexplained", "bytes", "usual", "requested", "device", "host", "peak_mean", "peak_min"}
-"""Names of numbers that are bytes, wherever they stand."""
-
-
-_HEADINGS = {"phase": "kind", "stage": "while", "requested": "asked for", "from_size": "before", "to_size": "after"}
+_PEAKS = " ".join(f"{peak}.{key}" for peak in ("peak_allocated", "peak_rss") for key in ("mean", "min", "max"))
+_HELD = " ".join(f"accounted.held.{name}.{place}" for place in ("device", "host") for name in _CATEGORIES)
+_BYTES = re.compile(r"(bytes|usual|requested|device|host|unexplained|measured|peak_\w+\.\w+)$")
+"""Columns of bytes."""
+_HEADINGS = {
+    "name": " ",
+    "phase": "kind",
+    "stage": "while",
+    "requested": "asked for",
+    "from_size": "before",
+    "to_size": "after",
+}
 _SECTIONS = {
     "Savings": [("What was not computed", "savings", "name value")],
     "Samples": [("Completions, the newest first", "samples", "step prompt completion")],
-    "Steps": [("Their time and memory", "phases", "phase steps seconds step_seconds peak_mean peak_min peak.bytes")],
+    "Steps": [("Their phases", "phases", "name steps seconds")],
     "Leaps": [
         ("The last leaps", "leap_records",
          "step verdict gain horizon worth e loss_before loss_after cosine norm_ratio forecast_error"),
     ],
     "Memory": [
-        ("When most was held", "memory.held", f"place phase step {' '.join(_CATEGORIES)} unexplained"),
+        ("Peaks within a step", "memory.by_phase", f"name records step_seconds.mean {_PEAKS}"),
+        ("What they consist of, on average", "memory.by_phase", f"name {_HELD} accounted.unexplained"),
         ("Held between steps at the end of training", "memory.held_at_the_end", "name device host"),
         ("Other processes", "memory.peak_by_rank", "name bytes where step"),
         ("Spikes", "memory.spikes", "step phase bytes usual"),
@@ -271,21 +267,21 @@ _SECTIONS = {
 
 
 def _table_at(values: dict, caption: str, place: str, columns: str) -> str:
-    rows = _at(values, place) or []
+    rows = at(values, place) or []
     if isinstance(rows, dict):  # by name
         named = ((name, row if isinstance(row, dict) else {"value": row}) for name, row in rows.items())
         rows = [{"name": name, **row} for name, row in named]
     rows = rows[-MOST_ROWS:]
-    known = [column for column in columns.split() if any(_at(row, column) is not None for row in rows)]
-    cells = [[_cell(column, _at(row, column)) for column in known] for row in rows]
-    headings = (
-        [] if known == ["name", "value"] else [_HEADINGS.get(column) or re.sub("[._]", " ", column) for column in known]
-    )
+    known = [column for column in columns.split() if any(at(row, column) not in (None, 0) for row in rows)]
+    cells = [[_cell(column, at(row, column)) for column in known] for row in rows]
+    headings = [_HEADINGS.get(column) or re.sub("[._]", " ", column.removeprefix("accounted.")) for column in known]
+    if known == ["name", "value"]:
+        headings = []
     text = table(headings, cells, caption, words={"value", "completion", "error", "reason"} & {*known} != set())
-    return f"<details><summary>{len(rows):,} rows</summary>{text}</details>" if len(rows) > 12 else text
+    return f"<details><summary>{len(rows):,} rows</summary>{text}</details>" if len(rows) > 24 else text
 
 
-def _at(entry: object, place: str) -> Any:
+def at(entry: object, place: str) -> Any:
     """The value at a dotted place in plain values; `None` if there is none."""
     for key in place.split("."):
         entry = as_dict(entry).get(key)
@@ -294,6 +290,6 @@ def _at(entry: object, place: str) -> Any:
 
 def _cell(column: str, value: object) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        is_bytes, is_time = column.rpartition(".")[2] in _BYTES, column.endswith("seconds")
+        is_bytes, is_time = _BYTES.search(column), "seconds" in column
         return format_bytes(value) if is_bytes else format_seconds(value) if is_time else format_number(value)
     return "–" if value is None else str(value)

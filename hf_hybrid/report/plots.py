@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.files import write_bytes
-from hf_hybrid.records.readings import evenly
 from hf_hybrid.records.summary import GIB, MIB, format_bytes
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, phases_of_steps
-from hf_hybrid.report.series import ACCEPTED, Series, series_of
+from hf_hybrid.report.series import Series, series_of
 
 # Distinguishable for the colour-blind (after Okabe and Ito) and on light and dark pages.
 PALETTE = {
@@ -84,7 +83,7 @@ def run_plots(run: Run, folder: Path) -> list[Plot]:
     """All figures of a run for which something was recorded, as PNG in `folder` and as SVG."""
     table, plots = series_of(run), []
     for name, title in TITLES.items():
-        title += {"loss": " and leaps", "rate": " and gain"}.get(name, "") if leaps_made(run) else ""
+        title += " and leaps" if name == "rate" and leaps_made(run) else ""
         if rows := [row for row in table if row.figure == name]:
             plots.append(
                 draw(name, title, _alt(title, rows), lambda figure, rows=rows: paint(figure, rows, run), folder)
@@ -186,26 +185,19 @@ def _svg(figure, alt: str) -> str:
 
 
 def paint(figure, rows: Sequence[Series], run: Run | None = None) -> None:
-    """
-    The rows of a figure, panel under panel. Of a run also where leaps were accepted, rejected and rolled back, where
-    memory ran out, and the phases of the steps.
-    """
+    """The rows of a figure, panel under panel. Of a run also where memory ran out, and the phases of the steps."""
     panels = list(dict.fromkeys(row.panel for row in rows))
-    name = rows[0].figure
-    fates = _fates(run) if run is not None and name == "loss" else []
-    phases = phases_of_steps(run) if run is not None and name in ("loss", "rate", "memory") else []
+    phases = phases_of_steps(run) if run is not None and rows[0].figure in ("loss", "rate", "memory") else []
     phases = phases if len({phase for _, phase in phases}) > 1 else []  # one alone needs no band
-    heights = [10.0] * len(panels) + [0.9 * len(fates)] * bool(fates) + [0.9] * bool(phases)
-    axes = _stacked(figure, heights, 0.7 + 2.2 * len(panels) + 0.22 * len(fates) + 0.4 * bool(phases))
+    heights = [10.0] * len(panels) + [0.9] * bool(phases)
+    axes = _stacked(figure, heights, 0.9 + 2.2 * len(panels) + 0.4 * bool(phases))
     for axis, panel in zip(axes, panels):
         _paint_panel(axis, [row for row in rows if row.panel == panel])
-        for crash in run.profile.out_of_memory if run is not None and name == "memory" else ():
+        for crash in run.profile.out_of_memory if run is not None and rows[0].figure == "memory" else ():
             axis.axvline(crash["step"], color=LOST, linewidth=1.0, linestyle=(0, (3, 2)))
             axis.text(
                 crash["step"], 0.95, "out of memory ", color=LOST, ha="right", transform=axis.get_xaxis_transform()
             )
-    if fates:
-        _paint_fates(axes[len(panels)], fates)
     if phases:
         _paint_phases(axes[-1], phases)
 
@@ -273,33 +265,12 @@ def _limit_to(axis, values: Sequence[float], ends: Sequence[float]) -> None:
     axis.set_ylim(low - margin, high + margin)
 
 
-def _fates(run: Run) -> list[tuple[str, list[int], str]]:
-    """Name, steps and colour of each fate of leaps."""
-    kinds = (("accepted", ACCEPTED, KEPT), ("rejected", ("rejected",), LOST), ("rolled back", ("rolled_back",), LOST))
-    rows = [
-        (name, [leap["step"] for leap in run.leaps if leap.get("verdict") in verdicts], colour)
-        for name, verdicts, colour in kinds
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _paint_fates(axis, rows: Sequence[tuple[str, list[int], str]]) -> None:
-    """A row of marks for each fate of leaps."""
-    for place, (_, steps, colour) in enumerate(rows):
-        drawn = evenly(steps, MOST_POINTS // 3)
-        axis.vlines(drawn, place + 0.15, place + 0.85, color=colour, linewidth=1.0 if len(steps) < 200 else 0.5)
-    axis.set_ylim(len(rows), 0)
-    axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{len(steps):,} {name}" for name, steps, _ in rows])
-    for label, (_, _, colour) in zip(axis.get_yticklabels(), rows):
-        label.set_color(colour)
-    _bare(axis)
-
-
 def _paint_phases(axis, phases: Sequence[tuple[int, str]], most: int = 600) -> None:
     """A band of phases along the steps. Where they change too often to be seen, it shows their shares of the steps."""
     axis.set_yticks([])
     axis.set_ylim(0, 1)
-    _bare(axis)
+    axis.grid(False)
+    axis.spines[["left", "bottom"]].set_visible(False)
     count = min(most, len(phases))
     bins = [phases[index * len(phases) // count : (index + 1) * len(phases) // count] for index in range(count)]
     bins.append(bins[-1])  # a step plot needs its right edge
@@ -315,12 +286,6 @@ def _legend_above(axis, **options) -> None:
     """A legend in one row above the plot, where it covers nothing."""
     placed = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 6, "borderaxespad": 0.2, "columnspacing": 1.0}
     axis.legend(**placed, **options)
-
-
-def _bare(axis) -> None:
-    axis.grid(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_visible(False)
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:

@@ -46,14 +46,11 @@ class Profile:
     run: dict = field(default_factory=dict)
     steps: list[dict] = field(default_factory=list)
     """Of the first process, by step. A step that a resumed run trained again is there once, as trained last."""
-    logs: list[dict] = field(default_factory=list)
     summary: dict = field(default_factory=dict)
     out_of_memory: list[dict] = field(default_factory=list)
     """One by `oom-STEP` folder: `step`, `folder`, `phase`, `stage`, `error`, `requested` bytes."""
     ranks: dict[int, list[dict]] = field(default_factory=dict)
     """Steps of the other processes."""
-    seconds: float = 0.0
-    """From the begin to the last record, summed over the parts of a resumed run."""
 
 
 @dataclass
@@ -127,7 +124,7 @@ def load_run(folder: str | Path) -> Run:
     profile = _load_profile(folder, notes)
     begun = next((line for line in reversed(log.lines) if "begun" in line), {})
     record, source = _newest_record(folder, checkpoint, saved, notes)
-    logs = _merged_logs(history, log.lines, profile.logs)
+    logs = _merged_logs(history, log.lines)
     steps = [count_of(state.get("global_step")) or 0, _steps_of(record)]
     # The last line may be of an earlier step: a checkpoint that is saved asynchronously is complete some steps later.
     steps += [max((entry["step"] for entry in entries), default=0) for entries in (log.lines, logs, profile.steps)]
@@ -253,47 +250,30 @@ def _parts(lines: Iterable[dict], name: str) -> list[dict]:
     return dicts_of([line[name] for line in lines if name in line])
 
 
-def _merged_logs(history: list[dict], lines: list[dict], profiled: list[dict]) -> list[dict]:
-    """
-    Everything that was logged, by step: the log on disk, and before its first step the newest checkpoint's history.
-
-    Without a log (plain `Trainer`) it is that history, and what the profiler saw from its last step on.
-    """
-    if lines:
-        logged = [
-            line for line in lines if line.keys() - {"step", "seconds"} and not {"begun", "leap", "event"} & line.keys()
-        ]
-        return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
-    last = max((entry["step"] for entry in history), default=-1)
-    known = {key for entry in history if entry["step"] == last for key in entry} - {"step"}
-    after = [entry for entry in profiled if entry["step"] > last]
-    at_last = [
-        {key: value for key, value in entry.items() if key not in known} for entry in profiled if entry["step"] == last
+def _merged_logs(history: list[dict], lines: list[dict]) -> list[dict]:
+    """Everything that was logged: the log on disk, and before its first step the newest checkpoint's history."""
+    if not lines:
+        return history  # of plain `Trainer`
+    logged = [
+        line for line in lines if line.keys() - {"step", "seconds"} and not {"begun", "leap", "event"} & line.keys()
     ]
-    return sorted(history + at_last + after, key=lambda entry: entry["step"])
+    return [entry for entry in history if 0 < entry["step"] <= lines[0]["step"]] + logged
 
 
 def _load_profile(folder: Path, notes: list[str]) -> Profile:
     folder = folder / PROFILE
-    steps = list(read_lines(folder / "steps.jsonl", notes))
-    if not steps and not (folder / "run.json").is_file():
-        return Profile()
     crashes = []
     for step, path in numbered(folder, r"oom-(\d+)(?:-rank\d+)?"):
         values = _read(path / "records.json", notes)
         names = ("phase", "stage", "error", "requested")
         crashes.append({"step": step, "folder": path.name, **{name: values.get(name) for name in names}})
-    logs = ({**line, **as_dict(line.pop("logs", None)), "step": line["step"]}
-            for line in read_lines(folder / "logs.jsonl", notes))  # fmt: skip
     ranks = numbered(folder, r"steps-rank(\d+)\.jsonl")
     return Profile(
         run=_read(folder / "run.json", notes),
-        steps=_holding(steps),
-        logs=_holding(logs),
+        steps=_holding(read_lines(folder / "steps.jsonl", notes)),
         summary=_read(folder / "summary.json", notes),
         out_of_memory=crashes,
         ranks={rank: _holding(read_lines(path, notes)) for rank, path in ranks},
-        seconds=_total_seconds(steps),
     )
 
 
@@ -305,19 +285,6 @@ def _holding(entries: Iterable[dict]) -> list[dict]:
             kept = up_to(kept, entry["step"] - 1)
         kept.append(entry)
     return kept
-
-
-def _total_seconds(steps: list[dict]) -> float:
-    """The clock starts again with every part of a resumed run."""
-    total = last = 0.0
-    for entry in steps:
-        seconds = number(entry.get("seconds"))
-        if seconds is None:
-            continue
-        if seconds < last or entry.get("resumed"):
-            total += last
-        last = seconds
-    return total + last
 
 
 # Phases of the steps.

@@ -20,8 +20,8 @@ from hf_hybrid.records.profiler import (
     HostMemory,
     MemoryProbes,
     MemoryProfilerCallback,
-    Totals,
 )
+from hf_hybrid.records.totals import Totals
 
 MIB = 2**20
 
@@ -135,7 +135,7 @@ def test_on_a_device_the_categories_add_up_to_its_peak(tmp_path, fake):
     assert sum(p["device"] for p in accounted["held"].values()) + accounted["unexplained"] == accounted["measured"]
     assert summary["floor"]["bytes"] == summary["floor"]["device"] >= 4 * weights
     assert summary["achieved_over_floor"] == pytest.approx(170 * MIB / summary["floor"]["bytes"])
-    logged = [e["logs"] for e in lines(tmp_path, "logs.jsonl") if "loss" in e["logs"]]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logged[-1]["memory/peak_device_gib"] == 170 / 1024 and logged[-1]["memory/allocated_gib"] == 100 / 1024
     assert logged[-1]["memory/device_used_gib"] == 900 / 1024 and logged[-1]["memory/reserved_gib"] == 175 / 1024
     assert summary["phases"]["train"]["nvml_used"]["max"] == 900 * MIB
