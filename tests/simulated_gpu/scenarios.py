@@ -875,7 +875,8 @@ def told(place: Place) -> dict[str, Tensor]:
     with place.counted(trainer):
         trainer.train()
     trainer.create_model_card()
-    place.facts |= {"card": (Path(trainer.args.output_dir) / "README.md").read_text(), "profile": str(profiler)}
+    card = (Path(trainer.args.output_dir) / "README.md").read_text()
+    place.facts |= {"card": card, "profile": profiler.summary()["peak"]}
     return weights_of(trainer)
 
 
