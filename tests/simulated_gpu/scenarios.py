@@ -642,9 +642,13 @@ def error_in_the_middle(place: Place) -> dict[str, Tensor]:
     return weights_of(again)
 
 
-@scenario(**ROUNDED_STATES)
+@scenario(beside="resident", left=ROUNDED_STATES["left"])
 def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
-    """A callback runs the model before each step: it fetches weights that the step before has only just sent."""
+    """
+    A callback runs the model before each step: it fetches weights that the step before has only just sent.
+
+    The other place is the same training on the same device without the callback, which ends at the same bits.
+    """
 
     class Looks(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -653,7 +657,8 @@ def looked_at_before_a_step(place: Place) -> dict[str, Tensor]:
 
     made = model(layers=2, width=64)
     made.model.layers[1].requires_grad_(False)
-    trainer = trainer_of(place, made, **STREAM, optimizer_states="8bit", callbacks=[Looks()])
+    callbacks = [] if place.resident else [Looks()]
+    trainer = trainer_of(place, made, **STREAM, optimizer_states="8bit", callbacks=callbacks)
     with place.counted(trainer):
         trainer.train()
     return weights_of(trainer)
@@ -875,7 +880,8 @@ def told(place: Place) -> dict[str, Tensor]:
     with place.counted(trainer):
         trainer.train()
     trainer.create_model_card()
-    place.facts |= {"card": (Path(trainer.args.output_dir) / "README.md").read_text(), "profile": str(profiler)}
+    card = (Path(trainer.args.output_dir) / "README.md").read_text()
+    place.facts |= {"card": card, "profile": profiler.summary()["peak"]}
     return weights_of(trainer)
 
 
@@ -1117,12 +1123,10 @@ def measured(place: Place) -> dict[str, Tensor]:
     """What commands, planner and TRL's options ask of a device."""
     from hf_hybrid import HybridSFTConfig
     from hf_hybrid.cli import env
-    from hf_hybrid.cli.rates import measure_machine
     from hf_hybrid.machine import device_memory
 
     with place.driver():
         place.facts["environment"] = env.report()
-    place.facts["rates"] = sorted(measure_machine(0.001, 256))
     place.facts["free"] = device_memory()
     place.facts["bf16"] = place.config(HybridSFTConfig).bf16
     return {}
