@@ -56,6 +56,7 @@ from hf_hybrid.optimizers import (
     muon_groups,
     optimizer_name,
     split_parameters,
+    text_config,
 )
 from hf_hybrid.part import Part
 from hf_hybrid.plan.accounting import ModelShape, host_memory
@@ -458,9 +459,7 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:
     """Return the length of a model's vocabulary, if its config has it."""
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "vocab_size", None)
+    return getattr(text_config(model), "vocab_size", None)
 
 
 def pretrained_below(trainer: TrainerLike) -> float:
@@ -652,9 +651,7 @@ def _map_with_host_layers(model: torch.nn.Module) -> dict | None:
 
 
 def _obstacle_to_walking(model: torch.nn.Module) -> str | None:
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(config, "output_router_logits", False):
+    if getattr(text_config(model), "output_router_logits", False):
         # They are read by hooks inside the layers, past the layers' outputs, and have to carry gradients.
         return "`output_router_logits=True` takes router logits out of the layers for the loss."
     return None
