@@ -9,7 +9,8 @@ from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from hf_hybrid import HybridArguments, HybridConfig
-from hf_hybrid.build import check_streamable, leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.build import leap_memory_steps, phase_lengths, rescue_is_on
+from hf_hybrid.plan.of_trainer import check_streamable
 
 
 @pytest.mark.parametrize("steps", [1, 10, 50, 300, 10_000])

@@ -37,7 +37,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import IntervalStrategy
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.typing import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 

@@ -46,15 +46,15 @@ from hf_hybrid.machine import describe_device
 from hf_hybrid.part import Part
 from hf_hybrid.records.redaction import is_secret_name, shareable
 from hf_hybrid.run.run import Run
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME
 
 ROWS, BLOCK, LONGEST = 16, 64, 1 << 16
 """Rows of the data that are hashed; elements of each where an array has one dimension; bytes or elements of a row."""
-MOST_OBJECTS, MOST_BYTES = 256, 1 << 23
-"""That are looked into for rows, and of their tensors that digests cover."""
+MOST_OBJECTS = 256
+"""That are looked into for rows."""
 PARAMETERS, VALUES = 64, 4
 """Frozen parameters of which values are kept, and how many of each."""
 SAME_BASE = 0.02
@@ -321,9 +321,7 @@ def of(trainer: TrainerLike) -> dict[str, Any]:
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     optimizer = type(inner_optimizer(trainer.optimizer))
     values = {
-        "options": {
-            name: value for name, value in hybrid_values(trainer.hybrid_args).items() if name != "digest_steps"
-        },
+        "options": hybrid_values(trainer.hybrid_args),
         "environment": environment(trainer),
         "config": _config(args),
         "dropout": _dropout(model),
@@ -343,11 +341,6 @@ def environment(trainer: TrainerLike) -> dict[str, Any]:
     if place.type == "cpu":
         return {**found, "device": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     return {**found, "device": describe_device(place).get("name", place.type)}
-
-
-def saved_environment(checkpoint: str | None) -> dict[str, Any]:
-    """Return the environment in the fingerprint of a checkpoint, if it has one."""
-    return {} if checkpoint is None else _saved(checkpoint)[0].get("environment", {})
 
 
 def _config(args: TrainingArguments) -> dict[str, Any]:
@@ -521,25 +514,3 @@ def _add_value(to: Any, value: Any) -> None:
                 _add_value(to, item)
     else:
         to.update(type(value).__qualname__.encode())
-
-
-def stored_tensors(data: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors that a data set holds, up to `MOST_BYTES` of them; nothing of it is computed or read."""
-    seen = set() if seen is None else seen
-    if id(data) in seen or len(seen) >= MOST_OBJECTS or _is_table(data):
-        return []
-    seen.add(id(data))
-    if isinstance(data, Tensor):
-        return [data] if data.device.type == "cpu" and data.nbytes <= MOST_BYTES else []
-    if isinstance(data, Mapping):
-        inside = list(data.values())
-    elif isinstance(data, (list, tuple)):
-        inside = list(data[:MOST_OBJECTS])
-    else:
-        inside = [] if callable(data) else list(getattr(data, "__dict__", {}).values())
-    found = []
-    for value in inside:
-        for tensor in stored_tensors(value, seen):
-            if sum(other.nbytes for other in found) + tensor.nbytes <= MOST_BYTES:
-                found.append(tensor)
-    return found

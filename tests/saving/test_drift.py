@@ -1,4 +1,4 @@
-"""`hf_hybrid/saving/drift.py` on several processes: whose memory changed, and what the run does about it."""
+"""`hf_hybrid/saving/drift.py` on several processes: a save that finds them different ends the run and says who does."""
 
 import json
 import logging
@@ -33,20 +33,9 @@ class Fault(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step != self.step or args.process_index != self.process:
             return
-        trainer = self.trainer
-        if self.kind == "batch":
-            flip(trainer.run.step.batches[0]["input_ids"], 8 * 5, 2)
-        elif self.kind == "data":
-            flip(trainer.train_dataset.blocks, 8 * 7, 2)
-        else:
-            of = "model.norm" if self.kind == "norm" else "up_proj"
-            parameter = next(p for name, p in model.named_parameters() if of in name)
-            tensor = (
-                parameter
-                if self.kind in ("weights", "norm")
-                else inner_optimizer(optimizer).state[parameter]["exp_avg"]
-            )
-            flip(getattr(tensor, "to_local", lambda: tensor)(), 4 * 9 + self.bit // 8, self.bit % 8)
+        parameter = next(parameter for name, parameter in model.named_parameters() if "up_proj" in name)
+        tensor = parameter if self.kind == "weights" else inner_optimizer(optimizer).state[parameter]["exp_avg"]
+        flip(tensor, 4 * 9 + self.bit // 8, self.bit % 8)
 
 
 def train(folder, fault=None, resume=None, name="first", data=None, **options):
@@ -64,7 +53,6 @@ def train(folder, fault=None, resume=None, name="first", data=None, **options):
     data = ByteText(60) if data is None else data
     trainer = HybridTrainer(tiny_model(attention_dropout=0.1), config, train_dataset=data)
     if fault is not None:
-        fault.trainer = trainer
         trainer.add_callback(fault)
     error = None
     try:
@@ -82,78 +70,43 @@ def of(folder, name, process=0):
     return json.loads((folder / f"{name}-{process}.json").read_text())
 
 
-def corrupted(folder):
-    lines = [json.loads(line) for path in folder.rglob("hybrid_log.jsonl") for line in path.read_text().splitlines()]
-    return [line["corrupted"]["process"] for line in lines if "corrupted" in line]
-
-
 @pytest.mark.parametrize("kind", ["weights", pytest.param("optimizer", marks=pytest.mark.slow)])
-def test_a_flipped_bit_ends_the_run_and_the_same_command_names_the_process(tmp_path, kind):
+def test_a_flipped_bit_ends_the_run_and_the_same_command_goes_on(tmp_path, kind):
+    """Of two processes both are named, because nothing tells which of them is right."""
+
     def work():
         train(tmp_path, Fault(kind, process=1))
         train(tmp_path, resume=True, name="again")
 
     assert together(2, work) == [0, 0]
+    expected = (
+        r"RanksDriftedError: Processes 0 and 1 differ after step 6 \(in .*up_proj.weight`\), and nothing tells "
+        r"which of them is right, so no checkpoint of this step is saved; start the same command again with "
+        rf"`resume_from_checkpoint=True`, to go on from `{tmp_path}/checkpoint-3`, and have the memory of that machine "
+        r"tested\."
+    )
     for process in (0, 1):
-        error = of(tmp_path, "first", process)["error"]
-        assert re.search(
-            r"RanksDriftedError: Processes hold different .* after step 6: `.*up_proj.weight.*` differs in ", error
-        )
-        assert "on process 0 and " in error and f"{tmp_path}/checkpoint-3`, makes the steps after it again" in error
+        assert re.fullmatch(expected, of(tmp_path, "first", process)["error"])
     again = of(tmp_path, "again")
-    assert again["error"] is None and again["step"] == 8
-    assert [line for line in again["said"] if "made again: process 1 had drifted" in line]
-    assert corrupted(tmp_path) == [1] and is_sealed(tmp_path / "checkpoint-8")
-
-
-def test_of_two_processes_the_one_whose_value_jumped_is_named_at_once(tmp_path):
-    assert together(2, lambda: train(tmp_path, Fault("weights", process=1, bit=25))) == [0, 0]
-    for process in (0, 1):
-        assert "It is probably process 1 that is wrong" in of(tmp_path, "first", process)["error"]
-
-
-def test_a_checkpoint_of_the_wrong_process_accuses_nobody(tmp_path):
-    """A run without leaps goes on, and saves what the first process holds, which then is where the values come from."""
-    options = {"enable_predict": False}
-    assert together(2, lambda: train(tmp_path, Fault("weights", process=0, bit=25), **options)) == [0, 0]
-    lines = (tmp_path / "checkpoint-8" / "hybrid_log.jsonl").read_text().splitlines()
-    drifts = {line["step"]: line["drift"] for line in map(json.loads, lines) if "drift" in line}
-    assert {step: drift.get("likely") for step, drift in drifts.items()} == {6: 0, 8: None}
+    assert again["error"] is None and again["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
 
 
 def test_weights_that_are_not_saved_on_one_process_end_all(tmp_path):
     """They are finite, and their squares are not. The others would wait for it in the save."""
     assert together(2, lambda: train(tmp_path, Fault("weights", process=1, bit=30))) == [0, 0]
     for process in (0, 1):
-        assert "It is probably process 1 that is wrong" in of(tmp_path, "first", process)["error"]
+        assert "RanksDriftedError: Processes 0 and 1 differ after step 6" in of(tmp_path, "first", process)["error"]
     assert not (tmp_path / "checkpoint-6").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad_steps", [1, 10])
-def test_a_process_whose_loss_alone_cannot_be_used_is_named(tmp_path, bad_steps):
-    """At the next save, or when the run ends because it diverged. A 1 becomes infinite."""
-    train_both = lambda: train(tmp_path, Fault("norm", process=1, bit=30), max_bad_steps=bad_steps)  # noqa: E731
-    assert together(2, train_both) == [0, 0]
-    assert corrupted(tmp_path)[0] == 1
-    assert "RanksDriftedError" in of(tmp_path, "first")["error"]
 
 
 def test_of_three_processes_the_one_that_differs_is_named(tmp_path):
     assert together(3, lambda: train(tmp_path, Fault("weights", process=1))) == [0, 0, 0]
-    assert "Process 1 drifted from the 2 others. No checkpoint of this step is saved" in of(tmp_path, "first")["error"]
+    for process in range(3):
+        error = of(tmp_path, "first", process)["error"]
+        assert re.search(
+            r"Process 1 drifted from the 2 others by step 6 \(in `.*up_proj.weight`\), so no checkpoint", error
+        )
     assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-3"]
-
-
-@pytest.mark.parametrize(
-    "kind, what", [("batch", "A batch changed in memory while step 5"), ("data", "`train_dataset` holds a")]
-)
-def test_a_bit_of_the_data_is_named_at_the_next_save(tmp_path, kind, what):
-    assert together(2, lambda: train(tmp_path, Fault(kind, process=1))) == [0, 0]
-    found = of(tmp_path, "first")
-    assert found["error"] is None and found["step"] == 8
-    (line,) = [line for line in found["said"] if what in line]
-    assert line.endswith("though nothing wrote to it: process 1.") and corrupted(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("options, fault", [({"enable_predict": False}, FAULT), ({}, 1)], ids=["off", "never agreed"])
@@ -162,7 +115,7 @@ def test_a_run_goes_on_with_an_error_in_its_log(tmp_path, options, fault):
     assert together(2, lambda: train(tmp_path, Fault("weights", 1, fault), **options)) == [0, 0]
     found = of(tmp_path, "first")
     assert found["error"] is None and found["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
-    assert [line for line in found["said"] if line.startswith("ERROR Processes hold different weights after step")]
+    assert [line for line in found["said"] if line.startswith("ERROR Processes 0 and 1 differ after step")]
     assert not [line for line in of(tmp_path, "first", 1)["said"] if line.startswith("ERROR")]
 
 
@@ -186,35 +139,11 @@ def sharded(folder):
     return train(folder, ddp_find_unused_parameters=None, **options)
 
 
-def test_shards_have_digests_of_their_own_and_what_is_not_compared_is_said(tmp_path):
+def test_shards_are_not_compared_and_that_is_said(tmp_path):
+    """No two processes hold the same: the step counters of the optimizer alone are compared."""
     assert together(2, lambda: sharded(tmp_path)) == [0, 0]
     found = of(tmp_path, "first")
-    assert found["error"] is None and found["step"] == 8
+    assert found["error"] is None and found["step"] == 8 and is_sealed(tmp_path / "checkpoint-8")
     (line,) = [line for line in found["said"] if "are shards, which no two of them hold" in line]
-    lines = [json.loads(line) for line in (tmp_path / "hybrid_log.jsonl").read_text().splitlines()]
-    digests = [line["digests"] for line in lines if "digests" in line]
-    assert len(digests) == 3 and all(len(of_run["weights"]) == 2 for of_run in digests)
-    assert not any("drift" in line or "corrupted" in line for line in lines)
-
-
-def test_a_replay_on_two_processes_names_the_one_whose_batch_was_another(tmp_path):
-    from hf_hybrid.saving.replay import replay
-
-    def make(output):
-        torch.manual_seed(0)
-        model = tiny_model(attention_dropout=0.1)
-        return HybridTrainer(model, hybrid_config(output, **OPTIONS), train_dataset=ByteText(60))
-
-    def work():
-        trainer = train(tmp_path / "out", Fault("batch", process=1))
-        found = replay(make, tmp_path / "out", 3, 8)
-        (tmp_path / f"found-{trainer.args.process_index}.json").write_text(json.dumps(found.to_dict()))
-
-    (tmp_path / "out").mkdir()
-    assert together(2, work) == [0, 0]
-    first, second = (json.loads((tmp_path / f"found-{process}.json").read_text()) for process in (0, 1))
-    assert first == second and first["step"] == FAULT + 1 and first["processes"] == [1]
-    assert (
-        "losses of the run (first seen on process 1) are not what the step gives, made again twice the same"
-        in first["text"]
-    )
+    compared, held = map(int, re.search(r"compare (\d+) of (\d+)", line).groups())
+    assert 0 < compared < held and not [line for line in found["said"] if line.startswith("ERROR")]

@@ -33,7 +33,7 @@ from hf_hybrid import (  # noqa: E402
     HybridSFTConfig,
     HybridSFTTrainer,
 )
-from hf_hybrid.build import _estimator  # noqa: E402
+from hf_hybrid.build import estimator_for  # noqa: E402
 from hf_hybrid.leaps.leap import Leaps  # noqa: E402
 from hf_hybrid.leaps.trajectory import Trajectory  # noqa: E402
 from hf_hybrid.recovery import parts_of  # noqa: E402
@@ -517,7 +517,7 @@ def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     trainer, peak = trained("auto", gradient_checkpointing="auto", **budget)
     assert least < peak <= 1.05 * (least + most) / 2 and 0 < trainer.hybrid_summary()["recomputed_layers"] < 6
     assert_same_weights(weights(trainer.model), weights(every.model))
-    estimator, setup = _estimator(trainer, None)
+    estimator, setup = estimator_for(trainer, None)
     assert estimator.resident(setup).traced
 
 

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.integrations.adapters import FrozenInBf16, UncastInputs, layers_with_idle_casts
+from hf_hybrid.phase_memory.adapter_casts import FrozenInBf16, UncastInputs, layers_with_idle_casts
 
 TEXT = ByteText(200)
 
