@@ -153,5 +153,5 @@ def reseal(checkpoint):
     path = checkpoint / manifest.MANIFEST_NAME
     values = json.loads(path.read_text())
     del values["xxh3_128"]
-    values["files"] = manifest._facts(checkpoint, [checkpoint / name for name in values["files"]])
-    path.write_text(json.dumps({**values, "xxh3_128": manifest._digest_of(values)}))
+    values["files"] = manifest.sizes_and_checksums(checkpoint, [checkpoint / name for name in values["files"]])
+    path.write_text(json.dumps({**values, "xxh3_128": manifest.digest_of(values)}))
