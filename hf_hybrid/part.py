@@ -17,7 +17,7 @@ A step, and the hooks that are called:
     react           only if the monitor found something: answer its verdict
     decide          choose what the next step will be
 
-A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in setup.py.
+A new capability is a new part: subclass [`Part`], override the hooks that it needs, and add it to the list in build.py.
 Standard library only.
 """
 

@@ -4,7 +4,7 @@
 This module orders what a step, a save, an evaluation and a resume do, so that a checkpoint holds a whole step. It
 forwards Trainer's hooks to three objects:
 
-- `self.run`: the list of the run's parts (run/run.py), which setup.py makes when a training begins. The monitor, leaps,
+- `self.run`: the list of the run's parts (run/run.py), which build.py makes when a training begins. The monitor, leaps,
   the learning rate, the forecast and the memory guard are parts. Between trainings the list is empty;
 - `self.memory`: where weights are kept (streaming/engine.py): `Resident` or `Streamed`;
 - `self.recovery`: the part that computes a window again when memory runs out (recovery.py).
@@ -34,10 +34,25 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 from hf_hybrid.arguments import HybridArguments
+from hf_hybrid.build import (
+    adapter_parts,
+    build_memory,
+    build_optimizer,
+    build_run,
+    leave_adapters_to_adamw,
+    makes_muon,
+    phase_memory_parts,
+    refuse_other_optimizers,
+    rows_part,
+    share_optimizer,
+    tell_of_kept_defaults,
+    tell_of_no_leaps,
+)
 from hf_hybrid.compat import warn_of_untested_versions
 from hf_hybrid.config import CONFIG_NAME, check_leaps, check_training_arguments, config_values, phase_options
-from hf_hybrid.files import load_room, write_note
+from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
+from hf_hybrid.leaps.automatic import leaps_are_automatic
 from hf_hybrid.leaps.directions.base import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses, check_probe_set
 from hf_hybrid.machine import (
@@ -50,6 +65,7 @@ from hf_hybrid.machine import (
 from hf_hybrid.optimizers import check_hidden_matrices
 from hf_hybrid.part import Part, Phase, check_parts, listening
 from hf_hybrid.plan.accounting import ByteTable
+from hf_hybrid.plan.of_trainer import check_streamable
 from hf_hybrid.records.log import LogFile
 from hf_hybrid.records.profiler import MemoryProfilerCallback, held_bytes
 from hf_hybrid.records.progress import install_progress, memory_in_use
@@ -64,21 +80,6 @@ from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
 from hf_hybrid.saving.saver import Saver
 from hf_hybrid.saving.sharded import load_optimizer, load_weights
 from hf_hybrid.saving.start import names_digest, restoring
-from hf_hybrid.setup import (
-    adapter_parts,
-    build_memory,
-    build_optimizer,
-    build_run,
-    check_streamable,
-    leaps_are_automatic,
-    leave_adapters_to_adamw,
-    makes_muon,
-    phase_memory_parts,
-    rows_part,
-    share_optimizer,
-    tell_of_kept_defaults,
-    tell_of_no_leaps,
-)
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.loss import ChunkedLossSwitch
 
@@ -247,7 +248,9 @@ class HybridTrainerMixin(PublishingMixin):
         self.preemption = agree_on_preemption(self)
         self.callback_handler = HookRouter(self)
         if options.sample_prompts is not None:
-            load_room("integrations.samples", f"sample_prompts={options.sample_prompts}").install(self)
+            from hf_hybrid.integrations import samples
+
+            samples.install(self)
         if options.enable_predict:
             self._prepare_leaps()
 
@@ -271,6 +274,7 @@ class HybridTrainerMixin(PublishingMixin):
             )
         try:
             check_leaps(self.args)
+            refuse_other_optimizers(self)
             if self.train_dataset is not None:  # otherwise the trainer may only evaluate
                 self._check_trainable()
         except LeapObstacleError as error:
@@ -400,7 +404,8 @@ class HybridTrainerMixin(PublishingMixin):
                 f"`export` runs on one process, got `{self.accelerator.num_processes}`. Save the model, and run "
                 f"`hf-hybrid export {self.args.output_dir} --format {format}` afterwards."
             )
-        exporter = load_room("export.exporter", "trainer.export()")
+        from hf_hybrid.export import exporter
+
         folder = Path(folder or f"{os.path.abspath(str(self.args.output_dir))}-{format}")
         exporter.check_output(folder)
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ from transformers import TrainerCallback
 from hf_hybrid.plan.accounting import host_memory
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.typing import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 

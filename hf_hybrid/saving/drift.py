@@ -32,7 +32,7 @@ import xxhash
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import Gathered, canonical
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.run_identity import inner_optimizer

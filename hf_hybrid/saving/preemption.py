@@ -36,7 +36,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 if TYPE_CHECKING:
-    from hf_hybrid.run.typing import TrainerLike
+    from hf_hybrid.run.trainer_view import TrainerLike
 
 logger = logging.getLogger(__name__)
 

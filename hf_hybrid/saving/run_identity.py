@@ -43,7 +43,7 @@ from hf_hybrid.arguments import HybridArguments, hybrid_values
 from hf_hybrid.files import plain
 from hf_hybrid.machine import describe_device
 from hf_hybrid.records.redaction import is_secret_name, shareable
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import CheckpointError
 from hf_hybrid.saving.state import SCHEMA_VERSION, VALUES_NAME

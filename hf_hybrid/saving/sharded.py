@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.run.weights import canonical
 
 _FSDP_WEIGHTS, _FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"

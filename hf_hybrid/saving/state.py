@@ -30,7 +30,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_hybrid.files import write_json
 from hf_hybrid.leaps.leap import Leaps
-from hf_hybrid.run.typing import TrainerLike
+from hf_hybrid.run.trainer_view import TrainerLike
 from hf_hybrid.saving.async_save import AsyncSaver
 from hf_hybrid.saving.manifest import DELETABLE, MANIFEST_NAME, CheckpointError
 
