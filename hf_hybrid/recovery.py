@@ -460,7 +460,7 @@ class OutOfMemoryRecovery(Part):
         optimizer = self.trainer.optimizer
         for wrapped in ("optimizer", "base"):  # by accelerate; around streamed layers
             optimizer = getattr(optimizer, wrapped, optimizer)
-        self.trainer.saves.join()
+        self.trainer.saver.writer.join()
         checkpoint = last_checkpoint(self.trainer.run_folder)
         where = f"from `{checkpoint}`" if checkpoint else "from the start (no checkpoint was saved yet)"
         return UnrecoveredMemoryError(
@@ -589,7 +589,7 @@ class OutOfMemoryRecovery(Part):
         """Save the state after the last step, and return a sentence that says where, or why not."""
         trainer = self.trainer
         step = trainer.state.global_step
-        trainer.saves.join()
+        trainer.saver.writer.join()
         if self.saved_step != step:
             try:
                 trainer._save_checkpoint(trainer.model, trial=trainer.trial)
