@@ -214,9 +214,12 @@ class SharedWindows(SharedRows):
     def _find_drawn(self) -> None:
         """Find out what the model draws in training: on all processes in the same step, as FSDP2 joins their passes."""
         model, trainer = self.model, self.trainer
-        if self.why_plain is not None or self._know(model).why is not None:
+        known = self._know(model)
+        if self.why_plain is not None or known.why is not None:
             return
         model.train()  # as `training_step` does
+        if model.training in known.drawn:
+            return
         try:
             with trainer.memory.running(), trainer.compute_loss_context_manager():
                 self._drawn(model, trainer.args.device)
@@ -231,7 +234,7 @@ class SharedWindows(SharedRows):
         known = self._know(model)
         drawn, costs = known.drawn[True], known.costs
         # The fused heads of TRL and of the chunked loss.
-        compact = self.trainer.loss_in_chunks and self.trainer.args.device.type == "cuda"
+        compact = self.trainer.args.device.type == "cuda" and self.trainer.loss_in_chunks
         price = sum(costs.padded(batch, compact=compact) for batch in batches)
         rows: list[Row] = []
         for number, batch in enumerate(batches):
